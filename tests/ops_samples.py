@@ -150,6 +150,7 @@ SAMPLES = [
     *of_each(F.silu, lambda x: x * R.sigmoid(x)),
     *of_each(F.softplus, lambda x: np.logaddexp(0, x)),
     *of_each(F.abs, np.abs),
+    Sample(F.sign, np.sign, ((3, 5),), (), False),
     *losses(F.mse_loss, lambda x, t: (x - t) ** 2),
     *losses(F.l1_loss, lambda x, t: np.abs(x - t)),
     *losses(F.smooth_l1_loss, smooth_l1),

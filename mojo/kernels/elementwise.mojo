@@ -87,10 +87,14 @@ def _abs[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 @always_inline
+def _sign[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return x.gt(0).cast[F32]() - x.lt(0).cast[F32]()
+
+
+@always_inline
 def abs_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
     """The sign of dy where x > 0, its opposite where x < 0, 0 for 0."""
-    var sign = x.gt(0).cast[F32]() - x.lt(0).cast[F32]()
-    return dy * sign
+    return dy * _sign(x)
 
 
 @always_inline
@@ -169,6 +173,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
         OpOf("silu_backward", "dx; dy, x; n", D.map[silu_gradient](), "features"),
         OpOf("abs_forward", "y; x; n", D.map[_abs](), "features"),
         OpOf("abs_backward", "dx; dy, x; n", D.map[abs_gradient](), "features"),
+        OpOf("sign", "y; x; n", D.map[_sign](), "features"),
         OpOf("softplus_forward", "y; x; n", D.map[softplus](), "features"),
         OpOf("softplus_backward", "dx; dy, x; n", D.map[softplus_gradient](), "features"),
         OpOf("clamp", "y; x; limit, n", D.map[_clamp]()),

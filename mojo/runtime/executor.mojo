@@ -120,6 +120,35 @@ def _replay_timed(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr
     return -1
 
 
+def tiles(r: Record):
+    """Runs a program of elementwise ops over runs of n floats tile by tile, so that what it computes on the way stays in the
+    cache. Arguments: the ops, the program of a tile and its records, that of the rest behind the last whole tile and its
+    records, floats of a tile, n; gaps between parameters (begin and end, in floats of the arena), how many, and where in
+    it the runs begin: there all of them but the second, the gradients, become 0; how many runs, and their addresses, which
+    are the spaces 1, 2, ... of the program.
+    """
+    var bases = Array[Int64, RECORD](fill=0)
+    for i in range(r.int(11)):
+        bases[1 + i] = Int64(r.int(12 + i))
+    var at = bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
+    var left = r.int(7)
+    while left > 0:
+        var whole = 2 if left >= r.int(6) else 4
+        for i in range(r.int(whole + 1)):
+            var one = Record(LongPtr(unsafe_from_address=r.int(whole)).unsafe_offset(i * RECORD), at, r.context)
+            kernel_of[Kernel](LongPtr(unsafe_from_address=r.int(1)), one.code())(one)
+        for i in range(r.int(11)):
+            bases[1 + i] += Int64(4 * r.int(6))
+        left -= r.int(6)
+    _ = bases^
+    for g in range(r.int(9)):
+        var gap = LongPtr(unsafe_from_address=r.int(8)).unsafe_offset(2 * g)
+        for i in range(max(Int(gap[]) - r.int(10), 0), min(Int(gap[unsafe_offset=1]) - r.int(10), r.int(7))):
+            for k in range(r.int(11)):
+                if k != 1:
+                    Ptr(unsafe_from_address=r.int(12 + k))[unsafe_offset=i] = 0
+
+
 struct Times(TrivialRegisterPassable):
     """When records ran on one thread: how many are noted, how many fit, and three numbers for each: its place in the
     program (SUM: additions of gradients) and the shard's first sample above it, ns of start and end. The threads' follow each other.

@@ -9,6 +9,8 @@ from std.ffi import external_call
 from kernels.op import Op
 from kernels.record import Record
 
+from .executor import tiles
+
 
 def _unknown(r: Record):
     r.context[].stopped = 1
@@ -22,5 +24,6 @@ def ops() -> List[Op]:
     external_call["odyssey_convolutions", NoneType](Pointer(to=all))
     external_call["odyssey_linear", NoneType](Pointer(to=all))
     external_call["odyssey_text", NoneType](Pointer(to=all))
+    all.append(Op("tiles", "; ; table, program, records, rest, records of the rest, tile, n, gaps, how many, at, runs", tiles))
     all.append(Op("unknown", "", _unknown))
     return all^

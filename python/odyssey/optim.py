@@ -1,6 +1,7 @@
 """Optimizers over an arena; `lr_schedules` has the schedules, which are names here as well.
 
-An optimizer is one kernel over all parameters (mojo/kernels/optimizer.mojo); this file holds its settings and state.
+An optimizer is a rule over all parameters (core/rule.py), or one kernel (mojo/kernels/optimizer.mojo); this file holds
+its settings and state.
 `step()` is for a custom training loop; a trainer calls `apply()` with the summed gradients of the whole global batch.
 Both check first that the gradients are finite and change nothing if they are not.
 """
@@ -8,15 +9,18 @@ Both check first that the gradients are finite and change nothing if they are no
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .core import changes, native
+from .core import functional as F
 from .core.arena import Arena
 from .core.guarded import guarded
-from .core.tensor import Parameter
+from .core.rule import MOST, Recorded
+from .core.tensor import Parameter, Tensor
 from .errors import ConfigError, NumericsError, check_number
 from .lr_schedules import *  # noqa: F403
 from .lr_schedules import Schedule, cosine, linear, sequential, step_decay
@@ -66,11 +70,12 @@ class Group(MutableMapping[str, Any]):
 
 
 class Optimizer(changes.Watched):
-    """Base: binds to an arena, keeps state of the arena's layout, runs one record.
+    """Base: binds to an arena, keeps state of the arena's layout, updates both by a `rule` (docs/tour.md).
 
     Args:
         params: `model.parameters()` or `model.named_parameters()`; may be left out when a trainer binds the model.
         lr: learning rate; change the attribute to change it.
+        settings: the others, which become attributes: numbers, tuples of numbers, texts, True or False.
 
     `undecayed` says of which parameters (name, parameter) the weight decay is 0; set it before the first step.
     """
@@ -81,8 +86,23 @@ class Optimizer(changes.Watched):
     unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked", "coming"})
     __repr__ = brief
 
-    def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
-        self.lr = check_number(f"[{type(self).__name__}] lr", lr, 0)
+    def __init_subclass__(cls) -> None:
+        if "rule" in vars(cls) and "_record" not in vars(cls):  # of a class that has a kernel: no longer
+            cls._record = Optimizer._record  # type: ignore[method-assign]
+
+    def __init__(self, params: Iterable[Any] | None = None, lr: float = 0.01, **settings: Any) -> None:
+        owner = type(self)
+        if owner.rule is Optimizer.rule and owner._record is Optimizer._record:
+            raise ConfigError(
+                f"[{owner.__name__}] has no rule; write `def rule(self, p, g, {', '.join(self.states) or '*states'})`, "
+                "which returns the new p and states"
+            )
+        if len(self.states) > MOST:
+            raise ConfigError(f"[{owner.__name__}] has {len(self.states)} states; at most {MOST} are supported")
+        for name, value in settings.items():
+            setattr(self, name, _checked(owner.__name__, name, value))
+        self.lr = check_number(f"[{owner.__name__}] lr", lr, 0)
+        self._recorded = Recorded()
         self.steps = 0
         self.arena: Arena | None = None
         self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
@@ -196,6 +216,8 @@ class Optimizer(changes.Watched):
         n = len(updates)
         self.steps += 1
         rules = [r for u in updates for r in self.records(lib, u, divisor, lr, divisor if samples is None else samples)]
+        if not rules:  # a rule that is refused is so on all ranks
+            self._record(lib, Update(0, 0, 0, 0, 0), divisor, lr)
         records = np.zeros((n + len(rules), lib.record), np.int64)
         for i, u in enumerate(updates):
             records[i, :3] = (lib.codes["finite"], u.grads, u.n)
@@ -253,9 +275,20 @@ class Optimizer(changes.Watched):
                 found.append((run(u, a, b), decays))
         return found
 
+    def rule(self, p: Tensor, g: Tensor, *states: Tensor) -> Any:
+        """The new parameters and states of a run of the arena, elementwise; g is the mean gradient, clipped. Settings
+        and `steps` are numbers of the step in it, for + - * / ** and F.sqrt."""
+        raise NotImplementedError
+
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         """The update of one run as a record of ops.mojo; without weight decay if it does not `decay`."""
-        raise TypeError(f"{type(self).__name__} has no update rule; write _record()")
+        if "tiles" not in lib.codes:
+            raise ConfigError(
+                f"[{type(self).__name__}] is a rule, which only CPUs compute so far; use device='cpu' (--device cpu), "
+                "or SGD, Adam, AdamW or RMSprop"
+            ).on_all_ranks()
+        places = u.params, u.grads, *(a + 4 * u.state for a in u.arrays or self._addresses)
+        return self._recorded.record(self, places, u.at, u.n, divisor, lr, decays)
 
     def _places(self, op: str, lib: native.Library, u: Update, divisor: int) -> list[int]:
         """What the records of all update rules begin with."""
@@ -311,6 +344,23 @@ def vectors(name: str, p: Parameter) -> bool:
     return p.ndim < 2
 
 
+# Of settings by their names: the least that is allowed, and what is not reached. Of others: any finite number.
+_BOUNDS = {"momentum": (0, 1), "alpha": (0, 1), "betas": (0, 1), "eps": (0,), "weight_decay": (0,), "lr_decay": (0,)}
+
+
+def _checked(owner: str, name: str, value: Any) -> Any:
+    """A setting that is allowed, numbers as floats. Raises ConfigError."""
+
+    def number(shown: str, v: Any) -> float:
+        return check_number(f"[{owner}] {shown}", v, *_BOUNDS.get(name, (-math.inf,)), open_low=name == "eps")
+
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(number(f"{name.removesuffix('s')}{i}", v) for i, v in enumerate(value, 1))
+    return number(name, value)
+
+
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form."""
 
@@ -324,12 +374,9 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        self.momentum = check_number("[SGD] momentum", momentum, 0, 1)
-        self.weight_decay = check_number("[SGD] weight_decay", weight_decay, 0)
         if nesterov and momentum == 0:
             raise ConfigError("[SGD] nesterov needs a momentum above 0")
-        self.nesterov = nesterov
-        super().__init__(params, lr)
+        super().__init__(params, lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         numbers = lr, self.momentum, self.weight_decay if decays else 0.0
@@ -350,14 +397,7 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        owner = type(self).__name__
-        self.betas = (
-            check_number(f"[{owner}] beta1", betas[0], 0, 1),
-            check_number(f"[{owner}] beta2", betas[1], 0, 1),
-        )
-        self.eps = check_number(f"[{owner}] eps", eps, 0, open_low=True)
-        self.weight_decay = check_number(f"[{owner}] weight_decay", weight_decay, 0)
-        super().__init__(params, lr)
+        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         numbers = lr, *self.betas, self.eps, self.weight_decay if decays else 0.0
@@ -403,6 +443,46 @@ class RMSprop(Adam):
         self.betas = 0.0, self.alpha  # which may have been changed
         one = native.float_bits(1.0)
         return [*super()._record(lib, u, divisor, lr, decays)[:-2], one, one]
+
+
+class Lion(Optimizer):
+    """The sign of a mean of momentum and gradient, with decoupled weight decay (Chen et al. 2023)."""
+
+    states = ("m",)
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
+
+    def rule(self, p: Tensor, g: Tensor, m: Tensor) -> Any:
+        c = self.betas[0] * m + (1 - self.betas[0]) * g
+        return p - self.lr * (F.sign(c) + self.weight_decay * p), self.betas[1] * m + (1 - self.betas[1]) * g
+
+
+class Adagrad(Optimizer):
+    """Gradients divided by the root of the sum of their squares (Duchi et al. 2011); weight decay is added to them."""
+
+    states = ("v",)
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 0.01,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(params, lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps)
+
+    def rule(self, p: Tensor, g: Tensor, v: Tensor) -> Any:
+        d = g + self.weight_decay * p
+        v = v + d * d
+        return p - self.lr / (1 + (self.steps - 1) * self.lr_decay) * d / (F.sqrt(v) + self.eps), v
 
 
 _KINDS = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Optimizer)]

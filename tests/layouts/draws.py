@@ -23,6 +23,7 @@ from chance import Random, draw, drawn
 from networks import Network
 from samples import Data, Joined, Loss, Parted, parted_loss, targets, token_ids
 
+from odyssey import functional as F
 from odyssey import nn, optim
 from odyssey.parallel import default_shard_size
 from odyssey.parallel.mesh import PARTS, Mesh
@@ -64,6 +65,53 @@ def adamw(random: Random) -> Make:
 def rmsprop(random: Random) -> Make:
     settings = {"alpha": random.one([0.99, 0.7]), "weight_decay": random.one([0.0, 0.1])}
     return _made(optim.RMSprop, lr=random.number(1e-3, 1e-2), **settings)
+
+
+class MadeUp(optim.Optimizer):
+    """A rule of a user's own: three states, `steps`, a setting that is no number, a choice by one that is."""
+
+    states = ("fast", "slow", "before")
+
+    def __init__(
+        self, params: Any = None, lr: float = 0.01, betas: Any = (0.9, 0.5), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, late=3, bounded=True)
+
+    def rule(self, p: Any, g: Any, fast: Any, slow: Any, before: Any) -> Any:
+        fast = self.betas[0] * fast + (1 - self.betas[0]) * g
+        slow = F.maximum(self.betas[1] * slow, F.abs(g) ** 1.5)
+        turn = fast / (1 - self.betas[0] ** self.steps) / (slow**0.5 + 1e-3) + 0.1 * F.tanh(g - before)
+        if self.bounded:
+            turn = F.clamp(turn, -1.5, 1.5)
+        turn = F.where(self.steps < self.late, 0.5 * turn, turn + self.weight_decay * F.exp(-F.abs(p)) * p)
+        return p - self.lr / F.sqrt(self.steps) * turn, fast, slow, g
+
+
+class AdamRule(optim.Optimizer):
+    """Adam as a rule."""
+
+    states = ("m", "v")
+
+    def __init__(
+        self, params: Any = None, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=1e-8, weight_decay=weight_decay)
+
+    def rule(self, p: Any, g: Any, m: Any, v: Any) -> Any:
+        b1, b2 = self.betas
+        g = g + self.weight_decay * p
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        return p - self.lr * (m / (1 - b1**self.steps)) / (F.sqrt(v / (1 - b2**self.steps)) + self.eps), m, v
+
+
+@draw("optimizer", 2)
+def rules(random: Random) -> Make:
+    kind = random.one([optim.Lion, optim.Adagrad, MadeUp, MadeUp, AdamRule])
+    settings = {} if kind is optim.Adagrad else {"betas": random.one([(0.9, 0.99), (0.5, 0.7)])}
+    text, make = _made(kind, lr=random.number(1e-3, 1e-2), weight_decay=random.one([0.0, 0.1]), **settings)
+    if random.chance(0.3):
+        return f"{text} without vectors", functools.partial(_without_vectors, make)
+    return text, make
 
 
 @draw("optimizer", 1)

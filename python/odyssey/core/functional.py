@@ -185,6 +185,13 @@ softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus", on
 abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x", onnx="Abs")
 
 
+def sign(x: Tensor) -> Tensor:
+    """1 above 0, -1 below, 0 for 0. No gradient."""
+    y = empty(x.shape, x.layout)
+    current().emit("sign", y.memory, x.memory, y.floats)
+    return attach(y, (x.detach(),), lambda dy: (None,))
+
+
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """x above 0, negative_slope x elsewhere (Maas, Hannun, Ng 2013)."""
 
@@ -196,7 +203,7 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -
     return attach(apply("leaky_relu"), (x,), lambda dy: (multiply(dy, apply("leaky_slope")),))
 
 
-ONNX["leaky_relu"] = "LeakyRelu"
+ONNX |= {"leaky_relu": "LeakyRelu", "sign": "Sign"}
 
 
 def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:
@@ -507,7 +514,7 @@ _METHODS |= {"dim": lambda x: x.ndim, "numel": lambda x: int(x.size), "bool": la
 _METHODS |= {"float": to_float, "int": to_int, "long": to_int, "__getattr__": _missing}  # noqa: F405
 for _name in (
     "abs add argmax chunk clamp eq exp expand flatten ge gelu gt le log log_softmax lt masked_fill matmul max mean min "
-    "ne normalize permute relu reshape sigmoid silu softmax split sqrt squeeze sum tanh to transpose unbind "
+    "sign ne normalize permute relu reshape sigmoid silu softmax split sqrt squeeze sum tanh to transpose unbind "
     "unsqueeze var"
 ).split():
     _METHODS[_name] = globals()[_name]

@@ -361,8 +361,8 @@ def log(x: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Square root."""
-    return _map("sqrt", _full(x), lambda dy, x, y: scale(divide(dy, y), 0.5))
+    """Square root; of a number in an optimizer's rule it is taken on the host."""
+    return x.root() if hasattr(x, "root") else _map("sqrt", _full(x), lambda dy, x, y: scale(divide(dy, y), 0.5))
 
 
 # --- over axes --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.01},
     "rmsprop": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "lion": {"lr": 1e-4, "momentum": 0.0, "weight_decay": 0.0},
+    "adagrad": {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0},
 }
 
 # What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for characters; mini: for CPUs).

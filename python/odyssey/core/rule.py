@@ -1,0 +1,260 @@
+"""An optimizer's rule, recorded once: elementwise ops over a run of the arena, and numbers of the step beside them.
+
+Settings, `steps` and what is computed of them are `Scalar`s: float64 on the host, evaluated before each step, rounded
+once into the float32 slot that the ops read. The ops run tile by tile in one native call (mojo/runtime/executor.mojo).
+Each number is computed alone, so where a run is cut changes no bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from . import native
+from .arena import ALIGN
+from .operators import multiply
+from .program import Block, Memory, Range, Record, Recorder, Slot, encode, plan_memory, using
+from .tape import Tensor, make, no_grad
+
+TILE = 960  # floats: a dozen arrays of a tile are in a core's first cache, and begin on other lines of it
+MOST = 9  # state arrays: the addresses of more do not fit a record
+
+
+class Scalar(Tensor):
+    """A number of the step: a setting, `steps`, or what + - * / ** sqrt and comparisons make of them.
+
+    value: float64, as of the last `evaluate`; the slot `memory` has it as float32.
+    """
+
+    __slots__ = ("value", "names", "_of", "_all", "_slot")
+
+    def __init__(self, everyone: list[Scalar], names: Sequence[str], of: Callable[..., Any] | None, *args: Any) -> None:
+        self._set(Block(native.aligned(1)), (), "rows", np.float32)
+        self.names, self._of, self._all, self.value = tuple(dict.fromkeys(names)), (of, args), everyone, 0.0
+        self._slot = memoryview(self.memory.array)  # type: ignore[union-attr]
+        everyone.append(self)
+
+    def computed(self, of: Callable[..., Any], *args: Any) -> Scalar:
+        """The number that a function of numbers and scalars gives."""
+        names = [name for a in args if isinstance(a, Scalar) for name in a.names]
+        return Scalar(self._all, names, of, *args)
+
+    def root(self) -> Scalar:
+        """Its square root."""
+        return self.computed(math.sqrt, self)
+
+    def evaluate(self, given: Mapping[str, float]) -> None:
+        """Takes the value of this step. Raises ArithmeticError, TypeError, ValueError: there is none."""
+        of, args = self._of
+        self.value = value = given[self.names[0]] if of is None else of(*[getattr(a, "value", a) for a in args])
+        if not abs(value) < 3.4e38:
+            raise OverflowError(f"it is {value}")
+        self._slot[0] = value
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ConfigError(
+            f"rule() asks for the value of {' and '.join(self.names)}, as `if`, float() and math do: it is recorded "
+            "once and these change; compute with + - * / ** and F.sqrt, choose by F.where(condition, a, b)"
+        )
+
+    __bool__ = __float__ = __int__ = __index__ = item = numpy = _refuse
+    __hash__ = object.__hash__
+
+
+def _scalar_first(name: str, of: Callable[..., Any], turned: bool) -> Callable[[Scalar, Any], Any]:
+    def method(self: Scalar, other: Any) -> Any:
+        if isinstance(other, (Scalar, int, float)):
+            return self.computed(of, other, self) if turned else self.computed(of, self, other)
+        return getattr(Tensor, name)(self, other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    for _r in ("", "r"):
+        setattr(Scalar, f"__{_r}{_name}__", _scalar_first(f"__{_r}{_name}__", getattr(operator, _name), bool(_r)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Scalar, f"__{_name}__", _scalar_first(f"__{_name}__", getattr(operator, _name), False))
+Scalar.__rtruediv__ = lambda self, x: x * self.computed(operator.truediv, 1.0, self)  # once, not for each number
+Scalar.__neg__ = lambda self: self.computed(operator.neg, self)  # type: ignore[method-assign]
+
+
+class _Value(Slot):
+    """An array that the rule computes with: it has no values yet."""
+
+    __slots__ = ()
+
+    @property
+    def address(self) -> int:
+        raise ConfigError("rule() looks at values (`if`, float(), .numpy()): it is recorded once; use F.where")
+
+
+class _Rules(Recorder):
+    shard = False
+
+    def alloc(self, nbytes: int) -> Memory:
+        return _Value(nbytes)
+
+
+class Program:
+    """What rule() of an optimizer computes for a run of n floats, recorded.
+
+    optimizer: has `rule(p, g, *states)` and the names `states`; its attributes that are numbers become scalars.
+    """
+
+    def __init__(self, optimizer: Any, n: int) -> None:
+        self.owner, self.n = type(optimizer).__name__, n
+        self._scalars: list[Scalar] = []
+        self._used: list[Scalar] = []  # by the ops, and by these: in the order in which they are evaluated
+        view = copy.copy(optimizer)
+        vars(view).update({k: self._scalar(k, v) for k, v in vars(optimizer).items()})
+        before, recorder = dict(vars(view)), _Rules(None, 0, n)
+        runs = [make(_Value(4 * n), (n,)) for _ in range(2 + len(optimizer.states))]
+        try:
+            with using(recorder), no_grad():
+                mean = multiply(runs[1], Scalar(self._scalars, ["mean"], None))
+                found = view.rule(runs[0], mean, *runs[2:])
+            found = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, (tuple, list)) else []
+            self._check(optimizer.states, found)
+            if changed := [k for k, v in vars(view).items() if v is not before.get(k, self)]:
+                raise ConfigError(f"rule() sets self.{changed[0]}: it is recorded once; keep what changes in `states`")
+            records = self._written(recorder.records, runs, found)
+        except ConfigError as problem:
+            raise ConfigError(f"[{self.owner}] {problem}").on_all_ranks() from problem
+        self._encode(records)
+
+    def _scalar(self, name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._scalar(f"{name}[{i}]", v) for i, v in enumerate(value))
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return Scalar(self._scalars, [name], None) if number else value
+
+    def _check(self, states: Sequence[str], found: list[Any]) -> None:
+        wanted = ["p", *states]
+        shapes = [getattr(y, "shape", type(y).__name__) for y in found]
+        if shapes != [(self.n,)] * len(wanted) or any(y.dtype != np.float32 for y in found):
+            raise ConfigError(
+                f"rule() gave {', '.join(map(str, shapes)) or 'no tensors'}; it must return the new {', '.join(wanted)}"
+                f", each of the shape of p, ({self.n},)"
+            )
+
+    def _written(self, records: list[Record], runs: list[Tensor], found: list[Tensor]) -> list[Record]:
+        """The records, with what the rule returns written into the run itself: by the op that makes it, if what was
+        there is not read afterwards, else by a copy at the end."""
+        spaces = {id(t.memory): Range(None, space, 0) for space, t in enumerate(runs, 1)}
+        slots = {id(s.memory): s for s in self._scalars}
+        for r in records:
+            op = r.declared
+            every = op.sizes[-1:] == ("n",) or op.sizes[:1] == ("d0",)
+            if not every or len(op.outputs) != 1 or op.added or op.scratch is not None or "sums" in op.traits:
+                raise ConfigError(
+                    f"rule() uses {r.op}, which is not elementwise: a run is a piece of the arena that holds parts of "
+                    "any parameters; use functions of each number, and the optimizer's settings"
+                )
+            if any(isinstance(a, Block) and id(a) not in slots for a in r.args):
+                raise ConfigError(f"rule() gives {r.op} a tensor or array of its own; use p, g, the states and numbers")
+            if op.inputs and not any(isinstance(a, Slot) for a in r.args[1:]):
+                raise ConfigError(f"rule() uses {r.op} of settings alone; of these + - * / ** F.sqrt and comparisons")
+        used = {id(a) for r in records for a in r.args}
+        for scalar in reversed(self._scalars):  # what no op needs is not evaluated: it may be any number
+            if id(scalar.memory) in used:
+                self._used.insert(0, scalar)
+                used.update(id(a.memory) for a in scalar._of[1] if isinstance(a, Scalar))
+        records, last = [r.changed(args=[spaces.get(id(a), a) for a in r.args]) for r in records], []
+        made = {id(r.args[0]): i for i, r in enumerate(records)}
+        targets = [spaces[id(runs[i].memory)] for i in (0, *range(2, len(runs)))]
+        returned = [spaces.get(id(y.memory), y.memory) for y in found]
+        for k, (memory, target) in enumerate(zip(returned, targets, strict=True)):
+            if memory is target:
+                continue
+            i = made.get(id(memory))
+            others = returned[:k] + returned[k + 1 :]
+            later = i is None or any(a is target for r in records[i + 1 :] for a in r.args)
+            if later or target in others or memory in others:
+                held = _Value(4 * self.n)
+                records.append(Record("copy", [held, memory, self.n]))
+                last.append(Record("copy", [target, held, self.n]))
+            else:
+                for r in records[i:]:
+                    r.args = [target if a is memory else a for a in r.args]
+        return records + last
+
+    def _encode(self, records: list[Record]) -> None:
+        lib = native.library()
+        self._work = native.aligned(plan_memory(records), np.uint8)
+        self.table = np.zeros((len(records), lib.record), np.int64)
+
+        def operand(memory: Any) -> int:
+            if isinstance(memory, Range):
+                return memory.space << 56
+            return self._work.ctypes.data + memory.offset if isinstance(memory, Slot) else memory.address
+
+        for row, r in zip(self.table, records, strict=True):
+            row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
+
+    def evaluate(self, given: Mapping[str, float]) -> None:
+        """Takes the numbers of this step. Raises ConfigError: one of them is not finite."""
+        try:
+            for scalar in self._used:
+                scalar.evaluate(given)
+        except (ArithmeticError, TypeError, ValueError) as problem:
+            values = " and ".join(f"{name} = {given[name]:g}" for name in scalar.names)
+            raise ConfigError(
+                f"[{self.owner}] rule(): a number made of {values} cannot be computed: {problem}; it must be finite in "
+                "every step"
+            ).on_all_ranks() from None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where its records are, and how many."""
+        return self.table.ctypes.data, len(self.table)
+
+
+class Recorded:
+    """The programs of an optimizer's rule, made as they are needed: a step has runs of several kinds."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, Program] = {}
+        self._size, self._gaps = 0, np.zeros((0, 2), np.int64)  # of the arena, in floats; between its parameters
+
+    def _program(self, optimizer: Any, key: Any, given: Mapping[str, float]) -> Program:
+        if key not in self._programs:
+            self._programs[key] = Program(optimizer, key[0])
+        self._programs[key].evaluate(given)
+        return self._programs[key]
+
+    def record(
+        self, optimizer: Any, addresses: Sequence[int], at: int, n: int, divisor: int, lr: float, decays: bool
+    ) -> list[int]:
+        """The update of n floats from place `at` of the arena as a record; addresses: of parameters, gradients, states.
+
+        Between parameters all stays 0, whatever the rule makes of zeros: not every layout computes there.
+        """
+        given: dict[str, float] = {}
+        kinds: list[Any] = [decays]  # what beside n a recording depends on
+        for name, value in vars(optimizer).items():
+            if isinstance(value, tuple):
+                given.update((f"{name}[{i}]", v) for i, v in enumerate(value))
+                kinds.append((name, len(value)))
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                given[name] = value
+            elif isinstance(value, (bool, str, type(None))):
+                kinds.append((name, value))
+        given["lr"], given["mean"] = lr, float(np.float32(1) / native.memory(divisor, 4).view(np.float32)[0])
+        if not decays:
+            given["weight_decay"] = 0.0
+        whole = self._program(optimizer, (TILE, *kinds), given)
+        rest = self._program(optimizer, (n % TILE, *kinds), given) if n % TILE else whole
+        arena, lib = optimizer.arena, native.library()
+        if arena is not None and self._size != arena.size:
+            ends = [(arena.offsets[name] + p.size, -p.size % ALIGN) for name, p in arena.named]
+            gaps = [(end, end + more) for end, more in ends if more]
+            self._size, self._gaps = arena.size, np.array(gaps, np.int64)
+        runs = self._gaps.ctypes.data, len(self._gaps), at, len(addresses), *addresses
+        return [lib.codes["tiles"], lib.table, *whole.place, *rest.place, TILE, n, *runs]
