@@ -69,7 +69,11 @@ comptime GpuStepPtr = Pointer[GpuStep, MutUntrackedOrigin]
 
 
 struct Gpu(Movable):
-    """A device with its two queues. Memory that it gave is freed with it."""
+    """A device with its two queues. Memory that it gave is freed with it.
+
+    Memory is named by addresses, its size by bytes, an event by its number; `which` is COMPUTE or COPY. Methods raise
+    an Error when the device refuses; those that wait, when something that they wait for has failed.
+    """
 
     var compute: Queue
     """The queue of steps."""
@@ -85,14 +89,7 @@ struct Gpu(Movable):
     """By number."""
 
     def __init__(out self, number: Int) raises:
-        """Opens a device.
-
-        Args:
-            number: Which, from 0.
-
-        Raises:
-            Error: There is none of that number.
-        """
+        """Opens a device by its number, from 0."""
         self.compute = DeviceContext(device_id=number)
         self.stream = self.compute.create_stream()  # stream 1 of this context
         self.copy = self.compute.select_stream(1)
@@ -101,47 +98,20 @@ struct Gpu(Movable):
         self.events = List[DeviceEvent]()
 
     def queue(self, which: Int) -> Queue:
-        """One of the two queues.
-
-        Args:
-            which: COMPUTE or COPY.
-
-        Returns:
-            The queue.
-        """
+        """One of the two queues."""
         return self.copy if which == COPY else self.compute
 
     # --- memory ---
 
     def allocate(mut self, bytes: Int) raises -> Int:
-        """Device memory, not initialised.
-
-        Args:
-            bytes: How many.
-
-        Returns:
-            Its address.
-
-        Raises:
-            Error: There is not as much.
-        """
+        """Returns the address of new device memory, not initialised."""
         var buffer = self.compute.enqueue_create_buffer[U8](max(bytes, 16))
         var address = Int(buffer.unsafe_ptr())
         self.buffers[address] = buffer^
         return address
 
     def allocate_pinned(mut self, bytes: Int) raises -> Int:
-        """Host memory that the device copies from and to by itself, set to 0.
-
-        Args:
-            bytes: How many.
-
-        Returns:
-            Its address.
-
-        Raises:
-            Error: There is not as much.
-        """
+        """Returns the address of new host memory that the device copies from and to by itself, set to 0."""
         var buffer = self.compute.enqueue_create_host_buffer[U8](max(bytes, 16))
         self.compute.synchronize()
         var address = Int(buffer.unsafe_ptr())
@@ -150,14 +120,7 @@ struct Gpu(Movable):
         return address
 
     def free(mut self, address: Int) raises:
-        """Gives memory of either kind back.
-
-        Args:
-            address: As it was given.
-
-        Raises:
-            Error: There is no memory at this address.
-        """
+        """Gives memory of either kind back; raises an Error if there is none at this address."""
         if address in self.buffers:
             _ = self.buffers.pop(address)
         elif address in self.pinned:
@@ -166,32 +129,12 @@ struct Gpu(Movable):
             raise Error("no memory at ", address, " to free")
 
     def move(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
-        """Enqueues a copy between any two of device, pinned and other devices' memory.
-
-        Args:
-            dst: Where to.
-            src: Where from.
-            bytes: How many.
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """Enqueues a copy between any two of device, pinned and other devices' memory."""
         var q = self.queue(which)
         q.enqueue_copy(U8Ptr(unsafe_from_address=dst), U8Ptr(unsafe_from_address=src), bytes)
 
     def take(self, other: Gpu, dst: Int, src: Int, bytes: Int) raises:
-        """Enqueues a copy from another device's memory, behind what is in that device's compute queue now.
-
-        Args:
-            other: The device that has it.
-            dst: Where to, on this device.
-            src: Where from, on the other.
-            bytes: How many.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """Enqueues a copy from another device's memory, behind what is in that device's compute queue now."""
         self.compute.enqueue_wait_for(other.compute)
         self.compute.enqueue_copy(
             DeviceBuffer[U8](self.compute, U8Ptr(unsafe_from_address=dst), bytes, owning=False),
@@ -199,17 +142,7 @@ struct Gpu(Movable):
         )
 
     def upload(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
-        """Enqueues a copy from host to device memory.
-
-        Args:
-            dst: Where to, on the device.
-            src: Where from.
-            bytes: How many.
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """Enqueues a copy from host to device memory."""
         var q = self.queue(which)
         q.enqueue_copy(
             DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=dst), bytes, owning=False),
@@ -217,17 +150,7 @@ struct Gpu(Movable):
         )
 
     def download(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
-        """Enqueues a copy from device to host memory.
-
-        Args:
-            dst: Where to.
-            src: Where from, on the device.
-            bytes: How many.
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """Enqueues a copy from device to host memory."""
         var q = self.queue(which)
         q.enqueue_copy(
             U8Ptr(unsafe_from_address=dst),
@@ -235,91 +158,36 @@ struct Gpu(Movable):
         )
 
     def clear(self, address: Int, bytes: Int, which: Int) raises:
-        """Enqueues setting bytes to 0.
-
-        Args:
-            address: Where they begin.
-            bytes: How many.
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """Enqueues setting bytes to 0."""
         var q = self.queue(which)
         q.enqueue_memset(DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=address), bytes, owning=False), UInt8(0))
 
     # --- order ---
 
     def make_event(mut self) raises -> Int:
-        """A new event.
-
-        Returns:
-            Its number.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """Returns the number of a new event."""
         self.events.append(self.compute.create_event())
         return len(self.events) - 1
 
     def record_event(self, event: Int, which: Int) raises:
-        """The event happens when all that is in the queue now is done.
-
-        Args:
-            event: Its number.
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """The event happens when all that is in the queue now is done."""
         self.queue(which).stream().record_event(self.events[event])
 
     def await_event(self, event: Int, which: Int) raises:
-        """What is put into the queue from now on waits for the event.
-
-        Args:
-            event: Its number.
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: The device refuses.
-        """
+        """What is put into the queue from now on waits for the event."""
         self.queue(which).stream().enqueue_wait_for(self.events[event])
 
     def wait_event(self, event: Int) raises:
-        """Blocks until the event has happened.
-
-        Args:
-            event: Its number.
-
-        Raises:
-            Error: Something before it failed.
-        """
+        """Blocks until the event has happened."""
         self.events[event].synchronize()
 
     def synchronize(self, which: Int) raises:
-        """Blocks until the queue is empty.
-
-        Args:
-            which: COMPUTE or COPY.
-
-        Raises:
-            Error: Something in it failed.
-        """
+        """Blocks until the queue is empty."""
         self.queue(which).synchronize()
 
     def native_stream(self, which: Int) raises -> Int:
-        """The CUstream of a queue, for libraries that put work into it themselves; the device is made the current one of
-        the calling thread, as they expect.
-
-        Args:
-            which: COMPUTE or COPY.
-
-        Returns:
-            Its handle.
-
-        Raises:
-            Error: The device is not NVIDIA's.
+        """The CUstream of a queue, for libraries that put work into it themselves; raises an Error if the device is not
+        NVIDIA's. The device is made the current one of the calling thread, as they expect.
         """
         var q = self.queue(which)
         q.set_as_current()
@@ -329,14 +197,7 @@ struct Gpu(Movable):
     # --- programs ---
 
     def run(self, s: GpuStep) raises:
-        """Enqueues a program for all shards of a chunk.
-
-        Args:
-            s: The program and its memory.
-
-        Raises:
-            Error: A record has no kernel for GPUs, or the device refuses.
-        """
+        """Enqueues a program for all shards of a chunk; raises an Error if a record has no kernel for GPUs."""
         var bases = StaticTuple[Int, SPACES](fill=0)
         bases[PARAMS] = Int(s.params)
         bases[GRADS] = Int(s.grads)
@@ -365,14 +226,7 @@ struct Gpu(Movable):
                 raise Error("record ", i, " of the program: ", e)
 
     def scratch(self, s: GpuStep) -> Int:
-        """Floats of scratch memory that a program wants.
-
-        Args:
-            s: The program.
-
-        Returns:
-            The number.
-        """
+        """Floats of scratch memory that a program wants."""
         var most = 0
         for i in range(Int(s.records)):
             var at = s.program.unsafe_offset(i * RECORD)
