@@ -16,7 +16,6 @@ find what was torn or altered by accident; whoever can write to the folder can w
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import sys
@@ -24,13 +23,13 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
-from odyssey.errors import BuildError
+from odyssey.errors import BuildError, DataError
 
+from ..base.files import JSON_LIMIT, parse_json
 from . import compiler
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-LIMIT = 16 << 20  # bytes of a manifest
 
 
 def library_name(accelerator: str | None) -> str:
@@ -78,9 +77,8 @@ def read(home: Path) -> Manifest:
     """The manifest of a folder. Raises BuildError: there is none that this version reads."""
     try:
         with open(home / MANIFEST, "rb") as file:
-            data = file.read(LIMIT + 1)
-        value = json.loads(data) if len(data) <= LIMIT else None
-    except (OSError, ValueError, RecursionError) as problem:
+            value = parse_json(file.read(JSON_LIMIT + 1), MANIFEST)
+    except (OSError, DataError) as problem:
         raise _refused(home, f"{MANIFEST} cannot be read ({type(problem).__name__})") from problem
     number = value.get("format") if isinstance(value, dict) else None
     if type(number) is int and number != FORMAT:
