@@ -12,7 +12,7 @@ from max.gpu.primitives.warp import shuffle_xor
 from ..lanes import F32, LANES, Ptr
 from .conv2d_mma import ROWS, TERMS, factors, kind, multiply
 from .conv2d_tiles import Shape, Sizes, split
-from .conv2d_weight import add_pieces, spread_warps
+from .conv2d_weight import launch_sums
 from .launch import Operand, Queue
 
 comptime TAP_TILES = 4  # tiles of 8 taps of a warp
@@ -135,30 +135,4 @@ def weight_gradient_mma[
     s.units = rows_of_a_piece(s)
     var tiles_k = ceildiv(s.K, ROWS * 16)
     var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
-    spread_warps(s, shards, tiles_k, tiles_tap)
-    q.enqueue_function[_weights[precision]](
-        scratch,
-        dy.ptr(),
-        dy.step(),
-        x.ptr(),
-        x.step(),
-        s.pack(),
-        grid_dim=(
-            ceildiv(s.pieces, s.pixel_warps),
-            ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk),
-            shards,
-        ),
-        block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
-    )
-    add_pieces(
-        q,
-        shards,
-        fold,
-        dw,
-        db,
-        scratch,
-        s.pieces,
-        s.K * s.C * s.R * s.T,
-        s.K,
-        accumulate,
-    )
+    launch_sums[_weights[precision]](q, shards, fold, dw, db, dy, x, scratch, s, tiles_k, tiles_tap, accumulate)

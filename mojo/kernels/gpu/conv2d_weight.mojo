@@ -367,24 +367,11 @@ def weight_gradient[
     s.pieces = pieces(s)
     s.units = units_of_a_team(s)
     var tiles_k = tiles_of_k(s)
-    spread_warps(s, shards, tiles_k, tiles_of_taps(s))
+    var tiles_tap = tiles_of_taps(s)
 
     @always_inline
     def launch[kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin]() raises {imm}:
-        q.enqueue_function[kernel](
-            scratch,
-            dy.ptr(),
-            dy.step(),
-            x.ptr(),
-            x.step(),
-            s.pack(),
-            grid_dim=(
-                ceildiv(s.pieces, s.pixel_warps),
-                ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_of_taps(s), s.chunk),
-                shards,
-            ),
-            block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
-        )
+        launch_sums[kernel](q, shards, fold, dw, db, dy, x, scratch, s, tiles_k, tiles_tap, accumulate)
 
     if not known(s):
         launch[_sums_any[low]]()
@@ -394,48 +381,54 @@ def weight_gradient[
         launch[_sums[5, 3, low]]()
     else:
         launch[_sums[5, 4, low]]()
-    add_pieces(
-        q,
-        shards,
-        fold,
-        dw,
-        db,
-        scratch,
-        s.pieces,
-        s.K * s.taps(),
-        s.K,
-        accumulate,
-    )
 
 
-def add_pieces(
+def launch_sums[
+    kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin
+](
     q: Queue,
     shards: Int,
     fold: Int,
     dw: Operand,
     db: Operand,
+    dy: Operand,
+    x: Operand,
     scratch: Ptr,  # (shards, pieces, weights + biases)
-    pieces: Int,
-    weights: Int,
-    biases: Int,
+    shape: Shape,  # with its pieces and units
+    tiles_k: Int,
+    tiles_tap: Int,
     accumulate: Bool,
 ) raises:
-    """Sums of pieces to gradients of buffers."""
+    """Sums of pieces by `kernel`, in warps that are chosen here, then of these to gradients of buffers."""
+    var s = shape
+    spread_warps(s, shards, tiles_k, tiles_tap)
+    q.enqueue_function[kernel](
+        scratch,
+        dy.ptr(),
+        dy.step(),
+        x.ptr(),
+        x.step(),
+        s.pack(),
+        grid_dim=(
+            ceildiv(s.pieces, s.pixel_warps),
+            ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk),
+            shards,
+        ),
+        block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
+    )
+    var weights = s.K * s.taps()
     q.enqueue_function[_add_pieces](
         dw.ptr(),
         dw.step(),
         db.ptr(),
         db.step(),
         scratch,
-        Int32(pieces),
+        Int32(s.pieces),
         Int32(weights),
-        Int32(weights + biases),
+        Int32(weights + s.K),
         Int32(fold),
         Int32(shards),
         Int32(1 if accumulate else 0),
-        grid_dim=(
-            ceildiv(weights + biases, WARP_SIZE),
-            ceildiv(shards, fold),
-        ),
+        grid_dim=(ceildiv(weights + s.K, WARP_SIZE), ceildiv(shards, fold)),
         block_dim=STRANDS * WARP_SIZE,
     )
