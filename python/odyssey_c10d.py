@@ -1,4 +1,4 @@
-"""What `import torch` loads through its entry points (group torch.backends): the name of the backend "odyssey".
+"""Entry point that `import torch` loads (group torch.backends): the name of the backend "odyssey".
 
 A file beside the package, so that a program that does not ask for the backend imports nothing of odyssey.
 """

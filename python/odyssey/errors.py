@@ -111,7 +111,7 @@ def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
 
 
 def near(word: str, known: Iterable[str], alike: float = 0.6) -> list[str]:
-    """Those of the known words that one may have meant, at most three; `alike`: from 0 to 1, how much they must be."""
+    """Returns close matches for a misspelled word, at most three; `alike`: from 0 to 1, how close they must be."""
     import difflib
 
     return difflib.get_close_matches(word[:60], list(known), 3, alike)

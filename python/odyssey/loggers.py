@@ -236,7 +236,7 @@ class CSVLogger(_Rows):
 
 
 def parameters(context: Context) -> dict[str, Any]:
-    """What a run of a tracking service is said to be of: the training's configuration, and its size."""
+    """Returns how a run of a tracking service is described: the training's configuration, and its size."""
     trainer = context.trainer
     sizes = {"workers": trainer.workers, "ranks": trainer.comm.size, "learning_rate": trainer.base_rate}
     return {**trainer.configuration(), "epochs": context.epochs, "batch_size": context.batch_size or None, **sizes}

@@ -126,7 +126,7 @@ def per_epoch(by_epoch: Schedule, steps_per_epoch: int) -> Schedule:
 
 
 def lr_factor(scaling: str, batch_size: int, base_batch_size: int) -> float:
-    """What the learning rate for batches of base_batch_size is multiplied with for batches of batch_size.
+    """Returns the factor on the learning rate for batches of base_batch_size that batches of batch_size need.
 
     "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1. Raises ConfigError: there is
     no such rule.

@@ -291,7 +291,7 @@ class Optimizer(changes.Watched):
         return self._recorded.record(self, places, u.at, u.n, divisor, lr, decays)
 
     def _places(self, op: str, lib: native.Library, u: Update, divisor: int) -> list[int]:
-        """What the records of all update rules begin with."""
+        """Returns what the records of all update rules begin with."""
         state = (a + 4 * u.state for a in u.arrays or self._addresses)
         return [lib.codes[op], u.params, *state, u.grads, divisor, u.n]
 

@@ -73,7 +73,7 @@ def check_op(
 
 
 def name_of(op: Op) -> str:
-    """What messages call it."""
+    """Returns what messages call it."""
     return getattr(op, "__name__", type(op).__name__)
 
 
@@ -185,7 +185,7 @@ def _compare_gradient(
 
 
 def _check_declared(records: list[tuple[str, tuple[Any, ...]]], gradients: dict[int, Tensor]) -> None:
-    """Whether what adds to a parameter's gradient says so."""
+    """Checks that what adds to a parameter's gradient says so."""
     ops = native.library().ops
     for name, args in records:
         op = ops[name]

@@ -92,7 +92,7 @@ class Session(Callback):
     state = property(lambda self: self.folder / STATE, doc="Where weights and gradients of the step go.")
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What a layout leaves out is as on one process: the run's own may need more ranks."""
+        """Adds what a layout leaves out, as on one process: the run's own may need more ranks."""
         return {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))} if self.layout else {}
 
     def on_fit_plan(self, context: Context) -> None:
@@ -147,7 +147,7 @@ class Comparison(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether no common step differs, and there is one."""
+        """Returns whether no common step differs, and there is one."""
         return self.first is None and self.common > 0
 
 
@@ -186,7 +186,8 @@ def log_of(run: Path) -> np.ndarray:
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """What run.json says that the run was, by name, without places and times: to be compared with another run's."""
+    """Returns what run.json says that the run was, by name, without places and times: to be compared with another
+    run's."""
     found = _description(run)
     out: dict[str, str] = {}
 
@@ -237,7 +238,7 @@ def _description(run: Path) -> dict[str, Any]:
 
 
 class Result(NamedTuple):
-    """What became of a replay: the run's record of the step and the new one, and how the steps before it compare."""
+    """Outcome of a replay: the run's record of the step and the new one, and how the steps before it compare."""
 
     logged: Record
     replayed: Record
@@ -252,7 +253,7 @@ class Result(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether all bits that both know are the same, in all steps."""
+        """Returns whether all bits that both know are the same, in all steps."""
         return self.comparison.same
 
 
@@ -279,8 +280,8 @@ def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda
 
 
 def command_of(run: Path) -> tuple[list[str], Path]:
-    """What run.json says that the run is, as words, and the directory in which it ran. Raises DataError: it does not
-    say it. ConfigError: other users could have written it: it is not run."""
+    """Returns what run.json says that the run is, as words, and the directory in which it ran. Raises DataError: it
+    does not say it. ConfigError: other users could have written it: it is not run."""
     found, path = _description(run), Run(run).description
     words, folder = found.get("command"), found.get("directory", os.getcwd())
     if not (isinstance(words, list) and words and all(isinstance(word, str) and "\0" not in word for word in words)):

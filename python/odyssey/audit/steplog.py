@@ -251,7 +251,7 @@ def read(path: str | Path) -> list[Record]:
 
 
 def load(path: str | Path) -> np.ndarray:
-    """As `read`, but as an array of LAYOUT."""
+    """Reads as `read` does, into an array of LAYOUT."""
     try:
         data = _content(Path(path))
     except OSError as problem:
@@ -260,7 +260,7 @@ def load(path: str | Path) -> np.ndarray:
 
 
 def history(records: np.ndarray) -> np.ndarray:
-    """What the run did in the end: of the records of a log those that no later one has superseded, by ascending step.
+    """Returns what the run did in the end: the records that no later one has superseded, by ascending step.
 
     A record of step s supersedes all before it of steps >= s: whoever takes step s again has gone back to before it.
     Records of an attempt behind those of a later attempt are no part of the run: their writer had been replaced.

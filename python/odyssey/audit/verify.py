@@ -166,7 +166,7 @@ joins = Trace.current
 
 
 def step_file(folder: Path, trainer: int, step: int) -> Path:
-    """What a trainer held after a step, counted from 1."""
+    """Path of what a trainer held after a step, counted from 1."""
     return folder / f"trainer{trainer}-step{step}.npz"
 
 
@@ -193,7 +193,7 @@ class Difference:
 
 @dataclasses.dataclass
 class Result:
-    """What became of a layout: `same`, or a difference, or an error."""
+    """Outcome of a layout: `same`, or a difference, or an error."""
 
     layout: str
     ranks: int
@@ -204,7 +204,7 @@ class Result:
 
     @property
     def same(self) -> bool:
-        """Whether every bit was the same."""
+        """Returns whether every bit was the same."""
         return self.difference is None and self.error is None and self.steps > 0
 
     def __str__(self) -> str:

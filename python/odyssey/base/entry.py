@@ -137,12 +137,12 @@ def _where() -> str:
 
 
 def may_follow(error: BaseException) -> bool:
-    """Whether it may be the consequence of what another rank did, which that one says better."""
+    """Returns True if the error may be the consequence of what another rank did, which that one reports better."""
     return isinstance(error, CollectiveError) and not error.raised_on_all_ranks
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises here: a SystemExit of which one can be told when it is gone."""
+    """SystemExit that tells when it is gone; `sys.exit` raises it here."""
 
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
@@ -320,7 +320,8 @@ def end(
 
 
 def _all_say(line: str, ranks: int) -> bool:
-    """Whether all other ranks come to the same line within a moment, on this machine: it is not of one rank then."""
+    """Returns whether all other ranks of this machine come to the same line within a moment: it is not of one rank
+    then."""
     until, others = time.monotonic() + TOGETHER_S, 1
     while others < ranks and _held and (left := until - time.monotonic()) > 0:
         _held[0].settimeout(left)
@@ -330,7 +331,8 @@ def _all_say(line: str, ranks: int) -> bool:
 
 
 def _first() -> bool:
-    """Whether no other rank of this machine has come here before: a name that only one process can have at a time."""
+    """Returns whether no other rank of this machine has come here before: takes a name that one process can have at a
+    time."""
     if _held:
         return True
     try:
@@ -348,7 +350,7 @@ def _name() -> str:
 
 
 def _job_before_mpi() -> str:
-    """What the ranks of a job on this machine have in common: what its launcher says, or their parent. What
+    """Returns what the ranks of a job on this machine have in common: what its launcher says, or their parent. What
     `odyssey launch` says cannot be guessed by other users."""
     for names in (("ODYSSEY_LAUNCH", runs.ATTEMPT), ("PMIX_NAMESPACE",)):
         if os.environ.get(names[0]):
@@ -402,7 +404,7 @@ def _flush(file: Any) -> None:
 
 
 def _met(world: Any, seconds: float = 3.0) -> bool:
-    """Whether all ranks come to this end; those that do not must be ended."""
+    """Returns whether all ranks come to this end; those that do not must be ended."""
     until = time.monotonic() + seconds
     try:
         request = world.meet_start()

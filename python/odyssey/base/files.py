@@ -116,11 +116,11 @@ class LockFile:
         return True
 
     def in_place(self) -> bool:
-        """Whether the name still is this file's. Raises OSError: nothing has the name."""
+        """Returns whether the path still refers to this open file. Raises OSError: nothing has the name."""
         return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
 
     def read(self) -> dict[str, Any]:
-        """What the file says; {} where it says nothing, or is torn."""
+        """Returns what the file says; {} where it says nothing, or is torn."""
         with contextlib.suppress(OSError, DataError):
             found = parse_json(os.pread(self.descriptor, 1 << 16, 0), self.path.name)
             return found if isinstance(found, dict) else {}
@@ -193,7 +193,8 @@ def foreign(found: os.stat_result) -> str | None:
 
 
 def _own_group(number: int) -> bool:
-    """Whether a group has this user alone in it: it has the user's name (as many systems make them), and no others."""
+    """Returns whether a group has this user alone in it: it has the user's name (as many systems make them), and no
+    others."""
     import grp
     import pwd
 

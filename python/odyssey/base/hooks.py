@@ -1,4 +1,4 @@
-"""What lies above and what lies below hear of each other here; and names of this machine and its process numbers."""
+"""Hooks between upper and lower layers; names of this machine and its process numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def machine() -> int:
 
 
 def gone(process: int) -> bool:
-    """Whether no process of this machine has this number, for certain."""
+    """Returns whether no process of this machine has this number, for certain."""
     with contextlib.suppress(PermissionError, OverflowError):
         try:
             os.kill(process, 0)

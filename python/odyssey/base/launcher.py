@@ -1,4 +1,4 @@
-"""What an MPI launcher, srun or a torchrun-like one put into the environment of this process, read in one place.
+"""Launcher's variables in the environment of this process (MPI's, srun, torchrun and the like), read in one place.
 
 It imports nothing heavy, so that a message can be given to the right rank before MPI is loaded. The rank that counts
 comes from `odyssey.comm`.
@@ -15,7 +15,7 @@ from ..errors import ConfigError, printable
 
 
 class Launched(NamedTuple):
-    """What a launcher announced.
+    """Ranks that a launcher announced.
 
     `local_rank` and `local_size` are those on this machine; where the launcher is silent about them, `local_size` is
     `size` and `local_rank` is `rank`. `mpi`: an MPI library that understands this launcher finds its ranks by it.
@@ -63,7 +63,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _announced(environment: Mapping[str, str], launcher: str, *names: str, mpi: bool) -> Launched | None:
-    """What variables of these names (rank, size, both on this machine) say; None without the first two."""
+    """Returns what variables of these names (rank, size, both on this machine) say; None without the first two."""
     rank, size, local_rank, local_size = (_number(environment, name) for name in names)
     if rank is None or size is None:
         return None
@@ -72,12 +72,13 @@ def _announced(environment: Mapping[str, str], launcher: str, *names: str, mpi: 
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What an MPI launcher or srun announced, or None where nothing started several processes."""
+    """Returns what an MPI launcher or srun announced, or None where nothing started several processes."""
     return next(filter(None, (_announced(environment, *row[:-1], mpi=row[-1]) for row in _NAMES)), None)
 
 
 def rendezvous(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What the variables of env:// say (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all there), or None."""
+    """Returns what the variables of env:// say (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all there), or
+    None."""
     if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
     return _announced(environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False)

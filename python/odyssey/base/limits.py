@@ -1,4 +1,4 @@
-"""What this process may have: shared memory and limits, looked at before MPI and the kernels' runtime do.
+"""Limits of this process and its shared memory, checked before MPI and the kernels' runtime meet them.
 
 These end by a bus error or the like where it is too little, which says nothing. Nothing heavy is imported: it comes
 before NumPy.
@@ -88,7 +88,7 @@ def before_mpi(found: Launched | None) -> None:
 
 
 def _check_shared(ranks: int) -> None:
-    """As `before_mpi`, of what MPICH keeps in /dev/shm for so many ranks of this machine.
+    """Checks, for `before_mpi`, what MPICH keeps in /dev/shm for so many ranks of this machine.
 
     Of the room, the size must be enough for all; but free must be what this rank takes: others may be a moment ahead
     and have taken theirs.

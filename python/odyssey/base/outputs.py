@@ -1,4 +1,4 @@
-"""What a command leaves where the user said: files that are looked at before the work, and whole or not there after."""
+"""Output files of commands: checked before the work, whole or not there after it."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
 
 
 def leave() -> None:
-    """What was waited for is there, or will not come."""
+    """Ends the wait, successfully or not."""
     q = _q
     if not q[_WAITING]:
         return
@@ -191,7 +191,8 @@ def busy() -> int:
 
 
 def quick(sequence: int, group: int, text: str) -> None:
-    """As `call`, for the shortest calls: the text is written when it is another object than the last time."""
+    """Does what `call` does, for the shortest calls: rewrites the text only where it is another object than the last
+    time."""
     global _quick
     _q[_CALL] = sequence
     if text is not _quick:
@@ -201,7 +202,7 @@ def quick(sequence: int, group: int, text: str) -> None:
 
 
 def note(text: str) -> None:
-    """What it is busy with: a tensor, a file. It counts as a sign of life."""
+    """Notes what this rank is busy with: a tensor, a file. It counts as a sign of life."""
     _text("note", text)
     _q[_PROGRESS] += 1
 
@@ -333,7 +334,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Slot(NamedTuple):
-    """What a slot says, in the order in which it stands there. Times are CLOCK_MONOTONIC of its machine in ns;
+    """Contents of a slot, in the order in which they stand there. Times are CLOCK_MONOTONIC of its machine in ns;
     `waiting` is 0 for a rank that does not wait.
 
     `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `call` numbers the latest collective

@@ -220,7 +220,7 @@ def target_options(target: str) -> list[str]:
 
 
 def lacking(target: str) -> list[str]:
-    """What this CPU would need for kernels that were compiled for a target; [] if nothing, or if it cannot be told."""
+    """Returns the features that this CPU lacks for kernels of a target; [] if none, or if it cannot be told."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not (own := cpu_features()):
         return []
     cpu, *features = target.split("+")
@@ -236,7 +236,7 @@ def portable_cpu() -> str:
 
 
 def cpu_features() -> frozenset[str]:
-    """Of /proc/cpuinfo, less the tile registers where Linux does not let this process use them; () elsewhere."""
+    """Reads /proc/cpuinfo, less the tile registers where Linux does not let this process use them; () elsewhere."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith("flags"):

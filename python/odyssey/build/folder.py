@@ -38,12 +38,12 @@ def library_name(accelerator: str | None) -> str:
 
 
 def system() -> str:
-    """What a library is for besides the CPU's features: such as "linux-x86_64"."""
+    """Returns what a library is for besides the CPU's features: such as "linux-x86_64"."""
     return f"{sys.platform}-{platform.machine()}"
 
 
 class Manifest(NamedTuple):
-    """What a folder says of itself.
+    """Manifest of a folder.
 
     Attributes:
         odyssey, compiler: versions. system, cpu, accelerators: what its libraries are for. sources: SHA-256 of the Mojo
@@ -61,7 +61,7 @@ class Manifest(NamedTuple):
     files: dict[str, tuple[int, str]]
 
     def json(self) -> dict[str, Any]:
-        """As the file holds it."""
+        """Returns it as the file holds it."""
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
         fields = {name: getattr(self, name) for name in ("odyssey", "compiler", "system", "cpu", "sources")}
         rest = {"accelerators": list(self.accelerators), "glibc": ".".join(map(str, self.glibc)), "files": files}
@@ -69,7 +69,7 @@ class Manifest(NamedTuple):
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a directory has a manifest."""
+    """Returns whether a directory has a manifest."""
     return (path / MANIFEST).is_file()
 
 
@@ -144,7 +144,7 @@ def verify(home: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def damage(file: BinaryIO, size: int, digest: str) -> str | None:
-    """What an open file is not, that once had `size` bytes with this SHA-256; None if it is as it was."""
+    """Returns what an open file is not, that once had `size` bytes with this SHA-256; None if it is as it was."""
     if os.fstat(file.fileno()).st_size != size:
         return f"has not the {size} bytes that it had"
     if hashlib.sha256(file.read(size + 1)).hexdigest() != digest:
@@ -157,7 +157,7 @@ def _refused(home: Path, why: str, then: str = "copy the folder again, or build 
 
 
 def _within(home: Path) -> bool:
-    """Whether the odyssey that runs is the folder's."""
+    """Returns whether the odyssey that runs is the folder's."""
     return Path(__file__).resolve().is_relative_to((home / "python").resolve())
 
 

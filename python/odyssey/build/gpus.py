@@ -47,8 +47,8 @@ def count() -> int:
 
 
 def accelerator() -> str | None:
-    """What kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of the first GPU; None without a GPU.
-    Raises DeviceError: no name of an accelerator."""
+    """Returns what kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of the first GPU; None without
+    a GPU. Raises DeviceError: no name of an accelerator."""
     named = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
     if named:
         return canonical(named, "ODYSSEY_TARGET_ACCELERATOR")
@@ -65,8 +65,8 @@ def canonical(name: str, source: str = "--target") -> str:
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
-    """Those that a list of indices and UUIDs lets through, in its order. As in CUDA the first entry that fits none ends
-    the list, and a UUID may be cut short; an instance of a GPU (MIG-...) is of the kind of the first."""
+    """Returns the GPUs that a list of indices and UUIDs lets through, in its order. As in CUDA the first entry that
+    fits none ends the list, and a UUID may be cut short; an instance of a GPU (MIG-...) is of the kind of the first."""
     if setting is None:
         return list(gpus)
     chosen: list[Gpu] = []
@@ -84,7 +84,7 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
 
 
 def _nvidia() -> list[Gpu]:
-    """What NVML says; [] where it is not installed, or does not answer."""
+    """Returns what NVML says; [] where it is not installed, or does not answer."""
     try:
         nvml = ctypes.CDLL(NVML)
         if nvml.nvmlInit_v2() != 0:
@@ -122,7 +122,8 @@ def _text(nvml: ctypes.CDLL, function: str, *arguments: ctypes.c_void_p) -> str:
 
 
 def _amd() -> list[Gpu]:
-    """What the kernel's driver shows: a node for each processor, with a version of its instructions if it is a GPU."""
+    """Returns what the kernel's driver shows: a node for each processor, with a version of its instructions if it is a
+    GPU."""
     gpus = []
     with contextlib.suppress(OSError):
         for node in sorted((n for n in KFD.iterdir() if n.name.isdecimal()), key=lambda n: int(n.name)):

@@ -63,8 +63,8 @@ class Opened(NamedTuple):
     descriptor: int | None = None
 
     def to_load(self) -> str:
-        """What a loader is to be given. It names the open file, whatever its path has come to mean since; for that
-        the file stays open, and tools that look at this process from outside find it by the same name."""
+        """Returns what a loader is to be given. It names the open file, whatever its path has come to mean since; for
+        that the file stays open, and tools that look at this process from outside find it by the same name."""
         if self.descriptor is None:
             return str(self.path)
         name = f"/proc/{os.getpid()}/fd/{self.descriptor}"
@@ -187,8 +187,8 @@ class Plan(NamedTuple):
 
 
 def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
-    """What would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU: unless told
-    otherwise it is for all CPUs of this kind, and one file serves all."""
+    """Returns what would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU:
+    unless told otherwise it is for all CPUs of this kind, and one file serves all."""
     own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
     texts = sources.read(root, gpu=accelerator is not None)
     return Plan(

@@ -38,7 +38,7 @@ exec "${ODYSSEY_PYTHON:-python3}" -m odyssey "$@"
 
 
 class Packed(NamedTuple):
-    """What was made. sizes: bytes of kernels, run-time libraries, package, dependencies."""
+    """Archive that was made. sizes: bytes of kernels, run-time libraries, package, dependencies."""
 
     path: Path
     files: int
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Sum over all files."""
         return sum(self.sizes.values())
 
 

@@ -47,8 +47,8 @@ def roots(texts: Mapping[str, bytes], gpu: bool = False) -> tuple[str, ...]:
 
 
 def imported(texts: Mapping[str, bytes], root: str) -> dict[str, bytes]:
-    """What a root file imports, directly or not, itself included. It may be more, such as a word that stands behind an
-    `import` in a text, and it is never less without an error: the compiler is given nothing else."""
+    """Returns what a root file imports, directly or not, itself included. It may be more, such as a word that stands
+    behind an `import` in a text, and it is never less without an error: the compiler is given nothing else."""
     found: dict[str, bytes] = {}
     open_ = [root]
     while open_:

@@ -51,7 +51,7 @@ def check_accelerators(report: Callable[[str], None], accelerators: Sequence[str
 
 
 def _check(report: Callable[[str], None], names: Sequence[str], compile_for: Callable[[int, Path], None]) -> int:
-    """As many at a time as there are cores, at most 2: a compiler takes some GiB."""
+    """Compiles as many at a time as there are cores, at most 2: a compiler takes some GiB."""
 
     def one(number: int) -> str:
         home = Path(directory) / str(number)

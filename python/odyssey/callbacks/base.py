@@ -141,18 +141,19 @@ class Callback:
         return not type(self).__module__.startswith("odyssey.")
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps for it, as JSON has it: rank 0's."""
+        """Returns what a checkpoint keeps for it, as JSON has it: rank 0's."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back, on all ranks, what state_dict() gave; after on_fit_start, and where training goes back."""
 
     def still_finished(self, context: Context) -> bool:
-        """Whether a training that this callback finished, before it was started again, is to be left so."""
+        """Returns whether a training that this callback finished, before it was started again, is to be left so."""
         return True
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Of one that joins from the environment: keywords that go before those that the trainer was `given`."""
+        """Returns, for one that joins from the environment, keywords that go before those that the trainer was
+        `given`."""
         return {}
 
     def on_fit_plan(self, context: Context) -> None:
@@ -168,7 +169,7 @@ class Callback:
         """An optimizer step was taken or skipped: `step`, `batch`, `loss`; `tally` counts it. Also outside of fit()."""
 
     def on_server_update(self, context: Context) -> None:
-        """Of an asynchronous parameter server, on rank 0 alone: an update (`loss`, `tally`)."""
+        """Hears of an update of an asynchronous parameter server, on rank 0 alone (`loss`, `tally`)."""
 
     def on_sync(self, context: Context) -> None:
         """Ranks have just talked to each other, as about ten times a second: a time for collective calls."""

@@ -81,7 +81,7 @@ class Monitor(Callback):
         return float(context.trainer.comm.broadcast(np.array([record[self.monitor]], np.float64))[0])
 
     def better(self, value: float, than: float | None) -> bool:
-        """Whether a figure is better than another; NaN never is."""
+        """Returns whether a figure is better than another; NaN never is."""
         if math.isnan(value) or than is None:
             return not math.isnan(value)
         return value < than - self.min_delta if self.mode == "min" else value > than + self.min_delta

@@ -89,13 +89,13 @@ class Tensor(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Of a part: the stem of the file that its tensor would be in otherwise, and the tensor's name."""
+        """Returns, of a part, the stem of the file that its tensor would be in otherwise, and the tensor's name."""
         stem, _, name = self.name.rpartition("/")[0].partition("/")
         return stem, name
 
 
 def name_problem(name: Any) -> str | None:
-    """What is wrong with the name of a tensor; None if nothing is."""
+    """Returns what is wrong with the name of a tensor; None if nothing is."""
     if type(name) is not str or not 1 <= len(name) <= NAME_LIMIT or not _CHARACTERS.fullmatch(name):
         return f"a tensor's name is 1 to {NAME_LIMIT} characters of A-Z a-z 0-9 _ . / -"
     if name.startswith("/") or ".." in name.split("/"):

@@ -38,7 +38,7 @@ class Holder(NamedTuple):
 
     @property
     def dead(self) -> bool:
-        """Whether it is a process of this machine, and gone for certain."""
+        """Returns whether it is a process of this machine, and gone for certain."""
         return self.here and gone(self.pid)
 
 

@@ -44,7 +44,7 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint holds. `signed` says that a MAC is there, which is worth something only where a key is."""
+    """Contents of a checkpoint. `signed` says that a MAC is there, which is worth something only where a key is."""
 
     step: int
     attempt: int
@@ -59,12 +59,12 @@ class Manifest(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Of the format."""
+        """Version of the format."""
         return PARTS if any(one.run is not None for file in self.files for one in file.tensors) else WHOLE
 
     @property
     def tensors(self) -> dict[tuple[str, str], list[tuple[File, Tensor, str]]]:
-        """Of each tensor, by (stem, name), the parts: each a tensor of a file, and its digest."""
+        """Returns the parts of each tensor, by (stem, name): each a tensor of a file, and its digest."""
         found: dict[tuple[str, str], list[tuple[File, Tensor, str]]] = {}
         for file in self.files:
             for one, digest in zip(file.tensors, file.digests, strict=True):
@@ -73,7 +73,7 @@ class Manifest(NamedTuple):
         return found
 
     def same_content(self, other: Manifest) -> bool:
-        """Whether the two say the same, whoever wrote them."""
+        """Returns whether the two say the same, whoever wrote them."""
         return (self.step, self.values, self.files) == (other.step, other.values, other.files)
 
     def encoded(self, key: bytes | None = None) -> bytes:

@@ -101,7 +101,7 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
 
 
 def load(path: Path, key: bytes | None = None, follow: bool = False, whole: bool = True) -> tuple[Snapshot, Manifest]:
-    """As `opened`, with every byte checked, and, if `whole`, all arrays in memory."""
+    """Opens as `opened` does, with every byte checked, and, if `whole`, all arrays in memory."""
     snapshot, found = opened(path, key, follow)
     keys = list(found.tensors)
 
@@ -121,7 +121,7 @@ def load(path: Path, key: bytes | None = None, follow: bool = False, whole: bool
 
 
 def verify(path: Path, key: bytes | None = None, follow: bool = False) -> Manifest:
-    """As `load`, in constant memory: reads and checks every byte, keeps none."""
+    """Reads and checks every byte as `load` does, in constant memory: keeps none."""
     return load(path, key, follow, whole=False)[1]
 
 
@@ -137,7 +137,8 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) -> list[Any]:
-    """What `work` gives for each item; on as many threads as there are cores, at most 4, if there is much to hash."""
+    """Returns what `work` gives for each item; on as many threads as there are cores, at most 4, if there is much to
+    hash."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nbytes >= THREADS_FROM and cores > 1:
         from concurrent.futures import ThreadPoolExecutor

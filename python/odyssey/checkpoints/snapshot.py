@@ -1,4 +1,4 @@
-"""What one checkpoint holds, in memory, and what names it may use. Nothing here touches a disk."""
+"""Snapshot: contents of one checkpoint in memory, and the names that it may use. Nothing here touches a disk."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def step_of(name: str) -> int | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file of a checkpoint can be called so."""
+    """Returns whether a file of a checkpoint can be called so."""
     return name.endswith(SUFFIX) and _STEM.fullmatch(name[: -len(SUFFIX)]) is not None
 
 

@@ -332,7 +332,8 @@ class Store:
         self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")
 
     def _is_there(self, name: str, made: Manifest) -> bool:
-        """Whether a valid checkpoint of this name says the same already; refuses to replace a later attempt's."""
+        """Returns whether a valid checkpoint of this name says the same already; refuses to replace a later
+        attempt's."""
         path = self.folder / name
         if not os.path.lexists(path):
             return False

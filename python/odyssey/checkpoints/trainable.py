@@ -1,4 +1,4 @@
-"""What a training is: where it is, what it did, and what fit(), checkpoints, step log, replay, verify ask of a trainer.
+"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where it is, what it did.
 
 `Trainable` is all that these know of a trainer, so that something else than the engine can stand there.
 """
@@ -30,7 +30,7 @@ def _last(key: str, text: str) -> Any:
 
 @dataclasses.dataclass
 class History:
-    """What a training did. `records` has one dict per epoch; the last epoch's figures are attributes too."""
+    """History of a training. `records` has one dict per epoch; the last epoch's figures are attributes too."""
 
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     steps: int = 0
@@ -77,7 +77,7 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Tally:
-    """What some steps did, over all ranks: sums, and numbers for the record of an epoch.
+    """Sums over some steps and all ranks, and numbers for the record of an epoch.
 
     metrics: sums by name; None: of accuracy alone, which is `correct`.
     """
@@ -109,7 +109,7 @@ class Tally:
         self.counted += samples
 
     def means(self) -> dict[str, float]:
-        """Of the loss and the metrics."""
+        """Means of the loss and the metrics."""
         loss = self.loss / self.counted if self.counted else math.nan
         return {"loss": loss, **{name: v / max(self.counted, 1) for name, v in self.named.items()}}
 
@@ -188,7 +188,7 @@ class Mode:
         self.trainer, self.comm = trainer, trainer.comm
 
     def part(self, batch: Batch) -> Batch | None:
-        """What the engine of this rank is given of a batch; None: nothing."""
+        """Returns what the engine of this rank is given of a batch; None: nothing."""
         return batch
 
     def shared_out(self, samples: int) -> tuple[int, list[int]]:
@@ -246,11 +246,12 @@ class Trainable(Protocol):
         """Multiplies the learning rate from here on; on all ranks alike, not collective."""
 
     def configuration(self) -> dict[str, Any]:
-        """What decides the bits of the training, as JSON values by the names that users know; not collective."""
+        """Returns what decides the bits of the training, as JSON values by the names that users know; not
+        collective."""
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks have parts of the state that no other rank has; not collective."""
+        """Returns whether ranks have parts of the state that no other rank has; not collective."""
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
         """All that training goes on from, and `values`: on rank 0; with `parts` on each rank what it has. Arrays may be
@@ -270,10 +271,10 @@ class Trainable(Protocol):
 
     @property
     def partial(self) -> bool:
-        """Whether fingerprints() are of this rank's part, to be added up over all ranks."""
+        """Returns whether fingerprints() are of this rank's part, to be added up over all ranks."""
 
     def shards_moved(self, samples: int) -> tuple[int, ...]:
-        """Of a step of so many samples how many shards each rank computes, once some have moved; else none."""
+        """Returns how many shards of a step of so many samples each rank computes, once some have moved; else none."""
 
     def fingerprints(self) -> tuple[int, int]:
         """Fingerprints of the gradients of the last step, and of the weights (fingerprint.py)."""

@@ -37,7 +37,8 @@ THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
 class Check(NamedTuple):
-    """What was looked at, "ok", "warn" or "fail", what was found, and what to do ("" where nothing is)."""
+    """Result of a check: what was looked at, "ok", "warn" or "fail", what was found, what to do ("" where nothing
+    is)."""
 
     name: str
     state: str
@@ -49,7 +50,7 @@ class Check(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is going to be run: ranks on this machine, threads of each, where its files go, its hosts."""
+    """Plan of a run: ranks on this machine, threads of each, where its files go, its hosts."""
 
     ranks: int = 2
     threads: int | None = None
@@ -173,7 +174,7 @@ def _gpu_kernels(text: str, accelerator: str) -> Check:
 
 
 class Probed(NamedTuple):
-    """What processes of a probe said about themselves, or why there is nothing."""
+    """Answers of a probe's processes about themselves, or why there are none."""
 
     said: list[dict[str, Any]]
     problem: str = ""
@@ -197,7 +198,7 @@ def library(found: Probed) -> str:
 
 
 def mpi(found: Probed) -> Check:
-    """What mpi4py uses, from a probe of one process."""
+    """Returns what mpi4py uses, from a probe of one process."""
     if found.problem or not found.said:
         advice = "pip install mpi4py mpich, or load your site's MPI"
         return Check("mpi", FAIL, f"cannot be loaded: {found.problem}", advice)
@@ -208,8 +209,8 @@ def mpi(found: Probed) -> Check:
 
 
 def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
-    """Whether that launcher starts ranks of the MPI library that mpi4py uses: else each is a world of its own, or none
-    starts. `alone`: the probe of one process."""
+    """Returns whether that launcher starts ranks of the MPI library that mpi4py uses: else each is a world of its own,
+    or none starts. `alone`: the probe of one process."""
     beside = Path(sys.executable).parent / "mpirun"
     instead = f"use {beside}" if beside.exists() else "pip install mpich, or load your site's MPI"
     if mpirun is None:
@@ -239,7 +240,7 @@ def maker(mpirun: str) -> str:
 
 
 def reach(host: str) -> Check:
-    """Whether ssh reaches a host without asking, and whether this Python has the same packages there."""
+    """Returns whether ssh reaches a host without asking, and whether this Python has the same packages there."""
     name = f"host {host}"
     if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return Check(name, OK, "this machine")
@@ -277,7 +278,8 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
 
 
 def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
-    """Whether MPICH, and shared memory between ranks, have what they need in /dev/shm. Open MPI does without."""
+    """Returns whether MPICH, and shared memory between ranks, have what they need in /dev/shm. Open MPI does
+    without."""
     if room is None:
         return Check("/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone")
     size, free = room
@@ -316,7 +318,7 @@ def _available() -> int:
 
 
 def run_directory(path: Path | None) -> Check:
-    """Whether a run's files can be written there, by whom, and whether two checkpoints fit."""
+    """Returns whether a run's files can be written there, by whom, and whether two checkpoints fit."""
     name = "run dir"
     if path is None:
         return Check(name, OK, "none given (--run-dir)")
@@ -360,7 +362,7 @@ def _newest_checkpoint(run: Path) -> int | None:
 
 
 def cache() -> Check:
-    """Whether the kernels' cache can be written to."""
+    """Returns whether the kernels' cache can be written to."""
     from ..build import library as build
 
     where = place = build.cache_dir()
@@ -425,7 +427,7 @@ def _first(problem: BaseException) -> str:
 
 
 def _answer(arguments: Sequence[str]) -> None:
-    """What the probe prints: one line, in one write."""
+    """Returns what the probe prints: one line, in one write."""
     said: dict[str, Any] = {"host": socket.gethostname()}
     if "--versions" not in arguments:
         from ..comm import mpi as backend

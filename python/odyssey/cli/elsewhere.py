@@ -17,7 +17,7 @@ NUMBER = click.IntRange(1, 1 << 20)
 
 
 def asked(words: list[str]) -> bool:
-    """Whether there is one of these options among the words of `odyssey train`."""
+    """Returns whether there is one of these options among the words of `odyssey train`."""
     return any(word.partition("=")[0] in OPTIONS for word in words)
 
 

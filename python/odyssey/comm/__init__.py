@@ -102,7 +102,7 @@ def adopt(over: Communicator, why: str) -> Communicator:
 
 
 def met() -> Communicator | None:
-    """What `world("auto")` has given to this process; None if it was not asked yet."""
+    """Returns what `world("auto")` has given to this process; None if it was not asked yet."""
     return _worlds.get("auto")
 
 

@@ -179,7 +179,7 @@ class Communicator:
     def reduce_scatter(
         self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None, *, wait: bool = True
     ) -> Any:
-        """Of the (size * n, ...) arrays of all ranks, combined, rows r * n to (r + 1) * n on rank r."""
+        """Combines the (size * n, ...) arrays of all ranks; rank r gets rows r * n to (r + 1) * n."""
         return self._run(self._reduce("reduce_scatter", array, op, out), wait)
 
     def all_to_all(self, array: np.ndarray, out: np.ndarray | None = None, *, wait: bool = True) -> Any:
@@ -353,7 +353,7 @@ class Communicator:
         raise NotImplementedError
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks of which is known that they have ended."""
+        """Returns the given ranks that are known to have ended."""
         return []
 
     def _progress(self) -> None:
@@ -364,7 +364,7 @@ class Communicator:
         self._broken = error
 
     def _closed(self) -> None:
-        """What the library held is gone: later calls raise instead of reaching for it."""
+        """Marks it as closed, as what the library held is gone: later calls raise instead of reaching for it."""
         self._broken = CollectiveError(f"[comm] the group of ranks {list(self.ranks)} was closed; make a new one")
 
     # --- checks and preparation, for all backends ---
@@ -405,7 +405,7 @@ class Communicator:
         return self._begin(call)
 
     def _envelope(self, kind: str, array: np.ndarray, peer: int | None, tag: int) -> Header:
-        """What a receiver sees of a message: (dtype code, elements) in its tail."""
+        """Returns what a receiver sees of a message: (dtype code, elements) in its tail."""
         who = "any rank" if peer is None else f"rank {self.ranks[peer]}"
         way = f"{'to' if kind == 'send' else 'from'} {who} tag {tag}"
         _, text = describe(kind, (NAMES[array.dtype], array.shape, -1, None, way), *caller_location(3))

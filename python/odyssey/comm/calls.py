@@ -1,4 +1,4 @@
-"""What a call of a collective operation is: dtypes, operations, its buffers, and what the other ranks see of it.
+"""Calls of collective operations: dtypes, operations, buffers, and what the other ranks see of a call.
 
 Functions and plain records: `mismatch` says what is wrong between the calls of several ranks.
 """
@@ -152,7 +152,7 @@ class Call:
     place: Callable[[np.dtype, tuple[int, ...]], None] | None = None
 
     def result(self) -> Any:
-        """What the caller gets; called once, when `out` is filled."""
+        """Returns what the caller gets; called once, when `out` is filled."""
         return self.out if self.finish is None else self.finish()
 
     def counts(self, rank: int) -> tuple[tuple[int, ...], int]:
@@ -188,7 +188,7 @@ def _routes(
 
 
 class Header(NamedTuple):
-    """What the other ranks see of a call.
+    """Header of a call: what the other ranks see of it.
 
     `signature` is a hash of what must be equal; `text` says it to people, with the source line; `tail` has numbers
     that each rank may have of its own: largest send count, send and receive counts of an all_to_all_v; dtype code (-1:
@@ -267,7 +267,7 @@ def _unbalanced(headers: Sequence[Header]) -> bool:
 
 
 def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
-    """What is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
+    """Returns what is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
 
     headers: of ranks 0, 1, ... of the group.
     ranks: their world ranks, for the message.
@@ -413,7 +413,8 @@ def unpack_envelope(data: np.ndarray) -> tuple[tuple[int, int], str]:
 
 
 def check_envelope(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:
-    """What is wrong between a message of (dtype code, elements) and the array that is to receive it, or None."""
+    """Returns what is wrong between a message of (dtype code, elements) and the array that is to receive it, or
+    None."""
     if tuple(sent) == mine.tail:
         return None
     dtype = NAMES[list(CODES)[sent[0]]]

@@ -1,4 +1,4 @@
-"""What this process may use: cores, by its affinity mask and the CPU quota of its control groups (v1 and v2), and
+"""Cores that this process may use, by its affinity mask and the CPU quota of its control groups (v1 and v2), and
 memory, by their limit."""
 
 from __future__ import annotations

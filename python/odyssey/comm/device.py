@@ -46,7 +46,7 @@ class DeviceTransport:
         """Remembers what has been exchanged until now."""
 
     def done(self) -> bool:
-        """Whether all of that is complete. Raises CollectiveError if it never will be."""
+        """Returns whether all of that is complete. Raises CollectiveError if it never will be."""
         return True
 
     def abort(self) -> None:
@@ -71,7 +71,7 @@ class MpiTransport(DeviceTransport):
 
 
 class Exchanged(Waiting):
-    """What a step has exchanged between GPUs, as an operation of a communicator: counted, with a deadline.
+    """Exchange of a step between GPUs, as an operation of a communicator: counted, with a deadline.
 
     links: all that are used for it.
     """
@@ -118,13 +118,13 @@ class Exchanged(Waiting):
 
 
 def wanted(comm: Communicator) -> bool:
-    """Whether somebody asked for transfers between GPUs; a group of one needs none. Raises ConfigError: ODYSSEY_GPU_MPI
-    has a value that is not allowed."""
+    """Returns whether somebody asked for transfers between GPUs; a group of one needs none. Raises ConfigError:
+    ODYSSEY_GPU_MPI has a value that is not allowed."""
     return comm.size > 1 and (comm.name == "nccl" or gpu_mpi())
 
 
 def gpu_mpi() -> bool:
-    """What ODYSSEY_GPU_MPI says: 1 to try an MPI that takes device memory; else no."""
+    """Returns what ODYSSEY_GPU_MPI says: 1 to try an MPI that takes device memory; else no."""
     text = os.environ.get(GPU_MPI, "auto")
     if text not in ("", "0", "1", "auto"):
         raise ConfigError(f"[comm] {GPU_MPI}={text}; it must be 1 (use it if a probe succeeds), 0 or auto (do not)")

@@ -48,7 +48,7 @@ class Exits:
             atexit.register(self._leave, os.getpid())
 
     def ended(self, rank: int) -> bool:
-        """Whether this world rank has said that it ends, in order; it is asked the first time."""
+        """Returns whether this world rank has said that it ends, in order; it is asked the first time."""
         if rank != self.rank and rank not in self._asked:
             self._asked.add(rank)
             self._tell(rank, _ASK)

@@ -89,5 +89,5 @@ def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarr
 
 
 def process_ended(process: int, space: int) -> bool:
-    """Whether a process of this machine is known to be gone."""
+    """Returns whether a process of this machine is known to be gone."""
     return space != 0 and space == process_space() and gone(process)

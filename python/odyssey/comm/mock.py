@@ -22,7 +22,7 @@ from .requests import Line, Received, Request, Waiting, deadline
 
 
 class _World:
-    """What all threads share."""
+    """State that all threads share."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
@@ -33,7 +33,7 @@ class _World:
 
 
 class _Group:
-    """What the members of one group share."""
+    """State that the members of one group share."""
 
     def __init__(self) -> None:
         self.meetings: dict[int, _Meeting] = {}

@@ -83,7 +83,7 @@ class Nccl:
         return kind(f"[comm] {what}: {self.words(result)}")
 
     def words(self, result: int) -> str:
-        """What NCCL says about a result, in one line."""
+        """Returns what NCCL says about a result, in one line."""
         said = [self._lib.ncclGetErrorString(result), self._lib.ncclGetLastError(None)]
         return " ".join("; ".join(text.decode(errors="replace") for text in said if text).split())
 

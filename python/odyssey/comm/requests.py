@@ -52,7 +52,7 @@ class Request:
         self._result, self._error, self._complete = result, None, True
 
     def test(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Calling it moves the operation on."""
+        """Returns True if `wait` would not block; also makes progress."""
         return self._complete
 
     def wait(self) -> Any:
@@ -71,7 +71,7 @@ class Request:
         self._error, self._complete = error, True
 
     def describe(self) -> str:
-        """What it is, for messages."""
+        """Returns what it is, for messages."""
         return "operation"
 
 
@@ -114,7 +114,7 @@ class Waiting(Request):
             slot.leave()
 
     def _number(self) -> int:
-        """Of the collective call in its group; -1: it is a message."""
+        """Returns the number of the collective call in its group; -1: it is a message."""
         return -1
 
     def _waited_for(self) -> tuple[int, str]:

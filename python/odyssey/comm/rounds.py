@@ -41,7 +41,7 @@ def distances(size: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Agreement:
-    """What a rank of a group of `size` knows of the calls of all, after the rounds so far.
+    """Knowledge of a rank of a group of `size` about the calls of all, after the rounds so far.
 
     different: not all make the same call. blocking: all wait at once. piece: (dtype code, dimensions, shape), of a
     scatter.
@@ -61,7 +61,7 @@ class Agreement:
             self.piece, self._flags = header.tail, self._flags | _KNOWN
 
     def word(self) -> bytes:
-        """What the others are to know of it."""
+        """Returns what the others are to know of it."""
         number, signature = self._call
         word = _WORD.pack(number << 8 | self._flags, signature, self._window, self._rest)
         return word if self.piece is None else word + _PIECE.pack(*self.piece)
@@ -181,7 +181,7 @@ class Heads:
         return not self._long
 
     def met(self) -> Met:
-        """What the words came to, where calls do not differ."""
+        """Returns what the words came to, where calls do not differ."""
         if self.agreement is None:
             return AGREED[self._header.blocking]
         return Met((), self.agreement.piece, self.agreement.blocking)

@@ -225,7 +225,7 @@ class ShmCommunicator(SteppedCommunicator):
         return out
 
     def _signature(self, shape: tuple[int, ...]) -> tuple[int, str]:
-        """Of a sum; and what it is, without the place, which may be another the next time."""
+        """Returns the signature of a sum, and what it is without the place, which may be another the next time."""
         if len(self._signatures) >= 4096:
             self._signatures.clear()
         signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *caller_location(1))
@@ -340,7 +340,7 @@ class ShmCommunicator(SteppedCommunicator):
         return [p for p, heads in enumerate(self._heads) if heads[k & 1, 0] != k]
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those that have said that they end, or whose processes are gone."""
+        """Returns the ranks that have said that they end, or whose processes are gone."""
         said = self._over._gone(ranks)
         return [
             p for p in ranks if p in said or (p != self.rank and memory.process_ended(*self._processes[p].tolist()))

@@ -22,7 +22,7 @@ _active: set[Staged] = set()  # those with calls whose headers have not come
 
 
 class Met(NamedTuple):
-    """What the headers of all ranks came to.
+    """Result of comparing the headers of all ranks.
 
     headers: of all ranks, where they may differ; none if they are known to agree. piece: the tail of a scatter's root.
     blocking: all ranks wait for the call at once.
@@ -99,7 +99,8 @@ class Staged(Communicator):
     _world_size = 1
 
     def _different(self, wrong: str, headers: Sequence[Header]) -> CollectiveError:
-        """What all ranks raise for calls that differ. If data were on their way the group is over, on all ranks."""
+        """Returns what all ranks raise for calls that differ. If data were on their way the group is over, on all
+        ranks."""
         error = CollectiveError(wrong)
         error.raised_on_all_ranks = len(self.ranks) == self._world_size
         if any(h.repeated for h in headers):
@@ -117,7 +118,7 @@ class Staged(Communicator):
         raise NotImplementedError
 
     def _headers(self, handle: Any, mine: Header) -> Met | None:
-        """What the headers of all ranks came to when they have come, None before; called until then."""
+        """Returns what the headers of all ranks came to when they have come, None before; called until then."""
         raise NotImplementedError
 
     def _missing(self, handle: Any) -> list[int]:
@@ -130,7 +131,7 @@ class Staged(Communicator):
         raise NotImplementedError
 
     def _posted(self, handle: Any) -> bool:
-        """Whether the data are there."""
+        """Returns whether the data are there."""
         raise NotImplementedError
 
 

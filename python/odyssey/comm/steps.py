@@ -1,4 +1,4 @@
-"""What each kind of call does in the segments of shm.py, step by step: writes before a barrier, reads after it."""
+"""Steps of each kind of call in the segments of shm.py: writes before a barrier, reads after it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Steps = Generator[Any, int, None]
 
 
 class SteppedCommunicator(Communicator):
-    """Of a communicator over segments that all ranks see, how each call is carried out.
+    """Communicator over segments that all ranks see.
 
     Attributes:
         _slots, _slot_addresses, _envelopes: the places of each rank, two of each kind.

@@ -87,7 +87,7 @@ ONNX["batch_norm_forward"] = "BatchNormalization"
 
 
 def _moves(running: list[Buffer], stats: Memory, c: int, samples: int, momentum: float) -> list[Tensor]:
-    """What the samples take away from the running statistics: sums over them."""
+    """Returns what the samples take away from the running statistics: sums over them."""
     found = [empty(t.shape) for t in running]
     ds, memory = found[2].memory if len(found) > 2 else current().alloc(16), [t.memory for t in running]
     if len(memory) < 3:

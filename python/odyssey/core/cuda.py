@@ -37,13 +37,13 @@ class Driver:
         return result
 
     def get(self, kind: Any, name: str, *args: Any) -> int:
-        """What a function writes through its first argument."""
+        """Returns what a function writes through its first argument."""
         out = kind()
         self.call(name, ctypes.byref(out), *args)
         return out.value or 0
 
     def ready(self, event: int) -> bool:
-        """Whether an event has happened."""
+        """Returns whether an event has happened."""
         return self.call("cuEventQuery", event, also=_NOT_READY) == 0
 
 

@@ -43,7 +43,7 @@ class GpuStep(ctypes.Structure):
 
 
 class Block(ctypes.Structure):
-    """What the host tells a device per step, in one copy."""
+    """Block of what the host tells a device per step, in one copy."""
 
     _fields_ = [
         ("context", StepContext),
@@ -106,7 +106,7 @@ class Library(host.Table):
         return result
 
     def name(self, handle: int) -> str:
-        """What the driver calls a device."""
+        """Returns what the driver calls a device."""
         text = ctypes.create_string_buffer(256)
         length = self._lib.odyssey_gpu_name(handle, text, 256)
         return text.raw[:length].decode(errors="replace")
@@ -199,7 +199,7 @@ class Gpu:
         self._call("copy_peer", other._handle, to, address, nbytes)
 
     def reaches(self, other: Gpu) -> bool:
-        """Whether kernels here may read the other's memory."""
+        """Returns whether kernels here may read the other's memory."""
         return bool(self._call("peer", other._handle))
 
     def clear(self, address: int, nbytes: int, queue: int = COMPUTE) -> None:
@@ -256,7 +256,7 @@ class Event:
         self._gpu._call("event", 1, self._number, queue)
 
     def hold(self, queue: int) -> None:
-        """What is put into the queue from now on waits for it."""
+        """Makes what is put into the queue from now on wait for it."""
         self._gpu._call("event", 2, self._number, queue)
 
     def wait(self) -> None:

@@ -115,7 +115,8 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, code: int, text: str) -> Op:
-        """What `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be roles."""
+        """Returns what `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be
+        roles."""
         name, roles, traits = text.split("\n")
         groups = [tuple(filter(None, (word.strip() for word in group.split(",")))) for group in roles.split(";")]
         if len(groups) > 3 or any(word[0] == "~" for group in (groups[0], *groups[2:]) for word in group):
@@ -237,11 +238,11 @@ class Library(Table):
         return self._run(self.table, program, records, bases, context)
 
     def run_records(self, program: int, records: int, context: Context, bases: int) -> int:
-        """As `run`, for who times it."""
+        """Runs as `run` does, for who times it."""
         return self._run(self.table, program, records, bases, context)
 
     def run_step(self, step: Step) -> int:
-        """As `step`, for who times it: -1, or the record that failed."""
+        """Takes a step as `step` does, for who times it: -1, or the record that failed."""
         return self._step(step, self._helpers)
 
     @property

@@ -62,7 +62,7 @@ _here = threading.local()
 
 
 def maker(usual: Any = native.aligned) -> Any:
-    """What makes arrays on this thread: `usual`, or Files within `offload`."""
+    """Returns what makes arrays on this thread: `usual`, or Files within `offload`."""
     return getattr(_here, "maker", None) or usual
 
 

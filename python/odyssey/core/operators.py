@@ -546,7 +546,7 @@ def _different(a: Tensor, b: Any) -> Any:
 
 
 def _truth(x: Tensor) -> bool:
-    """Of one number: whether it is not 0. In a recorded step there are no values, and reading one is refused."""
+    """Truth of a tensor of one number. A recorded step has no values, and reading one is refused."""
     if x.size != 1:
         raise ShapeError(
             f"[tensor] a tensor of shape {x.shape} is neither true nor false; compare one number, such as (x > 0).max()"

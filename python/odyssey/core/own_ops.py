@@ -75,7 +75,7 @@ def _add_to_gpus(file: Path, library: native.Table) -> None:
 
 
 def _compiled(file: Path, accelerator: str | None = None) -> str:
-    """What to load of a file: its library, from the cache; compiled first when it is not there."""
+    """Returns what to load of a file: its library, from the cache; compiled first when it is not there."""
     device, where = ("OnGpu", "kernels.gpu.elementwise") if accelerator else ("Cpu", "kernels.op")
     try:
         exports = _ROOT.format(device=device, where=where)

@@ -65,7 +65,7 @@ def device(where: int | str | Device = 0) -> Device:
 
 
 def elsewhere(t: Tensor, where: Device) -> bool:
-    """Whether a tensor is on another place; a parameter is on those of all modules that share it."""
+    """Returns whether a tensor is on another place; a parameter is on those of all modules that share it."""
     return t.device.slot != where.slot and where not in getattr(t, "places", {}).values()
 
 
@@ -76,7 +76,7 @@ def place_of_op(inputs: tuple[Any, ...]) -> Device:
 
 
 def different_places(op: str, a: Tensor, b: Tensor) -> str:
-    """What to say about two inputs of an op that are on different places."""
+    """Returns what to say about two inputs of an op that are on different places."""
 
     def named(t: Tensor) -> str:
         if hasattr(t, "places"):

@@ -42,7 +42,7 @@ def bias_memory(b: Tensor | None, size: int) -> Memory:
 
 
 def _precision() -> str:
-    """What the products called now round their operands to."""
+    """Returns what the products called now round their operands to."""
     executor = current()
     if executor.precision == "tf32" and not executor.gpu:
         raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
@@ -177,7 +177,7 @@ def _direct(
 
 
 def _by_winograd(algorithm: str | None, weight: tuple[int, ...], stride: int, framed: list[int]) -> bool:
-    """Whether a convolution of an input with these height and width, frame included, is one of Winograd's."""
+    """Returns whether a convolution of an input with these height and width, frame included, is one of Winograd's."""
     chosen = current().conv_algorithm if algorithm is None else algorithm
     if chosen not in CONV_ALGORITHMS:
         raise ConfigError(f"[conv2d] algorithm is {chosen!r}; choose from {', '.join(CONV_ALGORITHMS)}")

@@ -92,7 +92,7 @@ class Scope:
 
 
 class Executor:
-    """What all executors share: the numbering of ops and of dropouts, and the precision of products."""
+    """Base of all executors: the numbering of ops and of dropouts, and the precision of products."""
 
     def __init__(self) -> None:
         self.precision = "fp32"  # see precision.py
@@ -240,7 +240,7 @@ class Record:
 
     @property
     def declared(self) -> native.Op:
-        """What its kernel file says of the op."""
+        """Returns what its kernel file says of the op."""
         return native.library().ops[self.op]
 
     @property

@@ -103,7 +103,7 @@ class _Rules(Recorder):
 
 
 class Program:
-    """What rule() of an optimizer computes for a run of n floats, recorded.
+    """Recording of an optimizer's rule() for a run of n floats.
 
     optimizer: has `rule(p, g, *states)` and the names `states`; its attributes that are numbers become scalars.
     """

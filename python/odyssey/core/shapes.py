@@ -63,7 +63,7 @@ def memory_shape(shape: Shape, layout: str) -> Shape:
 
 
 def strides_of(dims: Shape) -> list[int]:
-    """Of memory without gaps."""
+    """Returns the strides of memory without gaps."""
     return [math.prod(dims[i + 1 :]) for i in range(len(dims))]
 
 
@@ -124,7 +124,7 @@ def _given(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def as_image(shape: Shape) -> str:
-    """What to tell about an input that may have become an image in a data set; "" where it has not."""
+    """Returns what to tell about an input that may have become an image in a data set; "" where it has not."""
     if len(shape) != 4 or shape[1] != 1:
         return ""
     return (

@@ -277,7 +277,8 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """What backward passes have added. Assigning overwrites the values, in the memory that the optimizer reads."""
+        """Gradient that backward passes have added. Assigning overwrites the values, in the memory that the optimizer
+        reads."""
         return _gradient.__get__(self)
 
     @grad.setter
@@ -404,7 +405,7 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
 
 
 def in_checkpoint() -> bool:
-    """Whether the function of a checkpoint is being computed."""
+    """Returns whether the function of a checkpoint is being computed."""
     return _tape.checkpoints > 0
 
 
@@ -427,7 +428,7 @@ class Watcher:
 
 
 class _Watch:
-    """What a backward pass has to tell to watchers: counts the uses of their parameters on the tape before it starts.
+    """Counts the uses of watched parameters on the tape before a backward pass starts, to tell their watchers.
 
     What a checkpoint uses is not known before it is repeated, so nothing is complete as long as one is ahead.
     """

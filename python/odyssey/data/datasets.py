@@ -131,7 +131,7 @@ class ArrayDataset(Gathered):
 
     @functools.cached_property
     def normalised(self) -> bool:
-        """Whether samples are one array that goes through `scale` and `shift`."""
+        """Returns whether samples are one array that goes through `scale` and `shift`."""
         return isinstance(self.images, np.ndarray) and _is_image(self.images)
 
     @property
@@ -145,7 +145,7 @@ class ArrayDataset(Gathered):
 
     @functools.cached_property
     def form(self) -> Form:
-        """What a sample and its target are, as a model and a loss are given them."""
+        """Form of a sample and its target, as a model and a loss are given them."""
 
         def leaf(a: np.ndarray) -> Leaf:
             return Leaf(a.shape[1:], a.dtype.name)
@@ -160,7 +160,7 @@ class ArrayDataset(Gathered):
 
     @property
     def all_arrays(self) -> list[np.ndarray]:
-        """Those, behind the one that is normalised."""
+        """Returns those arrays behind the one that is normalised."""
         return ([self.images] if self.normalised else []) + self.gathered
 
     def __len__(self) -> int:
@@ -253,7 +253,7 @@ def arrays(
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What is known of a data set before its files are read.
+    """Facts about a data set that are known before its files are read.
 
     shape: (C, H, W) of one sample. classes: number of classes. mean, std: per channel, of pixels divided by 255.
     train_files, test_files: file names; for IDX the images, then the labels, each also allowed with .gz.

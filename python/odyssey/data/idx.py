@@ -56,7 +56,7 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
 
 
 def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
-    """As `read_idx` with a digest; what was unpacked is kept in `cache` under its digest and used from there next time.
+    """Reads as `read_idx` with a digest; what was unpacked is kept in `cache` under it and used from there next time.
 
     Unpacking takes four times as long as hashing what was unpacked, and every rank does it at every start. The copy is
     not read but mapped: all ranks of a machine share the system's pages of it. One that does not have the digest any
@@ -76,8 +76,8 @@ def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndar
 
 
 def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
-    """As `read_idx` of a plain file. It must not be written to while the array is used; a new one may take its name.
-    One that other users may write to is read."""
+    """Maps a plain file as `read_idx` reads it. It must not be written to while the array is used; a new one may take
+    its name. One that other users may write to is read."""
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         header, shape = _read_header(file, path, ndim)

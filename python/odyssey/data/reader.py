@@ -61,7 +61,7 @@ class Batch:
 
     @property
     def targets(self) -> Tree:
-        """What the model should make of them, a tree of arrays (B, ...)."""
+        """Returns what the model should make of them, a tree of arrays (B, ...)."""
         return list(self)[1]
 
     def covering(self, lo: int, hi: int) -> Batch:
@@ -137,7 +137,7 @@ class Reader:
     def _each(
         make: Callable[[int, int], Any], numbers: np.ndarray, name: str, where: str, stopped: Callable[[], bool]
     ) -> tuple[Tree, Tree] | None:
-        """What make(place, number) gives for each of the samples, stacked; `where` is added to its errors."""
+        """Returns what make(place, number) gives for each of the samples, stacked; `where` is added to its errors."""
         stack = Stack(name)
         for at, number in enumerate(numbers.tolist()):
             if stopped():

@@ -300,7 +300,8 @@ class columns(Described):  # noqa: N801
         return mapped(part, self.inputs), mapped(part, self.targets)
 
     def fingerprint(self) -> str:
-        """What stands for the rows: Hugging Face's own fingerprint; of a list 16 hexadecimal digits of a few."""
+        """Returns what stands for the rows: Hugging Face's own fingerprint; of a list 16 hexadecimal digits of a
+        few."""
         if not isinstance(self.rows, (list, tuple)):
             return str(getattr(self.rows, "_fingerprint", ""))
         some = np.linspace(0, len(self) - 1, min(len(self), 100)).astype(np.int64).tolist()
@@ -335,7 +336,7 @@ class Subset(Described):
 
 
 def fingerprint(dataset: Any) -> str | None:
-    """What stands for the samples of a data set, by its own method `fingerprint`; None: it has none."""
+    """Returns what stands for the samples of a data set, by its own method `fingerprint`; None: it has none."""
     own = getattr(dataset, "fingerprint", None)
     return str(own()) or None if callable(own) else None
 

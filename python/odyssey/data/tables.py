@@ -98,7 +98,7 @@ def _number(field: str) -> float | None:
 
 
 def _is_text(fields: Sequence[str]) -> bool:
-    """Whether a column is of words: no field that is there is a number, with a decimal comma or without."""
+    """Returns whether a column is of words: no field that is there is a number, with a decimal comma or without."""
     found = [field for field in fields if field]
     return bool(found) and all(_number(field.replace(",", "")) is None for field in found)
 
@@ -122,7 +122,8 @@ class Columns:
     def learnt(
         cls, table: Table, names: Sequence[str], training: Any, fill: str | float | None, normalize: bool
     ) -> Columns:
-        """Of those columns of a table; means and deviations are of its rows `training`, numbers (n,) or a slice."""
+        """Makes them for those columns of a table; means and deviations are of its rows `training`, numbers (n,) or a
+        slice."""
         number = None if fill in (None, "mean") else _number(str(fill))
         if fill not in (None, "mean") and (number is None or not math.isfinite(number)):
             raise ConfigError(f"[data] fill is {fill!r}; give 'mean' or a finite number")
@@ -152,12 +153,12 @@ class Columns:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON values; of_saved() is the inverse."""
+        """Returns what a checkpoint keeps, as JSON values; of_saved() is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any] | None, columns: Sequence[str]) -> Columns:
-        """What a checkpoint has kept; of an older one only the names of `columns`."""
+        """Returns what a checkpoint has kept; of an older one only the names of `columns`."""
         return cls(**{**(saved or {}), "names": tuple(columns)})
 
     @property
@@ -268,7 +269,7 @@ def dataset(
 
 
 def notes(data: Any) -> list[str]:
-    """What a user wants to know of a table's columns, a line each: which are texts, and that some are large."""
+    """Returns what a user wants to know of a table's columns, a line each: which are texts, and that some are large."""
     columns = getattr(data, "columns", None)
     if not isinstance(columns, Columns):
         return []

@@ -210,7 +210,7 @@ def _probability(who: str, p: float) -> float:
 
 
 def as_list(transform: Any) -> list[Any]:
-    """What `transform=` of a loader was given, as a list of transforms; ConfigError for what is none."""
+    """Returns what `transform=` of a loader was given, as a list of transforms; ConfigError for what is none."""
     given = [] if transform is None else list(transform) if isinstance(transform, list | tuple) else [transform]
     for one in given:
         if not (callable(one) or isinstance(one, Mixup)) or isinstance(one, type):

@@ -55,7 +55,7 @@ class Leaf:
 
 
 class Form(NamedTuple):
-    """What the samples of a data set are: trees of Leaf. Programs are recorded per form."""
+    """Form of the samples of a data set: trees of Leaf. Programs are recorded per form."""
 
     inputs: Any
     targets: Any

@@ -1,4 +1,4 @@
-"""What token ids stand for: text to ids and back, also from a checkpoint that a training with them has written."""
+"""Vocabulary: text to token ids and back, also from a checkpoint that a training with them has written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Vocabulary(list[str]):
 
     @classmethod
     def restored(cls, saved: dict[str, str], path: str) -> Vocabulary:
-        """What `saved` was, of a checkpoint at `path`."""
+        """Returns what `saved` was, of a checkpoint at `path`."""
         return cls(saved.get("characters", ""), saved.get("tokenizer", ""), f"the tokenizer in {path}")
 
 

@@ -81,7 +81,7 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was asked for was received."""
+        """Returns whether all that was asked for was received."""
         return self._sent == self._received and self._end.alive
 
     def ask(self, batch: int, epoch: int, numbers: np.ndarray) -> None:
@@ -93,8 +93,9 @@ class Workers:
             pass
 
     def get(self, batch: int) -> Any:
-        """What `ask` asked for, in the same order for each process: trees of arrays, samples and targets. Raises
-        OdysseyError: what the process has raised. DataError: something else was raised, or the process has ended."""
+        """Returns what `ask` asked for, in the same order for each process: trees of arrays, samples and targets.
+        Raises OdysseyError: what the process has raised. DataError: something else was raised, or the process has
+        ended."""
         at = batch % len(self)
         try:
             both, problem = self._links[at].recv()

@@ -50,7 +50,7 @@ class Work:
         return self._request.source
 
     def is_completed(self) -> bool:
-        """Whether it is over, and the result in its place or lost; calling it moves the operation on."""
+        """Returns True if it is over, the result in its place or lost; also makes progress."""
         over = self._request.test()
         if over:
             with contextlib.suppress(CollectiveError):
@@ -196,7 +196,8 @@ def all_gather(
 
 
 def _listed(what: str, comm: Communicator, value: Any, a: np.ndarray, into: Any) -> Callable[[Any], Any]:
-    """What makes the rows of a result a list of values like `value`, whose array is `a`; or puts them `into` one."""
+    """Returns a function that makes a result's rows a list of values like `value`, whose array is `a`, or puts them
+    `into` one."""
     if into is None:
         return lambda rows: None if rows is None else [like(value, row) for row in rows]
     return partial(_put, into, places(into, what, comm.size, a.shape, a.dtype))

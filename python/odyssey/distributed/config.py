@@ -147,7 +147,7 @@ class DistributedConfig:
         }
 
     def settings(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Those of these keys that a trainer has, under the trainer's names."""
+        """Returns these keys as far as a trainer has them, under the trainer's names."""
         own = {key: _SETTINGS[key].name for key in keys if key in _SETTINGS}
         return {name: getattr(self, key) for key, name in own.items() if name in declared(Training)}
 

@@ -245,7 +245,7 @@ DDP = DistributedDataParallel
 
 
 class Joined:
-    """What `DistributedDataParallel.join` gives: an iterable of as many batches on all ranks; len() is how many."""
+    """Iterable of as many batches on all ranks, which `DistributedDataParallel.join` gives; len() is how many."""
 
     def __init__(self, ddp: DistributedDataParallel, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
@@ -291,7 +291,7 @@ class Joined:
 
 
 class _Pass(Watcher):
-    """What happens around a backward pass; the arena holds it, and it holds the model weakly."""
+    """Hooks around a backward pass; the arena holds them, and they hold the model weakly."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = weakref.ref(ddp)

@@ -42,7 +42,7 @@ class Backend(str, enum.Enum):
 
 
 class _State:
-    """What init_process_group() made: one per process, and one per thread of a mock world."""
+    """Result of init_process_group(): one per process, and one per thread of a mock world."""
 
     def __init__(self) -> None:
         self.world: World | None = None
@@ -87,7 +87,7 @@ class ProcessGroup:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is in the group."""
+        """Returns whether this rank is in the group."""
         return self.comm is not None
 
     def rank(self) -> int:
@@ -311,12 +311,12 @@ def new_group(ranks: Sequence[int] | None = None) -> ProcessGroup:
 
 
 def is_available() -> bool:
-    """Whether processes can be connected here: MPI or PyTorch's Gloo is installed."""
+    """Returns whether processes can be connected here: MPI or PyTorch's Gloo is installed."""
     return any(importlib.util.find_spec(name) is not None for name in ("mpi4py", "torch"))
 
 
 def is_initialized() -> bool:
-    """Whether init_process_group() was called."""
+    """Returns whether init_process_group() was called."""
     return state_here().world is not None
 
 
@@ -336,7 +336,7 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """What is there, as a dict; before init_process_group() what is about the world is None.
+    """Returns what is there as a dict; before init_process_group() what is about the world is None.
 
     Keys: available, initialized, world_size, rank, local_rank and local_world_size (those on this machine), backend,
     why (one line: why this backend), timeout in seconds, launcher (who started the processes, or None).

@@ -139,7 +139,7 @@ class Engine:
         return {name: sums.values[at] for name, at in self.programs.metric_at.items()}
 
     def _ready(self, batch: Batch, step: int) -> Runner:
-        """What a batch needs, pointing at its samples."""
+        """Returns what a batch needs, pointing at its samples."""
         if batch.run is not None:  # it may have been read before shards moved
             batch = batch.covering(*self.part(len(batch.indices)))
         data = batch.dataset
@@ -155,7 +155,7 @@ class Engine:
         return ready
 
     def prepare(self, samples: int, form: Form) -> Runner:
-        """What a batch size needs with the present settings; made when it is first met."""
+        """Returns what a batch size needs with the present settings; made when it is first met."""
         size = self.shard_size_of(samples)
         shape = (samples, size, *form, self.layout.counts(planning.shard_count(samples, size)))
         key = (self.programs.current(), *shape)
@@ -244,7 +244,7 @@ class Engine:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it is of use to know the batch after the one that is run (`upcoming`)."""
+        """Returns whether it is of use to know the batch after the one that is run (`upcoming`)."""
         return self.team is not None and any(r.looks_ahead for r in self._prepared.values())
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -271,7 +271,7 @@ class Engine:
 
     @property
     def runners(self) -> list[Runner]:
-        """What has been prepared so far."""
+        """Returns what has been prepared so far."""
         return list(self._prepared.values())
 
     def _check_labels(self, data: Any) -> None:
@@ -357,7 +357,7 @@ class Engine:
     # --- programs ---
 
     def _program(self, n: int, form: Form, lanes: bool = False) -> Program:
-        """What this rank runs for one shard of n samples; no records where shards are computed op by op."""
+        """Returns what this rank runs for one shard of n samples; no records where shards are computed op by op."""
         if self.layout.execution != "replay":
             return Program(n, [], lambda record: 0, lanes)
         return Program(n, self.record(n, form, lanes), self.placing(n, form, lanes), lanes)

@@ -110,10 +110,10 @@ class Layout:
         return min(floats, size // 32) if self.zero > 1 or self.offload else floats
 
     def counts(self, shards: int) -> tuple[int, ...]:
-        """Of a step's shards how many each rank computes now; empty: equal shares."""
+        """Returns how many of a step's shards each rank computes now; empty: equal shares."""
         return self.balance.counts(shards) if self.balance else ()
 
     @property
     def split(self) -> bool:
-        """Whether several ranks make up one replica of the model."""
+        """Returns whether several ranks make up one replica of the model."""
         return self.mesh.pp * self.mesh.tp > 1

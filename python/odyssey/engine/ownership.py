@@ -61,7 +61,7 @@ WINDOW = 1 << 20  # parameters of which a digest is taken at a time
 
 
 class Owned(NamedTuple):
-    """What a rank has to do with a parameter; runs of the arena are (start, floats).
+    """Part of a parameter that is a rank's; runs of the arena are (start, floats).
 
     whole: the run that it updates. valid: the runs of it that come out right, and that other ranks take from it.
     counted: whether its gradients are this rank's share of the global norm.
@@ -87,7 +87,7 @@ def owned(offset: int, shape: tuple[int, ...], piece: tensor.Piece | None, t: in
 
 
 class Ownership:
-    """What of a model's parameters is this rank's.
+    """Ownership of a model's parameters by this rank.
 
     Args:
         arena: the model's parameters. groups: this rank's communicators along the axes of the mesh.
@@ -247,7 +247,8 @@ class Ownership:
         return self._valid if self.layout.split and self.settled else [(0, self.arena.size)]
 
     def counted_updates(self, updates: list[Update]) -> list[Update]:
-        """Of these updates what this rank counts, so that all ranks together count each parameter once; collective."""
+        """Returns what this rank counts of these updates, so that all ranks together count each parameter once;
+        collective."""
         lay = self.layout
         if not lay.split:
             return updates if lay.zero or lay.comm.rank == 0 else []
@@ -271,12 +272,12 @@ class Ownership:
         return self._alone if lay.zero or groups.dp.rank == 0 else []
 
     def held(self) -> Iterator[tuple[int, np.ndarray, int]]:
-        """What this rank has of the parameters: see Parts."""
+        """Returns what this rank has of the parameters: see Parts."""
         return self._parts.held() if self.settled else iter([(0, self.arena.params, 0)])
 
     def saved(self) -> Iterator[tuple[str, list[tuple[int, int]], np.ndarray, int, int]]:
-        """What this rank saves, so that all ranks together save each number once: a parameter's name, runs of it, an
-        array, and the shifts from its numbers to those of the array and of the optimizer's state."""
+        """Returns what this rank saves, so that all ranks together save each number once: a parameter's name, runs of
+        it, an array, and the shifts from its numbers to those of the array and of the optimizer's state."""
         mine = self._stood_for if self.settled else [(0, self.arena.size)] * (self.layout.comm.rank == 0)
         tensors = [(self.arena.offsets[name], p.size, name) for name, p in self.arena.named]
         for lo, params, state in self.held():

@@ -1,4 +1,4 @@
-"""What a model, its loss and its metrics do with a shard: recorded, and kept for the settings it was recorded with.
+"""Programs of a model, its loss and metrics for a shard: recorded, and kept for the settings they were recorded with.
 
     number      core/changes.py: one comparison a step says whether a module's attribute, mode or requires_grad changed
     settings    all of these (nn/settings.py); for each that was met a program per form of a shard is kept
@@ -162,7 +162,7 @@ class Programs:
                 )
 
     def values(self) -> dict[str, Any]:
-        """What the model is set to, as a checkpoint has it: without what forward() itself sets."""
+        """Returns what the model is set to, as a checkpoint has it: without what forward() itself sets."""
         own = {key for key, owner, name, _ in settings.attributes(self.model) if (id(owner), name) in self.by_forward}
         return {key: value for key, value in settings.values(self.model).items() if key not in own}
 
@@ -319,7 +319,7 @@ class Programs:
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
-        """Those of a pass: in training each layer is in the mode that the user has put it in."""
+        """Sets the modes of a pass: in training each layer is in the mode that the user has put it in."""
         with contextlib.nullcontext() if self.train else in_mode(self.model, False):
             yield
 
@@ -383,7 +383,8 @@ def _may_change(value: Any) -> bool:
 
 
 def _skeleton(records: list[Record]) -> list[Any]:
-    """What programs that differ in sizes alone have alike: ops, where they run, and which parameters they read."""
+    """Returns what programs that differ in sizes alone have alike: ops, where they run, and which parameters they
+    read."""
     return [
         (r.op, r.layout, r.dtype, r.device, r.tag, r.phase, r.recompute)
         + tuple((a.space, a.offset) for a in r.args if isinstance(a, Range))

@@ -1,4 +1,4 @@
-"""What the backward pass reads of the forward pass: kept, or computed again from what is kept anyway."""
+"""Values of the forward pass that the backward pass reads: kept, or computed again from what is kept anyway."""
 
 from __future__ import annotations
 

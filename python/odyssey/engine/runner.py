@@ -1,4 +1,4 @@
-"""What a way of taking a step looks like to the engine: one batch size, prepared once, run once per step."""
+"""Runner: a way of taking a step for one batch size, prepared once, run once per step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Storage:
 
 
 class Program(NamedTuple):
-    """What a rank runs for a shard of so many samples.
+    """Program that a rank runs for a shard of so many samples.
 
     records: the runner's own, to be changed; none where shards are computed op by op. place_of: position in the
     pipeline of a record. lanes: however few samples, they are in lanes.
@@ -73,7 +73,7 @@ class Program(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a runner is made from: the program of one shard as this rank runs it, and where shards are computed.
+    """Parts that a runner is made from: the program of one shard as this rank runs it, and where shards are computed.
 
     tail: that of the last shard, which has fewer samples; the same records with other sizes. None: it is filled up.
     trace: runs the model once with an executor. parts: which parameters this rank computes with and updates. counted:
@@ -104,7 +104,7 @@ class Recorded(NamedTuple):
 
     @property
     def programs(self) -> list[Program]:
-        """Of whole shards, and of the last one where it has a program of its own."""
+        """Programs of whole shards, and of the last one where it has one of its own."""
         return [self.whole] if self.tail is None else [self.whole, self.tail]
 
     def kept(self, name: Any, make: Callable[[], Any]) -> Any:
@@ -114,7 +114,7 @@ class Recorded(NamedTuple):
         return self.reductions[name]
 
     def content(self, b: int = 0, whole: bool = False) -> Content | None:
-        """What a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
+        """Returns what a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
         if not self.train:
             return None
         arena = self.arena
@@ -130,7 +130,7 @@ class Recorded(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Sums:
-    """What a step gives: sums over the samples of the global batch, and what this rank has to update.
+    """Result of a step: sums over the samples of the global batch, and what this rank has to update.
 
     values: losses, samples, correct predictions, -, metrics. samples_address: of the number of samples as float32.
     counted: runs of gradients (address, floats) that are this rank's share of the global norm; None: those of the
@@ -154,7 +154,7 @@ class Sums:
 
     @property
     def correct(self) -> float:
-        """Of them, predicted right, as the loss counts."""
+        """Number of them that were predicted right, as the loss counts."""
         return self.values[2]
 
 
@@ -189,7 +189,7 @@ class Runner:
 
     @property
     def bytes_wire(self) -> int:
-        """Of them to other machines, by sums along the tree."""
+        """Bytes of them to other machines, by sums along the tree."""
         return sum(getattr(r, "bytes_wire", 0) for r in self.reductions)
 
     @property

@@ -310,7 +310,7 @@ class AsynchronousServer(Mode):
         optimizer.steps = int(comm.broadcast(steps, 0)[0])
 
     def _figures(self) -> dict[str, Any]:
-        """Of all epochs so far, as the first server saw them, on all ranks; a collective call."""
+        """Returns the history of all epochs so far, as the first server saw them, on all ranks; a collective call."""
         numbers = [self._late, self._latest, self._lead, self._pushes, *self._steps.values()]
         late, latest, lead, pushes, *steps = self.comm.broadcast(np.array(numbers, np.int64), 0).tolist()
         return {

@@ -80,7 +80,7 @@ class Compressed(Phased):
         return 4 * self._steps * (out + (0 if self.scatter else (b - a) * (self.comm.size - 1)))
 
     def _recall(self, name: str) -> np.ndarray:
-        """What this rank still has to send, in units of this batch's sum."""
+        """Returns what this rank still has to send, in units of this batch's sum."""
         kept = self.memory.setdefault(name, np.zeros(self.n, np.float32))
         before = self.memory.setdefault("samples", self.content.samples)
         if before != self.content.samples:
@@ -183,7 +183,7 @@ class TopKReduction(Compressed):
         self.phases = (self._exchange, self._add)
 
     def ratio(self, step: int) -> float:
-        """Of the gradients that are sent in a step, counted from 0."""
+        """Seed of the gradients that are sent in a step, counted from 0."""
         s = self.strategy
         if step >= s.compression_warmup_steps or s.compression_ratio >= WARMUP_RATIO:
             return s.compression_ratio
@@ -261,7 +261,7 @@ class PowerReduction(Compressed):
         return comm.all_gather_v(wire, [(n * p, n * (p + 1)) for p in range(comm.size)], wait=False)
 
     def _summed(self, wire: np.ndarray, n: int) -> np.ndarray:
-        """What the ranks sent, added in their order."""
+        """Returns what the ranks sent, added in their order."""
         total = self._total[:n]
         total[:] = 0
         for p in range(self.comm.size):

@@ -201,7 +201,7 @@ class LayerNorm(Module):
 
 
 def _last_axis(layer: str, features: Any) -> int:
-    """What is normalised, as a number or a tuple of one. Raises ConfigError."""
+    """Returns what is normalised, as a number or a tuple of one. Raises ConfigError."""
     if isinstance(features, (tuple, list)):
         if len(features) != 1:
             raise ConfigError(

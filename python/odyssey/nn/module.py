@@ -137,7 +137,7 @@ class Module:
         object.__delattr__(self, name)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """What the module computes; every subclass has its own."""
+        """Computes the module's output; every subclass has its own."""
         raise TypeError(f"{type(self).__name__} has no forward(); write one")
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
@@ -316,7 +316,7 @@ class Module:
         return f"{type(self).__name__}({inner}\n)" if inner else f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        """What stands between the brackets of a layer's repr; default: the arguments that it was made with."""
+        """Returns what stands between the brackets of a layer's repr; default: the arguments that it was made with."""
         return ", ".join(f"{k}={reprlib.repr(v)}" for k, v in (vars(self).get("arguments") or {}).items())
 
 

@@ -1,4 +1,4 @@
-"""What a model is set to now: attributes of its modules that JSON has, their modes, which parameters are trained.
+"""Settings of a model: attributes of its modules that JSON has, their modes, which parameters are trained.
 
 A recorded program depends on these values and a checkpoint holds those that a training has changed, so a callback may
 change them while it runs. Modules may be torch's. Not among them: tensors, and whatever else is no value of JSON.
@@ -45,7 +45,7 @@ def values(model: Any) -> dict[str, Any]:
 
 
 def changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `now` that are not in `before`, or other values there, as JSON has them."""
+    """Returns the entries of `now` that are not in `before`, or other values there, as JSON has them."""
     return {k: encoded(v) for k, v in now.items() if k not in before or encoded(before[k]) != encoded(v)}
 
 
@@ -63,7 +63,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """What `encoded` was given. Raises ValueError: it gave no such thing."""
+    """Returns what `encoded` was given. Raises ValueError: it gave no such thing."""
     if isinstance(value, list):
         return [decoded(v) for v in value]
     if isinstance(value, dict):

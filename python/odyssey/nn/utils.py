@@ -52,7 +52,7 @@ def global_norm(
 
 
 class Host:
-    """What a norm is made of, computed by the CPU."""
+    """Returns the terms of a norm, computed by the CPU."""
 
     def largest(self, runs: Sequence[Run]) -> float:
         """The largest absolute value; NaN if there is one."""

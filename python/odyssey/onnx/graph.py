@@ -138,7 +138,7 @@ class _Graph:
         return self.add(kind, inputs, shape, epsilon=a["eps"])
 
     def _reducesum(self, kind: str, a: dict[str, Any]) -> str | None:
-        """Of the last n places of each feature alone."""
+        """Pools the last n places of each feature alone."""
         n = a["r2"]
         strides = [a[name] for name in ("sk0", "sk1", "sk2", "sr0", "sr1", "sr2")]
         if (a["k2"], a["r0"], a["r1"]) != (SAMPLES, 1, 1) or strides != [0, n * SAMPLES, 1, 0, 0, SAMPLES]:

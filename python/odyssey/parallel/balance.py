@@ -53,7 +53,7 @@ class Balance:
         self._steps, self._rounds, self._since = -1, 0, 0
 
     def counts(self, shards: int) -> tuple[int, ...]:
-        """Of a step of so many shards, by replica; empty: equal shares."""
+        """Returns the shards of a step of so many, by replica; empty: equal shares."""
         return counts(shards, self.costs)
 
     def _given(self, shards: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What a model's ops cost here: measures a recorded program record by record, for automatic placement (auto.py).
+"""Costs of a model's ops here: measures a recorded program record by record, for automatic placement (auto.py).
 
 Rank 0 measures and tells the others, so all make the same cuts. The times depend on the machine; where a model is cut
 changes no bit of its training, but with a compression or an order of additions that depends on the layout: there bytes

@@ -149,7 +149,7 @@ class Exchange:
         self._adds.run()
 
     def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
-        """What adds `length` floats from `start` of every rank's row of what was received, to an address."""
+        """Returns what adds `length` floats from `start` of every rank's row of what was received, to an address."""
         self._addresses = [np.array([p[start:].ctypes.data for p in self._received]) for _, start, _ in results]
         sums = zip(results, self._addresses, strict=True)
         self._adds = Kernels("tree_sum", [(to, at.ctypes.data, ranks, n) for (to, _, n), at in sums])

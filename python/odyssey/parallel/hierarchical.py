@@ -52,14 +52,15 @@ class Places:
 
     @classmethod
     def of(cls, comm: Communicator, ranks_per_node: int | None) -> Places:
-        """Those of a communicator's ranks; a collective call the first time."""
+        """Returns the hosts of a communicator's ranks; a collective call the first time."""
         known = cls._of.setdefault(comm, {})
         if ranks_per_node not in known:
             known[ranks_per_node] = cls(comm, ranks_per_node)
         return known[ranks_per_node]
 
     def groups(self, comm: Communicator, key: tuple[Route, int], members: Sequence[int]) -> tuple[Any, Any]:
-        """Those of a round of a route, of `members`, if this rank takes part; a collective call the first time."""
+        """Returns those of a round of a route, of `members`, if this rank takes part; a collective call the first
+        time."""
         if key not in self._comms:
             color, at = (members[0], members.index(comm.rank)) if members else (None, 0)
             self._comms[key] = comm.split(color, at), comm.split(color, at)
@@ -90,7 +91,7 @@ class _Both(Request):
 
 
 class _Step(NamedTuple):
-    """What a rank does in one round: adds what came in the round before, packs and sends; and the way back.
+    """Work of a rank in one round: adds what came in the round before, packs and sends; and the way back.
 
     sent, returned: bytes, and those of them that go to other machines.
     """

@@ -27,7 +27,7 @@ class Action(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one process does in one step.
+    """Plan of what one process does in one step.
 
     `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are
     the nodes of the tree that are complete then, in order, with the buffers they are in. It needs `buffers` buffers.

@@ -119,7 +119,7 @@ class Reduction:
 
 
 class Lanes:
-    """What the reductions over one communicator share.
+    """Resources that the reductions over one communicator share.
 
     under_way: those started and not finished, in order. lane(p): a communicator of the same ranks for phase p. When a
     phase ends depends on timing, which differs between ranks, but the calls on a communicator must not: so each phase
@@ -136,7 +136,7 @@ class Lanes:
 
     @classmethod
     def of(cls, comm: Communicator) -> Lanes:
-        """Those of a communicator, made when first asked for."""
+        """Returns those of a communicator, made when first asked for."""
         return cls._of.setdefault(comm, cls())
 
     def lane(self, comm: Communicator, phase: int) -> Communicator:

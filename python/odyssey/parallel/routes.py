@@ -60,7 +60,8 @@ Gifts = dict[tuple[int, int], tuple[Node, ...]]  # from a machine to another
 
 
 def _mend(brought: tuple[tuple[Node, ...], ...], shards: int) -> Gifts:
-    """What machines give to those beside them, so that nodes that straddle a border are completed: the fewer move."""
+    """Returns what machines give to those beside them, so that nodes that straddle a border are completed: the fewer
+    move."""
     gifts: Gifts = {}
     for a, b in zip(range(len(brought)), range(1, len(brought)), strict=False):
         left, right = brought[a], brought[b]
@@ -79,7 +80,7 @@ def _mend(brought: tuple[tuple[Node, ...], ...], shards: int) -> Gifts:
 
 
 class Levels(NamedTuple):
-    """What machines have before each round between them, and what they give to mend borders."""
+    """State of machines before each round between them, and what they give to mend borders."""
 
     brought: tuple[tuple[tuple[Node, ...], ...], ...]
     gifts: Gifts
@@ -87,7 +88,7 @@ class Levels(NamedTuple):
 
 @functools.lru_cache(16)
 def levels(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> Levels:
-    """Of ranks that hand on `nodes`."""
+    """Makes it for ranks that hand on `nodes`."""
     given = (tuple(node for r in ranks for node in nodes[r]) for ranks in route.machines)
     at = tuple(_kept(own, shards) for own in given)
     found, gifts = [at], _mend(at, shards) if route.mended else {}
@@ -112,8 +113,8 @@ def levels(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> Le
 def rounds(
     rank: int, nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route, floats: int, own: tuple[Run, ...] | None
 ) -> list[Round]:
-    """Those of a rank; fewer where it takes no part between machines. own: the range that each rank must have in the
-    end, where it is not to be chosen."""
+    """Returns those of a rank; fewer where it takes no part between machines. own: the range that each rank must have
+    in the end, where it is not to be chosen."""
     machines, radices = route.machines, route.radices
     wide, count = min(map(len, machines)), len(machines)
     machine = next(m for m, ranks in enumerate(machines) if rank in ranks)
@@ -129,7 +130,7 @@ def rounds(
             final[b, p] = cut[p * count + index] if own is None else own[machines[b][p]]
 
     def held(b: int, p: int, size: int) -> tuple[Run, ...]:
-        """What a rank has after rounds that made blocks of so many machines."""
+        """Returns what a rank has after rounds that made blocks of so many machines."""
         if p >= wide:
             return ()
         found: list[Run] = []
@@ -187,8 +188,8 @@ def traffic(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> t
 
 
 def minimum(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> float:
-    """What all machines must send to others at least, in floats per float of the gradients, there and back: each sum of
-    the tree is completed on some machine, so that as few as possible have to travel (Fitch's parsimony)."""
+    """Returns what all machines must send to others at least, in floats per float of the gradients, there and back:
+    each sum of the tree is completed on some machine, so that as few as possible have to travel (Fitch's parsimony)."""
     at = {node: m for m, ranks in enumerate(machines) for r in ranks for node in nodes[r]}
 
     def least(lo: int, n: int) -> tuple[frozenset[int], int]:
@@ -212,7 +213,8 @@ def _products(count: int, most: int) -> list[tuple[int, ...]]:
 
 @functools.lru_cache(64)
 def choose(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> Route:
-    """Of the routes that send hardly more between machines than the best the one with the fewest messages of a rank."""
+    """Returns, of the routes that send hardly more between machines than the best, the one with the fewest messages of
+    a rank."""
     at = tuple(_kept(tuple(node for r in ranks for node in nodes[r]), shards) for ranks in machines)
     ways, borders = _products(len(machines), MOST), (False, True) if _mend(at, shards) else (False,)
     found = [Route(machines, way, mended) for way in ways for mended in borders]

@@ -190,7 +190,7 @@ def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
 
 
 def _needs(schedule: Schedule, a: Compute) -> list[Compute]:
-    """What must be done before a."""
+    """Returns what must be done before a."""
     if isinstance(a, Forward):
         return [Forward(r, a.micro) for r, s in schedule.edges if s == a.stage]
     return [Forward(a.stage, a.micro), *(Backward(s, a.micro) for r, s in schedule.edges if r == a.stage)]

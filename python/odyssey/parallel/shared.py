@@ -50,7 +50,7 @@ class SharedReduction(Phased):
         self._end = self.lanes.lane(self.comm, 1)
 
     def _of_blocks(self, nodes: list[np.ndarray], lo: int, hi: int) -> Kernels:
-        """What adds range [lo, hi) of all nodes into the result, block by block; the others are not written."""
+        """Returns what adds range [lo, hi) of all nodes into the result, block by block; the others are not written."""
         adds = self.exchange.adds
         self._between = native.aligned((max(len(adds) - 1, 1), BLOCK))
         calls = []

@@ -34,13 +34,13 @@ class Transfer:
 
     @property
     def args(self) -> list[Slot]:
-        """What it uses, as a record's `args`."""
+        """Returns what it uses, as a record's `args`."""
         return [self.slot]
 
 
 @dataclasses.dataclass
 class Part:
-    """What one rank does for one micro-batch and one stage in one direction."""
+    """Work of one rank for one micro-batch and one stage in one direction."""
 
     stage: int
     phase: str  # "forward" or "backward"

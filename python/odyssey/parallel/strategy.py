@@ -29,7 +29,7 @@ MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each 
 
 
 class Content(NamedTuple):
-    """What the first `floats` floats of a reduction are; the rest (sums and counts) is exact whatever the strategy.
+    """Kind of the first `floats` floats of a reduction; the rest (sums and counts) is exact whatever the strategy.
 
     Args:
         floats: gradients.
@@ -67,7 +67,7 @@ class Strategy(Exchange):
 
     @property
     def same_bits(self) -> bool:
-        """Whether the bits are those of one process on any number of ranks and in any layout."""
+        """Returns whether the bits are those of one process on any number of ranks and in any layout."""
         return not self.compression and recipes.REDUCTIONS[self.reduction]
 
     def check(self, mesh: Mesh, zero: int, precision: str = "fp32") -> None:

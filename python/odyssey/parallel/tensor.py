@@ -147,7 +147,7 @@ class _Value:
 
 
 class _Plan(NamedTuple):
-    """What was decided for a weight."""
+    """Decision for a weight."""
 
     name: str
     shape: tuple[int, ...]

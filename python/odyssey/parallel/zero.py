@@ -25,7 +25,7 @@ from .plan import Run, exchange
 
 
 class Gathering(NamedTuple):
-    """What a segment of a program needs of the parameters: its buckets with their slots, and those, with their slots,
+    """Parameters that a segment of a program needs: its buckets with their slots, and those, with their slots,
     that are gathered while it runs."""
 
     at: dict[int, int]

@@ -231,7 +231,7 @@ class Attempt:
         return MEETING if self.config.watchdog is None else self.config.watchdog
 
     def _beating(self) -> list[dict[str, Any]]:
-        """What the heartbeat says of each rank."""
+        """Returns what the heartbeat says of each rank."""
         ranks = self._beats.get("ranks")
         found = ranks if isinstance(ranks, list) else []
         return [rank for rank in found if isinstance(rank, dict) and type(rank.get("rank")) is int]
@@ -255,9 +255,9 @@ class Attempt:
         self.say(f"attempt {self.run.attempt}: after {seconds:.0f} s {what}")
 
     def _spoiled(self, now: float, said: bool) -> bool:
-        """Whether ranks below srun will never meet: SLURM's PMI daemon has `said` that it lost a request of theirs, or
-        they are known to meet and do not. Where mpirun starts ranks they wait for one that is late, and only that is
-        told."""
+        """Returns whether ranks below srun will never meet: SLURM's PMI daemon has `said` that it lost a request of
+        theirs, or they are known to meet and do not. Where mpirun starts ranks they wait for one that is late, and only
+        that is told."""
         self._met = self._met or self._beat_at is not None
         if self.scancel is None or self._met:
             return False
@@ -353,7 +353,7 @@ class Attempt:
         return self._forced
 
     def _phases(self) -> dict[int, str]:
-        """What each rank did when the heartbeat was written, with "" for a rank that has done a step."""
+        """Returns what each rank did when the heartbeat was written, with "" for a rank that has done a step."""
         found = {}
         for rank in self._beating() if self._beat_at is not None else ():
             if type(phase := rank.get("phase")) is str:
@@ -398,17 +398,19 @@ def allowed(config: LaunchConfig, ranks: int) -> str | None:
 
 
 def unread(phases: dict[int, str]) -> bool:
-    """Whether no rank has read a request to stop, by what they do (see `_phases`): none has a trainer at work."""
+    """Returns whether no rank has read a request to stop, by what they do (see `_phases`): none has a trainer at
+    work."""
     return not {"", "checkpoint", "compile"}.intersection(phases.values())
 
 
 def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:
-    """Whether ranks may be on other machines than this one: by what was asked for, or by what rank wrappers wrote."""
+    """Returns whether ranks may be on other machines than this one: by what was asked for, or by what rank wrappers
+    wrote."""
     return len(layout) > 1 or bool(hosts - {here})
 
 
 def _writable(folder: Path) -> bool:
-    """Whether a file can be written there now: on a full disk nobody can show that it lives."""
+    """Returns whether a file can be written there now: on a full disk nobody can show that it lives."""
     probe = folder / f".writable.{os.getpid()}"
     try:
         with open(probe, "wb", opener=_private) as file:

@@ -1,4 +1,4 @@
-"""What is to be started, complete and checked: `LaunchConfig`. Pure; nothing is started or written here."""
+"""Configuration of a launch, complete and checked: `LaunchConfig`. Pure; nothing is started or written here."""
 
 from __future__ import annotations
 

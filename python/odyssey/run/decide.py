@@ -1,4 +1,4 @@
-"""What comes after an attempt: the end, and with which exit code, or another attempt, when, and on how many ranks.
+"""Decision after an attempt: the end, and with which exit code, or another attempt, when, and on how many ranks.
 
 Pure: `Outcome`s and what was before go in, an `Action` and a line for people come out. supervisor.py acts.
 """
@@ -66,7 +66,7 @@ class Outcome:
 
 
 class Past(NamedTuple):
-    """What decisions remember: the farthest step, restarts since it was reached, and how the last attempts failed."""
+    """Memory of decisions: the farthest step, restarts since it was reached, and how the last attempts failed."""
 
     step: int = -1
     restarts: int = 0
@@ -155,7 +155,7 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
 
 
 def in_doubt(outcome: Outcome) -> bool:
-    """Whether a failure on several hosts may be the loss of one, so that they are asked before another attempt.
+    """Returns whether a failure on several hosts may be the loss of one, so that they are asked before another attempt.
 
     Not said by how ranks ended: those of a host that is there are killed, or end with a code that their MPI chose, when
     another host is lost. Only an end after which nothing is tried again leaves no doubt.

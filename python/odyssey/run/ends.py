@@ -105,7 +105,7 @@ def _host(record: dict[str, Any]) -> str:
 
 
 def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
-    """What the files N.json hold, of this attempt; N.reason.json where there is no N.json.
+    """Returns what the files N.json hold, of this attempt; N.reason.json where there is no N.json.
 
     The folder is emptied before an attempt, so that a record without an attempt's number is of this one.
     """

@@ -56,7 +56,7 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
-    """What a host file says; `name` is for messages. Errors as `parse_hostfile`."""
+    """Returns what a host file says; `name` is for messages. Errors as `parse_hostfile`."""
     if len(data) > FILE_LIMIT:
         raise ConfigError(f"[launch] {name} is longer than {FILE_LIMIT} bytes")
     try:

@@ -1,4 +1,4 @@
-"""What the watcher makes of what it sees: who hangs, who is slow, and how that is said. Pure functions, and the
+"""Judgement of what the watcher sees: who hangs, who is slow, and how that is said. Pure functions, and the
 standard library only."""
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = 
 def paragraph(
     found: Hang, ranks: Mapping[int, Seen], stacks: Mapping[int, str], stacks_file: str, limit: float, code: int
 ) -> str:
-    """What is printed about a hang."""
+    """Returns what is printed about a hang."""
     victim = found.victim
     whom = name(found.culprits)
     if victim.wait_sequence >= 0:
@@ -283,5 +283,5 @@ def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
 
 
 def slow_line(rank: Seen, times: float, where: str) -> str:
-    """What is printed about a straggler."""
+    """Returns what is printed about a straggler."""
     return f"odyssey: [watch] rank {rank.rank} on {rank.host} is {times:.1f}x the median, {where} (step {rank.step})\n"

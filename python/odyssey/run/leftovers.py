@@ -94,7 +94,7 @@ def _read(path: str) -> bytes:
 
 
 def _dead(pid: int) -> bool:
-    """Whether a process is gone, or waits only for its parent to notice."""
+    """Returns whether a process is gone, or waits only for its parent to notice."""
     try:
         return status(pid)[0] in (b"Z", b"X")
     except OSError:
@@ -102,18 +102,18 @@ def _dead(pid: int) -> bool:
 
 
 def _kernel(pid: int) -> bool:
-    """Whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
+    """Returns whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
     return bool(int(status(pid)[6]) & 0x00200000)
 
 
 class Snapshot(NamedTuple):
-    """What lay there before an attempt: full names, and the wall-clock time."""
+    """Files that lay there before an attempt: full names, and the wall-clock time."""
 
     names: frozenset[str]
     time: float
 
     def json(self) -> dict:
-        """As a file can hold it."""
+        """Returns it as a file can hold it."""
         return {"names": sorted(self.names), "time": self.time}
 
     @classmethod
@@ -142,7 +142,7 @@ def _named(where: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
 
 
 def snapshot(temporary: str | None = None) -> Snapshot:
-    """What lies there now."""
+    """Returns what lies there now."""
     return Snapshot(frozenset(map(str, _named(places(temporary)))), time.time())
 
 
@@ -194,7 +194,7 @@ def _begun(found: os.stat_result) -> float:
 
 
 def _same_temporary(pid: int) -> bool:
-    """Whether a process sees the same /tmp as this one; in a container or a private one it writes elsewhere."""
+    """Returns whether a process sees the same /tmp as this one; in a container or a private one it writes elsewhere."""
     try:
         return os.path.samefile(f"/proc/{pid}/root/tmp", "/tmp")
     except (FileNotFoundError, ProcessLookupError):  # it has just ended

@@ -55,11 +55,11 @@ class Lines:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes wait to be sent."""
+        """Returns whether bytes wait to be sent."""
         return bool(self._out)
 
     def receive(self) -> list[Any]:
-        """What has come."""
+        """Returns what has come."""
         while True:
             most = min(65536, self.limit + 1)
             try:

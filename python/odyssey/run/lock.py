@@ -80,12 +80,12 @@ def holder(path: Path, sure: bool = True) -> dict | None:
 
 
 def _elsewhere(found: dict) -> bool:
-    """Whether a launcher of another host, whose lock may not be seen here, says that it holds it."""
+    """Returns whether a launcher of another host, whose lock may not be seen here, says that it holds it."""
     return found.get("host") not in (None, socket.gethostname()) and found.get("held") is True
 
 
 def _renewed(path: Path) -> bool:
-    """Whether the file's time changes within FRESH seconds: its holder lives."""
+    """Returns whether the file's time changes within FRESH seconds: its holder lives."""
     first, until = _time(path), time.monotonic() + FRESH
     while time.monotonic() < until:
         time.sleep(min(0.25, FRESH / 10))

@@ -1,4 +1,4 @@
-"""What ranks print, on its way through the launcher: into the attempt's log as it is, to the launcher's own output with
+"""Output of ranks on its way through the launcher: into the attempt's log as it is, to the launcher's own output with
 long lines cut, and without control characters where that is a terminal.
 
 Where that output takes nothing for STALLED seconds (a stopped terminal, a pager), the ranks do not wait for it: the log
@@ -81,7 +81,7 @@ class Pump:
 
     @property
     def reading(self) -> bool:
-        """Whether more of what ranks print is wanted now."""
+        """Returns whether more of what ranks print is wanted now."""
         return not self.closed and (len(self._pending) < BACKLOG or (self.log is not None and self._stalled))
 
     @property
@@ -98,16 +98,16 @@ class Pump:
 
     @property
     def full(self) -> bool:
-        """Whether the target has not yet taken everything."""
+        """Returns whether the target has not yet taken everything."""
         return bool(self._pending)
 
     @property
     def done(self) -> bool:
-        """Whether everything that was printed is passed on."""
+        """Returns whether everything that was printed is passed on."""
         return self.closed and self._pass_on()
 
     def shown(self, data: bytes) -> bytes:
-        """What of `data` the launcher's own output gets."""
+        """Returns what of `data` the launcher's own output gets."""
         out = []
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             room = max(0, LINE_LIMIT - self._shown)

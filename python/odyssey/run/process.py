@@ -23,7 +23,8 @@ _OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end")
 
 
 def _signs(of: slot.Slot) -> tuple[int, ...]:
-    """What differs between two looks at a rank that goes on; the number of a call, as `slot.quick` counts nothing."""
+    """Returns what differs between two looks at a rank that goes on; the number of a call, as `slot.quick` counts
+    nothing."""
     return of.progress, of.waiting, of.call, of.call_group
 
 
@@ -59,7 +60,7 @@ class Watched:
                     setattr(self, f"_{name}", opened)
 
     def look(self, now: float, floor: float) -> Seen:
-        """What it does now. No time is counted from before `floor`, when the watcher itself did not run."""
+        """Returns what it does now. No time is counted from before `floor`, when the watcher itself did not run."""
         self._look_at_process(now)
         found = slot.read(self._slot) if self._slot >= 0 else None
         if found is not None:
@@ -190,7 +191,7 @@ class Watched:
             return -1
 
     def stacks(self, at: int) -> str:
-        """What it has answered from there on; shown as it is, but for control characters."""
+        """Returns what it has answered from there on; shown as it is, but for control characters."""
         if at < 0:
             return ""
         with contextlib.suppress(OSError):

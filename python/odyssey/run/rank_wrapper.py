@@ -159,7 +159,7 @@ def write(folder: str, kind: str, record: dict) -> None:
 
 
 def reason(folder: str, rank: int, attempt: int) -> dict:
-    """What the rank said about its end, as far as it is of this attempt and has the right form."""
+    """Returns what the rank said about its end, as far as it is of this attempt and has the right form."""
     found = {}
     for name in (f"{rank}.json", f"{rank}.reason.json"):
         said = read(folder, "ends", name)

@@ -98,7 +98,7 @@ def environment(
     token: str,
     layout: Sequence[tuple[str, int]] = (),
 ) -> dict[str, str]:
-    """What mpirun and the ranks of an attempt get: the allowed part of `given`, and what the run adds."""
+    """Returns what mpirun and the ranks of an attempt get: the allowed part of `given`, and what the run adds."""
     out = {name: value for name, value in given.items() if _allowed(name, config.env)}
     out |= {runs.RUN_DIR: str(run.path), runs.ATTEMPT: str(run.attempt), runs.EXPECTED_RANKS: str(ranks), TOKEN: token}
     out.setdefault("MOJO_PYTHON", sys.executable)  # the Python that a Mojo program finds odyssey in
@@ -198,8 +198,8 @@ def plain(words: Sequence[str]) -> list[str]:
 
 
 def program(words: Sequence[str]) -> list[str]:
-    """What a rank runs: odyssey's own training ("train"), a module ("-m"), a Python script or another program. Raises
-    ConfigError: there is no such file, module or program."""
+    """Returns what a rank runs: odyssey's own training ("train"), a module ("-m"), a Python script or another program.
+    Raises ConfigError: there is no such file, module or program."""
     first = words[0]
     if first == "train":
         # -P: a file of the current directory does not stand in for a module

@@ -221,7 +221,7 @@ class DistributedLauncher:
         return dataclasses.replace(outcome, lost=lost)
 
     def _idle(self, lock: Lock, chores: list[Callable[[], object]]) -> None:
-        """What can wait until ranks run again."""
+        """Does what can wait until ranks run again."""
         lock.renew()
         while chores:
             chores.pop()()

@@ -1,4 +1,4 @@
-"""Whether root may start a run here: not where other people work, unless that is asked for.
+"""Rule for root: it may not start a run where other people work, unless that is asked for.
 
 A rank as root reads and writes everybody's files, and MPI's connections are not authenticated. In a container root is
 the usual user, and nobody else is there. What counts is who has a process now, not who has an account: images of

@@ -230,7 +230,7 @@ class Watcher:
         pause: Callable[[float], None],
         others: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
-        """What ranks of this machine answer, when all have and `others` is true, or after so many seconds."""
+        """Returns what ranks of this machine answer, when all have and `others` is true, or after so many seconds."""
         sizes, since = [], time.monotonic()
         until = since + seconds
         while (now := time.monotonic()) < until:
@@ -422,7 +422,7 @@ class Watcher:
                     self._tell(peer, self.snapshot())
 
     def snapshot(self) -> dict[str, Any]:
-        """What `odyssey top` shows."""
+        """Returns what `odyssey top` shows."""
         slow = {str(rank): [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
         ranks = [brief(s) for _, s in sorted(self.seen.items())]
         job = {"host": self.host, "pid": self.pid, "world": self.world, "attempt": self.attempt, "run": self.run_dir}
@@ -462,7 +462,7 @@ class Watcher:
         self._end(LOST, avoid=set(ranks))
 
     def _tick_other(self, now: float) -> None:
-        """Of a machine without rank 0: tells the main watcher, and looks whether it is there."""
+        """Tells the main watcher, from a machine without rank 0, and looks whether it is there."""
         if self.up is None and now >= self.next_call:
             self.next_call = now + BEAT
             self._call()

@@ -1,5 +1,5 @@
-"""What the watcher writes, in a thread of its own: files of a run, and words for people. A disk that does not answer,
-or a terminal that nobody reads, must not keep it from telling other machines that it is there.
+"""Writer of the watcher's output, in a thread of its own: files of a run, and words for people. A disk that does not
+answer, or a terminal that nobody reads, must not keep it from telling other machines that it is there.
 
 A file is whole or not there, but not flushed to the disk: it is old a second later. The standard library only.
 """
@@ -76,7 +76,8 @@ def write(path: str, text: str) -> bool:
 
 
 def renew(path: str, value: dict[str, Any], **mine: Any) -> None:
-    """As `write`; on a full disk the old file has to do, if it is of `mine`: its age says what is to be said."""
+    """Writes as `write` does; on a full disk touches the old file instead, if it is of `mine`, so that its age stays
+    true."""
     if not write(path, json.dumps(value) + "\n") and is_of(path, **mine):
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -90,7 +91,7 @@ def remove(path: str, **mine: Any) -> None:
 
 
 def is_of(path: str, **mine: Any) -> bool:
-    """Whether a JSON file has these values."""
+    """Returns whether a JSON file has these values."""
     try:
         found = read_json(Path(path))
     except DataError:

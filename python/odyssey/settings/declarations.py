@@ -35,7 +35,7 @@ Kind = TypeVar("Kind")
 
 
 class Setting(NamedTuple):
-    """What is declared of a setting beside its field's name, type and default, which `declared` fills in."""
+    """Declaration of a setting beside its field's name, type and default, which `declared` fills in."""
 
     section: str  # one of SECTIONS
     help: str  # what it does, for all interfaces
@@ -59,12 +59,12 @@ class Setting(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether it must be the same on all ranks; paths are each rank's own."""
+        """Returns whether it must be the same on all ranks; paths are each rank's own."""
         return self.alike and self.kind is not Path
 
     @property
     def allowed(self) -> str:
-        """What is allowed, as messages and documentation say it."""
+        """Returns what is allowed, as messages and documentation say it."""
         if self.choices:
             return f"choose from {', '.join(self.choices)}{', or None' * self.optional}"
         if self.kind is bool:
@@ -102,7 +102,7 @@ class Setting(NamedTuple):
         return self.shown or (("off", "on")[self.default] if self.kind is bool else f"{self.default}")
 
     def help_text(self, spell: Callable[..., str]) -> str:
-        """What it does, what it belongs to, and its default."""
+        """Returns what it does, what it belongs to, and its default."""
         only = f"only with {spell(*self.only)}; " if self.only else ""
         return f"{self.help[0].upper()}{self.help[1:]}. ({only}default: {self.default_text})"
 
@@ -175,7 +175,7 @@ class Exchange:
 
 @_settings
 class Training(Exchange):
-    """What DistributedTrainer takes by keyword, beside objects."""
+    """Keyword settings of DistributedTrainer."""
 
     def __repr__(self) -> str:
         both = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
@@ -395,7 +395,7 @@ class Settings(Training):
 
 @_settings
 class Command(Settings):
-    """What `odyssey train` can be asked for beside the settings of a run."""
+    """Settings of `odyssey train` beside those of a run."""
 
     batch_size: int | None = setting(
         DATA, None, "global batch size with one worker; with several it is not clear, and refused", "none", low=1

@@ -339,7 +339,8 @@ def _world(options: Any) -> Communicator:
 
 
 def _seconds(timeout: Any) -> float | None:
-    """Those of a `timeout=` that was given; None for torch's default, in whose place ODYSSEY_TIMEOUT is."""
+    """Returns the seconds of a `timeout=` that was given; None for torch's default, in whose place ODYSSEY_TIMEOUT
+    is."""
     return None if timeout is None or timeout == default_pg_timeout else timeout.total_seconds()
 
 
@@ -371,7 +372,8 @@ def set_environment() -> None:
 
 
 def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """What env:// finds: as torch has it, but a process that nobody has started as one of several is a world of one."""
+    """Returns what env:// finds: as torch has it, but a process that nobody has started as one of several is a world of
+    one."""
     if launcher.launched() is not None or "?" in url or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
         yield from _torchs(url, **options)
         return

@@ -1,4 +1,4 @@
-"""What a torch module is set to while it is trained: modes, requires_grad, attributes that JSON has (nn/settings.py).
+"""Settings of a torch module while it is trained: modes, requires_grad, attributes that JSON has (nn/settings.py).
 
 A callback may change them; a checkpoint holds what differs from the beginning of fit(), and a training that goes on
 sets them to that. What forward() itself sets is none of the program's settings: it is left out, and where it counts its
@@ -72,7 +72,7 @@ class Settings:
         return {key: value for key, value in found.items() if key not in self.by_forward}
 
     def changed(self) -> dict[str, Any]:
-        """Those that are not what they were at `remember`, as JSON has them."""
+        """Returns the settings that are not what they were at `remember`, as JSON has them."""
         return settings.changed(self.values(), self._built)
 
     def restore(self, saved: Mapping[str, Any], name: str) -> None:

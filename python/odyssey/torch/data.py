@@ -31,7 +31,8 @@ _NONE = np.empty(0, np.float32)
 
 
 def tree_of(given: Any) -> Any:
-    """What a collate function makes as a tree (data/trees.py): lists as tuples, mappings of any kind as dicts."""
+    """Returns what a collate function makes as a tree (data/trees.py): lists as tuples, mappings of any kind as
+    dicts."""
     if isinstance(given, Mapping):
         return {name: tree_of(part) for name, part in given.items()}
     return tuple(map(tree_of, given)) if isinstance(given, (tuple, list)) else given
@@ -59,7 +60,7 @@ class Samples(ArrayDataset):
         super().__init__(x, y, 0, _NONE, _NONE, name)
 
     def __post_init__(self) -> None:
-        """What an ArrayDataset must be need not hold for what PyTorch is given."""
+        """Skips the checks of an ArrayDataset, which need not hold for what PyTorch is given."""
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Inputs and targets at `indices` (B,), which follow each other; not copies."""
@@ -96,7 +97,7 @@ def _other_size(loaders: int, trainers: int) -> ConfigError:
 
 
 class _Order:
-    """What torch's loader reads next, shard by shard: the (epoch, index) of each sample."""
+    """Sampler of what torch's loader reads next, shard by shard: the (epoch, index) of each sample."""
 
     now: Iterator[list[tuple[int, int]]] = iter(())
 

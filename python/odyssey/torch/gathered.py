@@ -20,7 +20,7 @@ from .objects import packed, unpacked
 
 
 class Outputs:
-    """What this rank's shards give in the first pass. spec: of (output, targets), a tree; of its leaves the first
+    """Outputs of this rank's shards in the first pass. spec: of (output, targets), a tree; of its leaves the first
     `own` are the output's."""
 
     def __init__(self) -> None:

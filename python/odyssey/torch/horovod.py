@@ -42,7 +42,7 @@ class ProcessSet(ProcessGroup):
         self.ranks, self.comm = sorted({int(r) for r in ranks}), None  # type: ignore[assignment]
 
     def included(self) -> bool:
-        """Whether this process is one of them."""
+        """Returns whether this process is one of them."""
         return rank() in self.ranks
 
     def _member(self, what: str) -> Communicator:
@@ -73,7 +73,7 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether init() was called."""
+    """Returns whether init() was called."""
     return global_process_set.comm is not None
 
 
@@ -114,7 +114,7 @@ cross_size = _asked("cross_size", "Number of machines.", lambda c: -(-c.size // 
 
 
 def is_homogeneous() -> bool:
-    """Whether all machines have as many ranks; asks them."""
+    """Returns whether all machines have as many ranks; asks them."""
     return len(set(_world("is_homogeneous").all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
 
 
@@ -125,10 +125,10 @@ gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = ro
 
 
 class Compression:
-    """What gradients are sent as: itself, or rounded to 16 bits."""
+    """Form in which gradients are sent: as they are, or rounded to 16 bits."""
 
     class none:
-        """As they are."""
+        """Sends them as they are."""
 
         dtype: torch.dtype | None = None
 
@@ -140,7 +140,7 @@ class Compression:
 
         @classmethod
         def decompress(cls, tensor: torch.Tensor, context: torch.dtype | None) -> torch.Tensor:
-            """What was received, in the dtype of before."""
+            """Returns what was received, in the dtype of before."""
             return tensor if context is None else tensor.to(context)
 
     class fp16(none):
@@ -171,7 +171,7 @@ def synchronize(handle: Work | list[Work]) -> Any:
 
 
 def poll(handle: Work | list[Work]) -> bool:
-    """Whether `synchronize` would return at once."""
+    """Returns whether `synchronize` would return at once."""
     return all([one.is_completed() for one in (handle if isinstance(handle, list) else [handle])])
 
 

@@ -1,4 +1,4 @@
-"""What is summed over samples beside the loss: engine/metrics.py's names and meaning, for tensors of torch."""
+"""Metrics that are summed over samples beside the loss: engine/metrics.py's names and meaning, for tensors of torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
 
 
 def accuracy(out: Any, y: Any) -> Any:
-    """What is counted where no metrics are given: below 0 where targets are no classes, so that nobody shows it. Of a
-    dict batch only where samples have one label each: those of tokens are shifted or masked, each model in its way."""
+    """Returns what is counted where no metrics are given: below 0 where targets are no classes, so that nobody shows
+    it. Of a dict batch only where samples have one label each: those of tokens are shifted or masked, each model in its
+    way."""
     if isinstance(y, dict):
         out, y = outputs.field(out, "logits"), y.get("labels")
         if not isinstance(y, torch.Tensor) or y.dim() != 1:
@@ -52,7 +53,7 @@ def chosen(given: Any) -> dict[str, Metric]:
 
 
 def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[float]:
-    """Of each metric over the samples of a shard."""
+    """Sums each metric over the samples of a shard."""
     found = []
     with torch.no_grad():
         for name, metric in metrics.items():

@@ -37,8 +37,8 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
 
 
 def unpacked(tree: Any, allow_pickle: bool = False) -> Any:
-    """What `packed` was given; tensors have memory of their own. Raises DataError: it is not what `packed` gives.
-    ConfigError: it is pickled, and allow_pickle is False."""
+    """Returns what `packed` was given; tensors have memory of their own. Raises DataError: it is not what `packed`
+    gives. ConfigError: it is pickled, and allow_pickle is False."""
     if not isinstance(tree, dict):
         return tree
     try:

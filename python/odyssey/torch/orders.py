@@ -96,7 +96,7 @@ class Orders:
             self._begun = epoch, {at: state_of(g) for at, g in self._own.items()}
 
     def state(self) -> States:
-        """What a checkpoint keeps: the states now, and those that the latest epoch began with."""
+        """Returns what a checkpoint keeps: the states now, and those that the latest epoch began with."""
         found = {f"now/{at}": state_of(g) for at, g in self._all.items()}
         if self._begun is not None and self._own:
             epoch, states = self._begun

@@ -1,4 +1,4 @@
-"""What modules of Hugging Face's kind take and give: batches that are dicts, outputs that hold a loss and logits."""
+"""Batches and outputs as Hugging Face has them: batches that are dicts, outputs that hold a loss and logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError
 
 
 def is_whole(x: Any, y: Any) -> bool:
-    """Whether the inputs are a whole batch, a dict that holds the targets as well: then there are no others."""
+    """Returns whether the inputs are a whole batch, a dict that holds the targets as well: then there are no others."""
     return isinstance(x, dict) and isinstance(y, tuple) and not y
 
 
@@ -38,8 +38,8 @@ def predictions(out: Any) -> Any:
 
 
 def compared(out: Any, y: Any) -> tuple[Any, Any]:
-    """What metrics compare: output and target; of a batch that is a dict the logits and the labels, both of shape (B,)
-    where the model gives one number per sample. Raises ConfigError: there are none."""
+    """Returns what metrics compare: output and target; of a batch that is a dict the logits and the labels, both of
+    shape (B,) where the model gives one number per sample. Raises ConfigError: there are none."""
     if not isinstance(y, dict):
         return out, y
     found, labels = field(out, "logits"), y.get("labels")

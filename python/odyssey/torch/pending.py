@@ -81,7 +81,7 @@ class Line:
 
 @contextlib.contextmanager
 def within(comm: Communicator, timeout: Any) -> Iterator[None]:
-    """What is under way gives up at the end of torch's `timeout`, if it says one."""
+    """Returns what is under way gives up at the end of torch's `timeout`, if it says one."""
     if timeout is None or timeout.total_seconds() <= 0:
         yield
         return

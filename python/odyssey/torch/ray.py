@@ -23,7 +23,7 @@ GRACE = 5.0  # seconds, after a rank has failed, in which others tell what they 
 
 
 class _Rank:
-    """What runs in an actor."""
+    """Rank that runs in an actor."""
 
     def address(self) -> tuple[str, int]:
         """This machine, and a port of it that is free now."""

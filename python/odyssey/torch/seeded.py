@@ -72,14 +72,14 @@ class Rows:
 
     @staticmethod
     def fit(dataset: Any, options: dict[str, Any]) -> bool:
-        """Whether they are what torch's loader with these options would give."""
+        """Returns whether they are what torch's loader with these options would give."""
         while type(dataset) is torch.utils.data.Subset:
             dataset = dataset.dataset
         return type(dataset) is torch.utils.data.TensorDataset and not any(options.values())
 
 
 def states() -> list[tuple[Any, Any, Any]]:
-    """Of torch's, NumPy's and Python's generator: what tells two states apart, the state, what sets it."""
+    """Returns, of torch's, NumPy's and Python's generator, what tells two states apart, the state, what sets it."""
     own, python = generator.get_state(), random.getstate()
     numbers = python[1]  # of which each draw moves the last, a place in the others; all are new after 624 draws
     return [
@@ -90,7 +90,7 @@ def states() -> list[tuple[Any, Any, Any]]:
 
 
 def keys(of: list[tuple[Any, Any, Any]]) -> list[Any]:
-    """What tells states apart from others."""
+    """Returns what tells states apart from others."""
     return [key for key, _, _ in of]
 
 
@@ -104,7 +104,8 @@ _seen: tuple[Any, Any] = b"", None  # the latest state of NumPy's generator that
 
 
 def _numpy_state() -> tuple[Any, Any]:
-    """What tells its state apart, and the state, which takes 60 us to read: anew only where its memory has changed."""
+    """Returns what tells its state apart, and the state, which takes 60 us to read: anew only where its memory has
+    changed."""
     global _seen
     bits = np.random.get_bit_generator()
     if type(bits) is not np.random.MT19937:

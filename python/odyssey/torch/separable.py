@@ -1,4 +1,4 @@
-"""Whether the loss of a batch is a mean over its samples, which shards may compute apart.
+"""Check of a loss: is that of a batch a mean over its samples, which shards may compute apart?
 
 The gradient of a weighted mean is the weighted mean of its parts' gradients, with weights that add up to 1: those of
 class weights, `ignore_index` and masks too, whatever they are. A loss that compares samples with each other
@@ -26,8 +26,8 @@ NOISE = 1e-6  # of the whole gradient: what smaller ones are may be rounding
 
 
 def looked_at(owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any) -> tuple[str, list[float]]:
-    """What a loss is, "mean", "sum" or "neither" of its samples, and its values of all and of both halves. "unknown":
-    the samples cannot be taken apart, or forward() draws in eval mode too.
+    """Returns what a loss is, "mean", "sum" or "neither" of its samples, and its values of all and of both halves.
+    "unknown": the samples cannot be taken apart, or forward() draws in eval mode too.
 
     owners: modules that `loss` of a batch calls, the one with the parameters first. batch: a tree, samples in rows.
     """

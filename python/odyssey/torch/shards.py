@@ -45,7 +45,7 @@ def seed_of(*numbers: int) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """What torch's bits depend on beside the model, as it is in this process."""
+    """Returns what torch's bits depend on beside the model, as it is in this process."""
     return {
         "torch version": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
@@ -82,7 +82,7 @@ class LoopError(OdysseyError):
 
 @dataclasses.dataclass
 class Prepared:
-    """What batches of one size need: a plan, a reduction, and the places in its buffers."""
+    """Preparation of batches of one size: a plan, a reduction, and the places in its buffers."""
 
     plan: planning.Plan
     reduction: Reduction

@@ -65,7 +65,8 @@ class TorchState(Sharing):
         )
 
     def configuration(self) -> dict[str, Any]:
-        """What decides the bits of the training beside its data; ranks and zero are not in it, they change nothing."""
+        """Returns what decides the bits of the training beside its data; ranks and zero are not in it, they change
+        nothing."""
         kind = "tree" if self.strategy.same_bits else repr(self.strategy)
         return as_json(
             {
@@ -88,7 +89,7 @@ class TorchState(Sharing):
         return fingerprint.Runs([(arena.grads.ctypes.data, arena.size, 0)]), fingerprint.Runs(weights)
 
     def fingerprints(self) -> tuple[int, int]:
-        """Of the mean gradients of the last step, and of parameters and running statistics."""
+        """Returns those of the mean gradients of the last step, and of parameters and running statistics."""
         gradients, weights = self._prints
         return gradients(), weights()
 
@@ -125,7 +126,7 @@ class TorchState(Sharing):
     # --- what may change while it runs ---
 
     def standing(self) -> dict[str, Any]:
-        """What an update reads beside gradients and state: ranks must have it alike."""
+        """Returns what an update reads beside gradients and state: ranks must have it alike."""
         groups = {f"group {i} of the optimizer": _hyper(g) for i, g in enumerate(self.optimizer.param_groups)}
         return {**groups, "clip_norm": self.clip_norm, **self._built.values()}
 
@@ -169,7 +170,8 @@ class TorchState(Sharing):
 
     @property
     def owned(self) -> range:
-        """Those that this rank updates; its optimizer may have state of others as well, and never uses it."""
+        """Returns the parameters that this rank updates; its optimizer may have state of others as well, and never uses
+        it."""
         return self._runs[self.comm.rank]
 
     @property
@@ -185,7 +187,7 @@ class TorchState(Sharing):
 
     @property
     def in_parts(self) -> bool:
-        """Whether each rank has a part of the optimizer's state."""
+        """Returns whether each rank has a part of the optimizer's state."""
         return self.zero > 0 and self.comm.size > 1
 
     def _optimizer_state(self, parts: bool = False) -> dict[str, Any]:
@@ -218,8 +220,8 @@ class TorchState(Sharing):
         return 12 * self.arena.params.size + 4 * self.arena.floats
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: a snapshot
-        on each rank, of the parts that it has."""
+        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: a
+        snapshot on each rank, of the parts that it has."""
         optimizer = self._optimizer_state(parts)
         arrays = {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)}
         self._built.share(self.comm)

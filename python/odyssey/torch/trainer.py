@@ -210,7 +210,7 @@ class DistributedTrainer(TorchState):
         self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples))
 
     def _output(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """What forward() makes of a shard, and what the loss compares it with."""
+        """Returns what forward() makes of a shard, and what the loss compares it with."""
         with slot.span("forward"), self._autocast():
             return self._forward(x), x if outputs.is_whole(x, y) else y
 
@@ -385,7 +385,7 @@ class DistributedTrainer(TorchState):
             return self._evaluation(self._evaluated(loader), sums)
 
     def predict(self, loader: Any) -> torch.Tensor:
-        """What the module gives in eval mode for all samples, in order, whole on every rank.
+        """Returns what the module gives in eval mode for all samples, in order, whole on every rank.
 
         loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N, ...).
 

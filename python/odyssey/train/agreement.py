@@ -1,4 +1,4 @@
-"""What all ranks must have alike: compared, not trusted.
+"""Agreement: what all ranks must have alike is compared, not trusted.
 
     settings    by their hashes                                when a trainer is made and when fit() begins  compare
     parameters  names and shapes                               when a trainer is made                        parameters
@@ -52,7 +52,8 @@ def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
 
 
 def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
-    """What to say of the first setting that a rank has otherwise than the first one of a group; a collective call."""
+    """Returns what to say of the first setting that a rank has otherwise than the first one of a group; a collective
+    call."""
     everyone = comm.all_gather(np.array([hash_of(v) for v in settings.values()], np.int64))
     for name, column in zip(settings, everyone.T, strict=True):
         if (other := _first_other(column)) is not None:
@@ -335,7 +336,7 @@ class Watch:
             ).on_all_ranks()
 
     def program(self, key: tuple[Any, ...]) -> bool:
-        """Whether the program of this kind of batch was not compared yet; from now on it is."""
+        """Returns whether the program of this kind of batch was not compared yet; from now on it is."""
         new = self.comm.size > 1 and key not in self._programs
         self._programs.add(key)
         return new
@@ -378,7 +379,7 @@ _ALIKE = "give all ranks the same batches"
 
 
 def _silent(line: str) -> None:
-    """What has been told once is not told again."""
+    """Keeps what has been told once from being told again."""
 
 
 def _name(batch: Batch) -> str:

@@ -1,4 +1,4 @@
-"""What may change while a training runs: settings of the optimizer and of modules, modes, what is trained, the program.
+"""Changes while a training runs: settings of the optimizer and of modules, modes, what is trained, the program.
 
     built     the settings at the beginning of a fit(): the configuration that a checkpoint is compared by
     now       what they are: state, which a checkpoint holds as far as it differs from `built`, and which is put back
@@ -63,11 +63,11 @@ class Changing(Sharing):
         }
 
     def _layers(self) -> Any:
-        """What the configuration says of layers and loss."""
+        """Returns what the configuration says of layers and loss."""
         raise NotImplementedError
 
     def standing(self) -> dict[str, Any]:
-        """What an update reads beside gradients and state, as it is now: ranks must have it alike."""
+        """Returns what an update reads beside gradients and state, as it is now: ranks must have it alike."""
         return {
             **{f"{name} of the optimizer": value for name, value in sorted(self.optimizer.settings.items())},
             "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
@@ -78,7 +78,7 @@ class Changing(Sharing):
     # --- in a checkpoint ---
 
     def changed(self) -> dict[str, Any]:
-        """What a checkpoint holds of all this, as JSON values."""
+        """Returns what a checkpoint holds of all this, as JSON values."""
         return {
             "settings": {name: of_modules.encoded(v) for name, v in self.optimizer.settings.items()},
             "undecayed": self.optimizer.undecayed_names,
@@ -124,7 +124,7 @@ class Changing(Sharing):
         raise ConfigError(f"[train] by step {self.steps} {text}").on_all_ranks()
 
     def _astray(self) -> str:
-        """What has changed without a word, and what to do about it; empty: nothing has."""
+        """Returns what has changed without a word, and what to do about it; empty: nothing has."""
         astray = self._train.programs.astray()
         return astray and (
             f"forward() of {type(self.model).__name__} computes something else than in the steps before, though no "

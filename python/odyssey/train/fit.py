@@ -90,11 +90,11 @@ class Trainer:
         return None
 
     def shards_moved(self, samples: int) -> tuple[int, ...]:
-        """Of a step of so many samples how many shards each rank computes, once some have moved; else none."""
+        """Returns how many shards of a step of so many samples each rank computes, once some have moved; else none."""
         return ()
 
     def _repeats(self, sampler: Any) -> bool:
-        """Whether a loader's sampler gives the same order whenever an epoch is begun again."""
+        """Returns whether a loader's sampler gives the same order whenever an epoch is begun again."""
         return hasattr(sampler, "set_epoch")
 
     def _end_epoch(self) -> None:
@@ -342,7 +342,8 @@ class Trainer:
         return listeners
 
     def _figures(self, context: Context, evaluates: bool) -> list[str] | None:
-        """What an epoch's record will have. None: not known, as ranks step apart, or a callback may add to it."""
+        """Returns what an epoch's record will have. None: not known, as ranks step apart, or a callback may add to
+        it."""
         if context.own_code or not (context.validate and self.mode.together):
             return None
         parts = ("train", "test") if evaluates else ("train",)
@@ -495,7 +496,8 @@ def check_sampler(loader: Any) -> None:
 
 
 def own_steps(loader: Any) -> bool:
-    """Whether a loader can give each rank its samples of a step: a DataLoader whose iteration nobody has replaced."""
+    """Returns whether a loader can give each rank its samples of a step: a DataLoader whose iteration nobody has
+    replaced."""
     return isinstance(loader, datasets.DataLoader) and type(loader).__iter__ is datasets.DataLoader.__iter__
 
 
@@ -512,7 +514,7 @@ def check_batches(loader: Any, what: str = "data") -> None:
 
 
 def is_data_set(given: Any) -> bool:
-    """Whether `given` has samples by their numbers, and is not to be iterated over for batches."""
+    """Returns whether `given` has samples by their numbers, and is not to be iterated over for batches."""
     by_number = hasattr(given, "gather") or (hasattr(given, "__getitem__") and not isinstance(given, Iterable))
     return by_number and hasattr(given, "__len__")
 
@@ -558,7 +560,7 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
 
 
 def in_batches(given: Any) -> Any:
-    """What is evaluated: a data set gets a DataLoader, larger batches if it is in memory; a loader stays."""
+    """Returns what is evaluated: a data set gets a DataLoader, larger batches if it is in memory; a loader stays."""
     if not is_data_set(given):
         return given
     return datasets.DataLoader(given, batch_size=8192 if isinstance(given, datasets.ArrayDataset) else 1024)

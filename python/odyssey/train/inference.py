@@ -32,7 +32,7 @@ class Way:
 
     @property
     def same(self) -> bool:
-        """Whether every bit was the same."""
+        """Returns whether every bit was the same."""
         return self.difference is None
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ SKIPS, ROLLBACKS = 10, 3
 
 
 class Decision(NamedTuple):
-    """What to do about a step that was not finite: "skip" it, or "rollback" to the checkpoint of step `to`."""
+    """Decision about a step that was not finite: "skip" it, or "rollback" to the checkpoint of step `to`."""
 
     kind: str
     to: int | None
@@ -29,7 +29,7 @@ class Decision(NamedTuple):
 
 
 class NonFinite:
-    """What a training does when the loss or a gradient is NaN or infinite. The step was not applied in any case.
+    """Policy for a loss or gradient that is NaN or infinite. The step was not applied in any case.
 
     policy:
         "stop": it ends.
@@ -93,11 +93,11 @@ class NonFinite:
         self._row = 0
 
     def leaves_out(self, epoch: int, batch: int) -> bool:
-        """Whether this batch is not to be used, as it led to a rollback."""
+        """Returns whether this batch is not to be used, as it led to a rollback."""
         return (epoch, batch) in self._left_out
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON values."""
+        """Returns what a checkpoint keeps of it, as JSON values."""
         return {
             "row": self._row,
             "gone_back": sorted([step, count] for step, count in self._gone_back.items()),
@@ -133,7 +133,7 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
 
 
 def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """What to say about the fingerprints of all ranks; None if replicas are the same.
+    """Returns what to say about the fingerprints of all ranks; None if replicas are the same.
 
     table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
     """

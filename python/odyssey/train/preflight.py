@@ -1,4 +1,4 @@
-"""What is checked before a run begins: that the ranks fit together, and that this machine has room for them.
+"""Checks before a run begins: that the ranks fit together, and that this machine has room for them.
 
 `at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
 What it is not: a look at shared memory and limits, before MPI starts (base/limits.py), or at everything that can be
@@ -50,7 +50,7 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on all ranks; "MPI" where this process has started it."""
+    """Returns what must be the same on all ranks; "MPI" where this process has started it."""
     mpi = sys.modules.get("odyssey.comm.mpi")
     return {
         "odyssey": version("odyssey"),
@@ -82,7 +82,7 @@ def odd_one(rows: Sequence[Sequence[int]]) -> Odd | None:
 
 
 class Place(NamedTuple):
-    """What a rank computes on: its host, its threads, and the cores that it may use, as bits."""
+    """Place of a rank: its host, its threads, and the cores that it may use, as bits."""
 
     host: int
     threads: int
@@ -125,7 +125,7 @@ def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
 
 
 def space(directory: Path, checkpoint: int) -> list[str]:
-    """As `check_space`, of the disk that a directory is or will be on; for rank 0."""
+    """Checks as `check_space` does the disk that a directory is or will be on; for rank 0."""
     return check_space(_free(directory), checkpoint, str(directory))
 
 
@@ -173,7 +173,7 @@ def _row(fields: Mapping[str, str], threads: int) -> Any:
 
 
 def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> ConfigError:
-    """What differs, in words: every rank sends its value. All ranks come here together."""
+    """Returns what differs, in words: every rank sends its value. All ranks come here together."""
     name, value = list(fields.items())[odd.column]
     said = texts(comm, value, _TEXT)
     a, b = said[odd.rank], said[odd.other]

@@ -1,4 +1,4 @@
-"""What a training run shows while it runs. Not where numbers are made: the trainer calls these on rank 0 with its own.
+"""Progress of a training run. Not where numbers are made: the trainer calls these on rank 0 with its own.
 
 The calls, in order: `begin` once, then per epoch several `step` (the trainer sends at most about ten a second) and one
 `epoch` with the epoch's record, then `end`.
@@ -71,7 +71,7 @@ LOGGER = logging.getLogger("odyssey")
 
 
 def logged() -> bool:
-    """Whether the program wants lines by Python's logging: it has a handler that takes INFO of "odyssey"."""
+    """Returns whether the program wants lines by Python's logging: it has a handler that takes INFO of "odyssey"."""
     return LOGGER.isEnabledFor(logging.INFO) and LOGGER.hasHandlers()
 
 
@@ -111,7 +111,7 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
 
 
 def traffic(sent: float | None, uncompressed: float | None) -> list[str]:
-    """What a step sends, if it is not what it would be without compression."""
+    """Returns what a step sends, if it is not what it would be without compression."""
     if not sent or not uncompressed or sent == uncompressed:
         return []
     return [f"{sent / 1e3:,.1f} KB/step sent (uncompressed {uncompressed / 1e3:,.1f})"]

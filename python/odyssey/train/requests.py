@@ -33,7 +33,7 @@ AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request,
 
 
 class Requests(Callback):
-    """What this training is asked for. It hears of each event last.
+    """Requests to this training. It hears of each event last.
 
     Args:
         comm: the world of the training.
@@ -99,7 +99,7 @@ class Requests(Callback):
         context.stop = context.finished = None
 
     def _answer(self, context: Context, wanted: int) -> None:
-        """What all ranks want, 0: nothing, as they are to do it."""
+        """Returns what all ranks want, 0: nothing, as they are to do it."""
         if not wanted:
             return
         if wanted < STOP:
@@ -129,7 +129,7 @@ class Requests(Callback):
         return int(self._comm.all_reduce(np.array([self._mine], np.int64), "max")[0]) if exact else 0
 
     def _agree(self) -> int:
-        """What one rank is asked for, all of them know now; and after how many steps they ask next."""
+        """Tells all ranks what one is asked for, and after how many steps they ask next."""
         seconds = (time.monotonic() - self._since) / max(self._every - self._left, 1)
         wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
         if self._comm.rank == 0 and not self._wanted:
@@ -140,7 +140,7 @@ class Requests(Callback):
         return wanted
 
     def _controlled(self) -> int:
-        """Whether control.json asks this attempt to stop: the signal that it names, CONTROL, or 0."""
+        """Returns whether control.json asks this attempt to stop: the signal that it names, CONTROL, or 0."""
         if self._run is None or not os.path.exists(self._run.control):
             return 0
         try:

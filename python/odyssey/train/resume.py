@@ -71,7 +71,8 @@ def settings_of(module: object) -> list[list[Any]]:
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
-    """What decides which samples a step sees, where a DataLoader gives them; a data set by its `fingerprint`."""
+    """Returns what decides which samples a step sees, where a DataLoader gives them; a data set by its
+    `fingerprint`."""
     data, sampler = loader.dataset, loader.sampler
     vocabulary = getattr(data, "vocabulary", None)
     return {
@@ -84,7 +85,8 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
 
 
 def _ends(data: Any) -> str:
-    """What checkpoints before 0.3 have for a fingerprint: of three samples of an ArrayDataset, of others nothing."""
+    """Returns what checkpoints before 0.3 have for a fingerprint: of three samples of an ArrayDataset, of others
+    nothing."""
     if not isinstance(data, ArrayDataset):
         return digest()
     return digest(*leaves(data.gather(np.array(sorted({0, len(data) // 2, len(data) - 1})))))
@@ -180,7 +182,7 @@ def written(value: Any) -> tuple[bytes, list[np.ndarray]]:
 
 
 def read(text: bytes, take: Callable[[str, list[int]], np.ndarray]) -> Any:
-    """What `written` was given; take(dtype, shape) gives the next array. Tuples become lists."""
+    """Returns what `written` was given; take(dtype, shape) gives the next array. Tuples become lists."""
     return json.loads(text, object_hook=lambda found: take(*found[_ARRAY]) if _ARRAY in found else found)
 
 
@@ -202,8 +204,8 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
-    """What `act` gives on rank 0, a tree as `spread` has it, on all ranks; a collective call. Raises OdysseyError: what
-    `act` raised, on all ranks."""
+    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks; a collective call. Raises
+    OdysseyError: what `act` raised, on all ranks."""
     value = None
     with on_all_ranks(comm):
         if comm.rank == 0:
@@ -301,7 +303,7 @@ def earlier(snapshot: Snapshot) -> list[Any]:
 
 
 def kept_by(name: str, callback: Callback) -> dict[str, Any]:
-    """What a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
+    """Returns what a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
     state = callback.state_dict()
     try:
         json.dumps(state, allow_nan=False)

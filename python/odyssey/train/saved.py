@@ -1,4 +1,4 @@
-"""What becomes of a trained model: how a checkpoint says to build it, the model of a checkpoint, predictions.
+"""Trained models: how a checkpoint says to build one, the model of a checkpoint, predictions.
 
 A model of odyssey.nn's own classes is said by their names and arguments; of a model of the user's own code, only where
 that is: nothing of it is run or unpickled.
@@ -42,7 +42,7 @@ SHARD = 32  # samples that are computed at once, where no training says
 
 
 def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
-    """What a checkpoint says of the model and of what it was trained on, as JSON values."""
+    """Returns what a checkpoint says of the model and of what it was trained on, as JSON values."""
     model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
     loss = type(getattr(trainer, "loss", None)).__name__
     source = getattr(trainer, "data_source", {})
@@ -68,7 +68,7 @@ def of_model(model: Any) -> dict[str, Any]:
 
 
 def of_data(data: Any) -> dict[str, Any]:
-    """What a sample is: its shape, the numbers that normalise it, the names of columns and classes."""
+    """Returns what a sample is: its shape, the numbers that normalise it, the names of columns and classes."""
     found: dict[str, Any] = {}
     shape, classes = getattr(data, "sample_shape", None), getattr(data, "classes", None)
     if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
@@ -262,7 +262,8 @@ def export(
 
 
 def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
-    """What a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or dict of such; collective.
+    """Returns what a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or dict of such;
+    collective.
 
     samples: an array (N, ...), or what NumPy makes one of, such as PyTorch's tensors; a data set, or a DataLoader.
     Raises ConfigError: it is none of them, or empty.
@@ -340,7 +341,8 @@ save_checkpoint, load_checkpoint = save_model, load_model  # as other platforms 
 def predicted(
     model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
 ) -> Any:
-    """What a model gives for all samples of some batches, in their order, whole on every rank; a collective call.
+    """Returns what a model gives for all samples of some batches, in their order, whole on every rank; a collective
+    call.
 
     Args:
         batches: the same on all ranks, each of which computes its shards of each.
@@ -387,7 +389,7 @@ def _joined(trees: list[Any]) -> Any:
 
 
 def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
-    """Of some samples of a batch; (hi - lo, ...), or a tuple or dict of such."""
+    """Computes the outputs of some samples of a batch; (hi - lo, ...), or a tuple or dict of such."""
     data, which = batch.dataset, batch.indices[lo:hi]
     if isinstance(data, ArrayDataset) and data.normalised:
         x = _normalised(data, which)

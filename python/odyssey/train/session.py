@@ -106,7 +106,7 @@ class Session:
 
     @property
     def saves(self) -> bool:
-        """Whether it makes checkpoints."""
+        """Returns whether it makes checkpoints."""
         return self.folder is not None
 
     def begin(self) -> None:
@@ -300,7 +300,7 @@ class Session:
             self._finish()
 
     def _finish(self) -> None:
-        """As if the limit were here."""
+        """Makes the current step the last one."""
         context = self.context
         context.limit = context.history.steps + context.tally.steps
         self.trainer.say(f"[train] finished by {context.finished} after step {self.trainer.steps}")
@@ -351,7 +351,7 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Returns whether there is nothing left to do."""
         c = self.context
         return c.cursor.epoch >= c.epochs or self._complete or (self.left == 0 and not c.tally.samples)
 
@@ -531,7 +531,7 @@ class Session:
                 agreement.last_batch(self.comm, self._last[2], trainer.steps)
 
     def _there(self) -> bool:
-        """Whether the checkpoint of this step, begun in the background, has been written; a collective call."""
+        """Returns whether the checkpoint of this step, begun in the background, has been written; a collective call."""
         there = False
         if self.comm.rank == 0:
             self._settle_store()
@@ -593,5 +593,5 @@ class Session:
 
 
 def _told(problem: OdysseyError) -> str:
-    """What the user is told of a checkpoint that was not written."""
+    """Returns what the user is told of a checkpoint that was not written."""
     return f"{problem}; training goes on, the one before stays"

@@ -1,4 +1,4 @@
-"""What trainers have in common whose workers share out the shards of a batch: the engine's and torch modules'."""
+"""Base of trainers whose workers share out the shards of a batch: the engine's and torch modules'."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sharing(Trainer):
         self._train.shard_size = size
 
     def _set(self, made: Training, comm: Communicator, progress: Any) -> None:
-        """What is alike in every trainer, from its settings."""
+        """Sets what is alike in every trainer, from its settings."""
         self.settings, self.comm = made, comm
         self.mode = Mode(self)
         self.seed, self.precision, self.clip_norm = made.seed, made.precision, made.clip_norm
@@ -158,7 +158,7 @@ class Sharing(Trainer):
 
 
 def busy(workers: int, sharing: int, samples: int) -> str:
-    """What to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
+    """Returns what to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
     if samples < sharing:
         return f"each has one with a global batch of at least {workers} and a shard size of 1, and other bits"
     size = (samples - 1) // (sharing - 1)

@@ -54,11 +54,12 @@ class EngineState(Changing):
 
     @property
     def partial(self) -> bool:
-        """Whether fingerprints() are of this rank's part."""
+        """Returns whether fingerprints() are of this rank's part."""
         return self.comm.size > 1 and (self.layout.split or self.layout.zero > 0)
 
     def fingerprints(self) -> tuple[int, int]:
-        """Of the gradients of the last step, and of the weights, as far as this rank counts them (fingerprint.py)."""
+        """Returns those of the gradients of the last step and of the weights, as far as this rank counts them
+        (fingerprint.py)."""
         updates = self.last.updates
         own = self._prints.get(id(updates))
         if own is None:  # the updates are kept, so that their id stays their own
@@ -151,7 +152,7 @@ class EngineState(Changing):
 
     @property
     def wire_bytes_per_step(self) -> float:
-        """Of `bytes_per_step` those that go to other machines, where gradients are summed along the tree."""
+        """Bytes of `bytes_per_step` that go to other machines, where gradients are summed along the tree."""
         return self._train.bytes_wire / max(self.steps, 1)
 
     @property
@@ -201,7 +202,8 @@ class EngineState(Changing):
         }
 
     def configuration(self) -> dict[str, Any]:
-        """What decides the bits of a training, beside its data, as JSON values by the names that users know them by.
+        """Returns what decides the bits of a training, beside its data, as JSON values by the names that users know
+        them by.
 
         Settings are those that it was built with. Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are
         not in it: they change nothing.
@@ -226,7 +228,7 @@ class EngineState(Changing):
         )
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call.
+        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call.
 
         parts: one on each rank, of what it has. Arrays may be those that training goes on with: copy or write them.
         """
@@ -285,7 +287,8 @@ class EngineState(Changing):
         return made
 
     def _residuals(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """What a compression still has to send: arrays (replicas, ...) on rank 0, and numbers that replicas have alike.
+        """Returns what a compression still has to send: arrays (replicas, ...) on rank 0, and numbers that replicas
+        have alike.
 
         The first part of a name is the bucket; in a pipeline, where a stage has one, it is the stage.
         """
@@ -381,7 +384,8 @@ class EngineState(Changing):
                 tensors.read(lo, own[at : at + params.size])
 
     def _other_layout(self, values: dict[str, Any], *names: str) -> tuple[str, str] | None:
-        """What made a checkpoint and what runs now, in words, of the first of these parts of a layout that differs."""
+        """Returns what made a checkpoint and what runs now, in words, of the first of these parts of a layout that
+        differs."""
         lay = self.layout
         now = {"ranks": self.comm.size, "mesh": str(lay.mesh), "zero": lay.zero, "bucket size": lay.bucket_size_mb}
         what = next((name for name in names if values.get(name, now[name]) != now[name]), None)
@@ -454,7 +458,7 @@ class _Named:
 
 
 def _is_setting(module: Any, name: str) -> bool:
-    """Whether a module has a setting of this name: a layer of one's own may call a layer so."""
+    """Returns whether a module has a setting of this name: a layer of one's own may call a layer so."""
     return isinstance(getattr(module, name, None), (int, float))
 
 

@@ -296,7 +296,7 @@ class DistributedTrainer(EngineState):
 
     @property
     def base_rate(self) -> float:
-        """What the schedule's factor is multiplied with."""
+        """Returns what the schedule's factor is multiplied with."""
         return self.optimizer.lr * self._lr_factor
 
     def scale_rate(self, factor: float) -> None:
@@ -327,7 +327,7 @@ class DistributedTrainer(EngineState):
 
     @property
     def metric_names(self) -> list[str]:
-        """Of the metrics that are summed, once a step was recorded."""
+        """Names of the metrics that are summed, once a step was recorded."""
         return sorted(self._train.programs.metric_at)
 
     def count_bytes(self, sent: int) -> None:
@@ -437,8 +437,8 @@ class DistributedTrainer(EngineState):
         return found
 
     def predict(self, loader: Any) -> Any:
-        """What the model gives for all samples of a data set or loader, in order, dropout off: (N, ...) float32, or a
-        tuple or dict of such, whole on every rank. All ranks call it."""
+        """Returns what the model gives for all samples of a data set or loader, in order, dropout off: (N, ...)
+        float32, or a tuple or dict of such, whole on every rank. All ranks call it."""
         self.mode.settle()
         with self.arena.lent(self._train.ownership.parameters()):
             algorithm = self.settings.conv_algorithm

@@ -90,7 +90,7 @@ class Trial:
                 self._trial.report(float(value), step)
 
     def should_prune(self) -> bool:
-        """Whether the pruner gives this trial up, agreed by the group's ranks: all of them call it."""
+        """Returns whether the pruner gives this trial up, agreed by the group's ranks: all of them call it."""
         mine = self._trial is not None and self._trial.should_prune()
         self.pruned = bool(self.comm.broadcast(np.array([mine], np.uint8))[0])
         return self.pruned
@@ -383,7 +383,7 @@ class DistributedTuner:
 
 
 class Analysis(NamedTuple):
-    """What `run` found."""
+    """Results that `run` found."""
 
     best_config: dict[str, Any]
     best_result: float
@@ -404,7 +404,7 @@ def run(
 
 
 def _falls(name: str) -> bool:
-    """Whether less of a figure is better, by its name."""
+    """Returns whether less of a figure is better, by its name."""
     return any(word in name.lower() for word in ("loss", "error"))
 
 
@@ -443,7 +443,7 @@ def _storage(place: str) -> optuna.storages.BaseStorage:
 
 
 def _shared(comm: base.Communicator, read: Callable[[], Any]) -> Any:
-    """As by_first(); an error of a group is its own, and on all ranks only if they are in it."""
+    """Does what by_first() does; an error of a group is its own, and on all ranks only if they are in it."""
     try:
         return by_first(comm, read)
     except ConfigError as error:

@@ -49,7 +49,7 @@ class Journal(Callback):
             self._rank = -1
 
     def on_fit_start(self, context: Context) -> None:
-        """What runs where."""
+        """Records what runs where."""
         trainer, comm = context.trainer, context.trainer.comm
         self._rank = comm.rank
         names = comm.all_gather_each(np.frombuffer(os.uname().nodename.encode()[:64], np.uint8))

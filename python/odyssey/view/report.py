@@ -78,7 +78,7 @@ overflow-wrap:anywhere;font:13px/1.45 ui-monospace,"Liberation Mono",monospace}
 
 
 class Told:
-    """What a run's directory says. Raises DataError: it is none, or nothing was trained in it."""
+    """Contents of a run's directory. Raises DataError: it is none, or nothing was trained in it."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.run, self.number = Run(path), number
@@ -322,7 +322,7 @@ def _layout(run: Told) -> str:
 
 
 def _verified(run: Told) -> str:
-    """What stands behind the figures: fingerprints, steps that were taken twice, checksums of checkpoints."""
+    """Returns what stands behind the figures: fingerprints, steps that were taken twice, checksums of checkpoints."""
     rows: list[tuple[str, str]] = []
     log = run.all_steps
     if len(log):

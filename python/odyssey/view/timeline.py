@@ -1,4 +1,4 @@
-"""What this process did when: spans of its phases, waits and transfers, and every record of a program as it ran.
+"""Timeline of this process: spans of its phases, waits and transfers, and every record of a program as it ran.
 
 A `Timeline` that is open hears of phases and waits from the status slot (base/slot.py), of transfers from reductions,
 and has the library time its records (executor.mojo, `Times`). While none is open, nothing of this is called. It writes

@@ -1,4 +1,4 @@
-"""What `odyssey top` shows: finds the main watcher of a job, asks it, makes a table of the answer. It only reads."""
+"""Table of `odyssey top`: finds the main watcher of a job, asks it, makes a table of the answer. It only reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Job:
             self._until(lambda: lines.ready)
 
     def look(self) -> dict[str, Any] | None:
-        """What its ranks do now; None when the job has ended."""
+        """Returns what its ranks do now; None when the job has ended."""
         try:
             self._lines.send({"look": True})
             found: list[Any] = []
@@ -184,7 +184,7 @@ def shares(seen: judge.Seen) -> tuple[float, float, float]:
 
 
 def doing(seen: judge.Seen) -> str:
-    """What a rank does, in a few words."""
+    """Returns what a rank does, in a few words."""
     if not seen.alive:
         return "gone"
     if seen.ended:

@@ -103,7 +103,7 @@ command = _Sectioned(
 
 
 def settings_of(context: click.Context) -> Settings:
-    """What the command line of `context` asks for. Raises ConfigError."""
+    """Returns what the command line of `context` asks for. Raises ConfigError."""
     given = dict(context.params)
     verbose, batch_size, ranks = (given.pop(name) for name in ("verbose", "batch_size", "ranks"))
     if given["no_progress"] and verbose:
@@ -279,7 +279,7 @@ def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Se
 
 
 def _model_settings(train_set: Any, made: Settings) -> dict[str, Any]:
-    """What models.build is told of the data."""
+    """Returns what models.build is told of the data."""
     if made.model not in GPT_DROPOUT:
         outputs: dict[str, Any] = {"sample_shape": train_set.sample_shape, "classes": _outputs(train_set, made)}
         if made.normalize and made.model == "mlp" and not train_set.classes:
@@ -313,7 +313,7 @@ def _outputs(train_set: Any, made: Settings) -> int:
 
 
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Returns what `--json` writes."""
     asked = {
         n: getattr(made, n) for n, s in declared(Settings).items() if s.kind is not Path and s.section != core.OUTPUT
     }

@@ -256,7 +256,7 @@ class DirectExchange(Exchange):
                 worker.gpu.tree_sum(to if k == len(self._adds) - 1 else at, at, n * (j - i), 2, n)
 
     def _all_gather(self, w: int, cut: Sequence[planning.Run], result: int) -> None:
-        """What each rank has added goes to all others."""
+        """Sends what each rank has added to all others."""
         rank = self.comm.rank
         a, b = cut[rank]
         others = [p for p in range(self.comm.size) if p != rank]

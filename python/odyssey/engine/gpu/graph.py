@@ -23,12 +23,12 @@ THREAD_LOCAL = 1  # capture mode: calls of other threads, say of NCCL's, are non
 
 
 def wanted() -> bool:
-    """Whether graphs are to be used where they can be."""
+    """Returns whether graphs are to be used where they can be."""
     return os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"
 
 
 class Graph:
-    """What `enqueue` puts into a device's compute queue, captured; nothing of it is run here. Raises DeviceError: the
+    """Graph of what `enqueue` puts into a device's compute queue; nothing of it is run here. Raises DeviceError: the
     driver has no graphs, or something in it cannot be captured. The queue is as it was."""
 
     def __init__(self, gpu: Gpu, enqueue: Callable[[], None]) -> None:

@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def events(self) -> list[Event]:
-        """Of the two places for batches: the copy into it is done."""
+        """Events of the two places for batches: the copy into it is done."""
         if not self._events:
             self._events = [self.gpu.event(), self.gpu.event()]
         return self._events
@@ -375,7 +375,7 @@ class Fingerprints:
 
 
 def fits(worker: Worker, data: ArrayDataset) -> bool:
-    """Whether a data set leaves enough of the free memory to the training."""
+    """Returns whether a data set leaves enough of the free memory to the training."""
     return sum(a.nbytes for a in data.all_arrays) <= DATA_SHARE * worker.gpu.memory()[0]
 
 

@@ -26,7 +26,7 @@ class Compute(NamedTuple):
 
 
 class WorkerPlan(NamedTuple):
-    """What one worker does: actions in order; afterwards sum i is that of node i of `nodes`, for all of them.
+    """Plan of one worker: actions in order; afterwards sum i is that of node i of `nodes`, for all of them.
 
     It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards` workspaces.
     """

@@ -83,7 +83,8 @@ def check(records: Sequence[Record]) -> None:
 
 
 def written_once(records: Sequence[Record], arena: Arena) -> bool:
-    """Whether every gradient comes from one op that adds up over shards, so that buffers need not be cleared."""
+    """Returns whether every gradient comes from one op that adds up over shards, so that buffers need not be
+    cleared."""
     seen: set[int] = set()
     for r in records:
         written = [a for a in r.args if isinstance(a, Range) and a.arena is arena and a.space == host.GRADS]

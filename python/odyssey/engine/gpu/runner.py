@@ -53,7 +53,7 @@ class GpuSums(Sums):
 
     @property
     def values(self) -> list[float]:  # type: ignore[override]
-        """As Sums has them."""
+        """Returns them as Sums has them."""
         if self._values is None:
             self.fetch()
         assert self._values is not None
@@ -137,7 +137,7 @@ class GpuRunner(Runner):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it helps to name the next batch (`upcoming`)."""
+        """Returns whether it helps to name the next batch (`upcoming`)."""
         return None in self._placed
 
     def run(self) -> Any:
@@ -218,7 +218,7 @@ class GpuRunner(Runner):
         return min(self.runs[w][0] * self.shard_size, self.samples)
 
     def _prepare(self, w: int, worker: Worker, plan: pieces.WorkerPlan) -> _Prepared:
-        """What does not change from step to step, while the worker's areas stay where they are."""
+        """Sets what does not change from step to step, while the worker's areas stay where they are."""
         size = 4 * self.floats
         sums = self._sums(w)
         grads = worker.area(f"gradients {self.floats}", size * plan.pieces, clear=True)
@@ -314,7 +314,7 @@ class GpuRunner(Runner):
 
 
 class _Prepared(NamedTuple):
-    """What a worker enqueues per step: pieces, and (arguments of tree_sum) additions of two sums."""
+    """Work that a worker enqueues per step: pieces, and (arguments of tree_sum) additions of two sums."""
 
     generation: int  # of the worker's areas
     pieces: list[Any]
