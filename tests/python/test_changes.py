@@ -267,6 +267,21 @@ def test_a_closure_that_is_set_elsewhere_is_refused(event, tmp_path):
         fit(made(prepare), change, folder=tmp_path, every=2)
 
 
+def test_a_program_that_is_kept_sees_a_closure_that_has_changed_since():
+    """Settings come back for a step, in the middle of an epoch, after the closure was set together with others."""
+    other = types.SimpleNamespace(gain=1.0)
+
+    def prepare(net: Net) -> None:
+        other.gain, net.outside = 1.0, lambda: other.gain
+
+    def act(context: Context) -> None:
+        context.trainer.model.gain = {1: 2.0, 7: 1.0, 8: 3.0}.get(context.steps, context.trainer.model.gain)
+        other.gain = 1.5 if context.steps == 1 else other.gain
+
+    change = LambdaCallback(on_step_end=act)
+    assert fit(made(prepare), change) == fit(made(prepare, execution="eager"), change)
+
+
 def test_a_closure_that_is_set_nowhere_after_a_resume_is_refused(tmp_path):
     prepare, change = outside("on_epoch_start", lambda context: 1 / (context.epoch + 1))
     with pytest.raises(Stopped):

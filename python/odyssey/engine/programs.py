@@ -135,11 +135,23 @@ class Programs:
                 snapshot.setdefault(id(owner), (owner, {}))[1][name] = value
         frozen = tuple(name for name, p in self.arena.named if not p.requires_grad)
         key = (frozen, *found)
-        met = self._known.pop(key, None) or Setting(next(self._numbers), list(snapshot.values()), frozen)
+        met = self._known.pop(key, None)
+        if met is None or (met.number != self.setting and self._is_stale(met.number)):
+            met = Setting(next(self._numbers), list(snapshot.values()), frozen)
         self._known[key], self.setting = met, met.number
         while len(self._known) > KEPT:
             gone = self._known.pop(next(iter(self._known)))
             self._kept = {k: r for k, r in self._kept.items() if k[0] != gone.number}
+
+    def _is_stale(self, number: int) -> bool:
+        """Returns True if the program kept for these settings, which are set again, is another one now: meanwhile what
+        forward() reads beyond attributes of modules has changed."""
+        kept = next((key for key in self._kept if key[0] == number), None)
+        if kept is None:
+            return False
+        _, n, lanes, *form = kept
+        made, _, _ = self._recorded_once(n, Form(*form), lanes)
+        return first_difference(self._kept[kept].lines, made.lines) is not None
 
     def _check_structure(self) -> None:
         """Raises ConfigError: a module or parameter was added, replaced or taken away since the trainer was made."""
