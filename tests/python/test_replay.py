@@ -343,13 +343,14 @@ def test_a_forward_may_print_what_it_is_given():
     batch = next(iter(data.DataLoader(images(20), batch_size=20)))
     seen = []
     DistributedTrainer(Looks(lambda y: seen.append(repr(y))), optim.SGD()).train_step(batch)
-    assert seen == ["Tensor(shape=(32, 10), being recorded)"] * 2  # recorded twice: it must be the same
+    sizes = (1, 20, 20)  # one sample, for the rows of the default shard size; then twice: it must be the same
+    assert seen == [f"Tensor(shape=({n}, 10), being recorded)" for n in sizes]
 
 
 @pytest.mark.parametrize("execution", ["replay", "eager"])
 def test_a_loss_per_sample_is_refused(execution):
     trainer = DistributedTrainer(made("mlp"), optim.SGD(), loss=lambda y, labels: y, execution=execution)
-    with pytest.raises(ConfigError, match="the loss has shape .32, 10.; it must be one number"):
+    with pytest.raises(ConfigError, match="the loss has shape .20, 10.; it must be one number"):
         trainer.train_step(next(iter(data.DataLoader(images(20), batch_size=20))))
 
 
