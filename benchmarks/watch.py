@@ -6,8 +6,8 @@ alike. What is shown is the median, over the rounds, of a turn's time against th
 and beside it, as further witnesses, the processor time that ranks and watcher used, some of it waiting in turns, and a
 quiet step: the first quartile of the times of single steps on rank 0, which leaves out what comes now and then.
 Parts are switched off here only: there is no option for it. Without the comparison of calls, places in the source are
-not looked up and texts not made, and over MPI no headers are sent; over shared memory the comparison itself happens in
-the barrier that the call needs anyway, and stays.
+not looked up and texts not made; the words by which ranks compare go with the data over MPI, and over shared memory with
+the barrier that the call needs anyway, so they stay.
 
 On a busy machine the figures are of its other work. With --realtime (root) the ranks and the watcher go before that
 for the turns, some ten seconds in which nothing else gets a core.
@@ -15,7 +15,6 @@ for the turns, some ten seconds in which nothing else gets a core.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -49,15 +48,6 @@ class Switch:
         self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
         self.places = [(m, n, getattr(m, n)) for m in (base, mpi, shm) for n in ("caller_location", "describe")]
-        self.repeated = [
-            (call, call._all, call._head.requests)
-            for part in gc.get_objects()
-            if isinstance(part, mpi.MPICommunicator)
-            for call in part._repeated_calls
-        ]
-        self.differs = mpi._Repeated._differs
-        self.kind = mpi._Repeated
-        self.mpi = [(mpi.MPICommunicator, n, getattr(mpi.MPICommunicator, n)) for n in ("_send_header", "_headers")]
 
     def realtime(self) -> None:
         """Puts this process, and the watcher that it has started, before all others."""
@@ -81,12 +71,6 @@ class Switch:
         for module, name, function in self.places:
             off: Any = (lambda depth: ("off", 0)) if name == "caller_location" else (lambda *_: (1, "off at off:0"))
             setattr(module, name, function if compared else off)
-        for kind, name, function in self.mpi:
-            off = (lambda *_: None) if name == "_send_header" else (lambda *_: [])
-            setattr(kind, name, function if compared else off)
-        self.kind._differs = self.differs if compared else (lambda call: None)
-        for call, together, heads in self.repeated:
-            call._all, call._head.requests = (together, heads) if compared else (call._data, [])
 
 
 def watcher() -> int | None:

@@ -23,7 +23,7 @@ def test_a_script_for_each_shell(launch, shell):
         ("odyssey tr", "plain,train\nplain,trace\n"),
         ("odyssey train --glob", "plain,--global-batch-size\n"),
         ("odyssey train --model res", "plain,resnet18\n"),
-        ("odyssey train --optimizer ad", "plain,adam\nplain,adamw\n"),
+        ("odyssey train --optimizer ad", "plain,adam\nplain,adamw\nplain,adagrad\n"),
         ("odyssey export --for", "plain,--format\n"),
     ],
 )

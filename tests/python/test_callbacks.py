@@ -73,7 +73,7 @@ class Plain(Trainer):
     def configuration(self) -> dict:
         return {"kind": "plain"}
 
-    def state(self, values: dict) -> Snapshot:
+    def state(self, values: dict, parts: bool = False) -> Snapshot:
         values = {**values, "configuration": self.configuration()}
         return Snapshot(self.steps, {"parameters": {"w": self.weights}}, values)
 

@@ -127,7 +127,7 @@ def test_what_is_refused(call, said):
 def test_the_class_of_a_token_that_is_out_of_range_ends_the_training(n, execution):
     ids = np.random.default_rng(n).integers(0, 7, (n, 5)).astype(np.int32)
     for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)):
-        for wrong, says in ((7, "a class or an index is out of range"), (2**30, "not finite"), (6, None)):
+        for wrong, says in ((7, "a label or index out of range"), (2**30, "not finite"), (6, None)):
             targets = ids.copy()
             targets[n // 2, 3] = wrong
             net = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))

@@ -191,7 +191,7 @@ def test_schedulers(make):
         (lambda: Tensor(X).add_(1), r"nothing is changed in place: x = x.add\(...\)"),
         (lambda: Tensor(X).softplus(), r"use functional.softplus\(x\)"),
         (lambda: Tensor(X) + (Tensor(X), None), r"one operand is a tuple of 2; give one of them, such as y\[0\]"),
-        (lambda: nn.Linear(5, 2)((Tensor(X), None)), "called with a tuple; give it a Tensor"),
+        (lambda: nn.Linear(5, 2)((Tensor(X), None)), "called with a tuple; give an array, or an odyssey.Tensor"),
         (lambda: float(Tensor(X)), "needs one element"),
     ],
 )

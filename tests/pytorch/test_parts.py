@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-import odyssey.torch as ot
 from odyssey.comm import mock
+
+torch = pytest.importorskip("torch")
+
+import odyssey.torch as ot  # noqa: E402
 
 X = np.random.default_rng(0).standard_normal((24, 8)).astype(np.float32)
 
