@@ -6,8 +6,8 @@ alike. What is shown is the median, over the rounds, of a turn's time against th
 and beside it, as further witnesses, the processor time that ranks and watcher used, some of it waiting in turns, and a
 quiet step: the first quartile of the times of single steps on rank 0, which leaves out what comes now and then.
 Parts are switched off here only: there is no option for it. Without the comparison of calls, places in the source are
-not looked up and texts not made; the words by which ranks compare go with the data over MPI, and over shared memory with
-the barrier that the call needs anyway, so they stay.
+not looked up and texts not made; the words by which ranks compare go with the data over MPI, and with the barrier that
+the call needs anyway over shared memory, so they stay.
 
 On a busy machine the figures are of its other work. With --realtime (root) the ranks and the watcher go before that
 for the turns, some ten seconds in which nothing else gets a core.
