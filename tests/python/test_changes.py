@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from odyssey import DistributedTrainer, data, nn, optim
+from odyssey import DistributedTrainer, Mesh, data, nn, optim
 from odyssey import functional as F
 from odyssey.callbacks import Callback, Context, LambdaCallback
 from odyssey.comm import Communicator, mock
@@ -43,6 +43,21 @@ class Net(nn.Module):
             self.seen = x
         x = F.tanh(x) if self.bent else x
         return self.last(x) * (sum(self.scales) * self.outside())
+
+
+class Deep(nn.Module):
+    """Layers of which the last two need not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 11), nn.ReLU(), nn.Linear(11, 3))
+        self.more, self.depth = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), 2
+
+    def forward(self, x):
+        y = self.body(x)
+        for layer in list(self.more)[: self.depth]:
+            y = y + F.tanh(layer(y))
+        return y
 
 
 def made(
@@ -173,6 +188,25 @@ def test_a_list_that_changes_in_place_within_an_epoch(stops, tmp_path):
     eager = fit(made(execution="eager"), change)
     assert fit(made(), change) == resumed(tmp_path, stops, made, change) == eager != fit(made())
     assert set(mock.run(3, lambda comm: fit(made(comm=comm, zero=2), change))) == {eager}
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5])
+def test_a_stage_whose_layers_are_not_used_any_more_has_no_gradients(pp):
+    """The optimizer goes on with momentum and decay, as it does with one process."""
+
+    def act(context: Context) -> None:
+        context.trainer.model.depth = 0
+
+    def run(comm: Communicator, **settings: Any) -> str:
+        nn.manual_seed(1)
+        net = Deep()
+        trainer = DistributedTrainer(
+            net, optim.SGD(lr=0.1, momentum=0.9), comm=comm, shard_size=4, threads=1, **settings
+        )
+        return fit(trainer, LambdaCallback(on_epoch_end=act))
+
+    alone = run(Communicator(), execution="eager")
+    assert mock.run(pp, lambda comm: run(comm, mesh=Mesh(1, pp, 1))) == [alone] * pp
 
 
 class Counting(Callback):

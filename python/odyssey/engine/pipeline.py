@@ -219,6 +219,8 @@ class PipelineRunner(Runner):
         grads, stats = self._sum.buffers, self._stats.buffers
         pending: deque[Any] = deque()
         seen: set[int] = set()
+        if not self._begins:  # no op of this program is here: parameters that others used have gradients of 0
+            grads[:] = 0
         for i, (phase, stage, m) in enumerate(self._actions):
             slot = m % self._window
             base = work + slot * stride
