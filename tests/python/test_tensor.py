@@ -211,3 +211,14 @@ def test_negative_padding_is_refused(launch):
     """In a process of its own: what it would write is not inside any array."""
     code = "import odyssey\nodyssey.functional.pad2d(odyssey.Tensor([[[[1.0, 2], [3, 4]]]]), -1)"
     assert "ShapeError: [pad2d]" in launch.python("-c", code).stderr
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 37])
+def test_small_powers_do_not_depend_on_their_place(n):
+    for a in (0.0, 1e-40, 1e-30, 1e-10):
+        row = np.full(n, a, np.float32)
+        for b in (0.5, 1.5, 4.5):
+            found = (Tensor(row) ** b).numpy()
+            assert (found == found[0]).all() and found[0] == pytest.approx(np.float32(a) ** b, rel=1e-4, abs=1.2e-38)
+        assert ((Tensor(row) ** 0.0).numpy() == 1).all()
+    assert not F.exp(Tensor(np.full(n, -100, np.float32))).numpy().any()
