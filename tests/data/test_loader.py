@@ -44,8 +44,18 @@ class Mapped:
         return np.full((1, 2, 2), i, np.float32), i % 3
 
 
+_earlier: set[threading.Thread] = set()  # threads that other tests of this process have left
+
+
+@pytest.fixture(autouse=True)
+def _own_threads() -> None:
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def prefetch_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "odyssey-prefetch"]
+    found = [thread for thread in threading.enumerate() if thread.name == "odyssey-prefetch"]
+    return [thread for thread in found if thread not in _earlier]
 
 
 def wait_until(condition: object, seconds: float = 60.0) -> bool:
