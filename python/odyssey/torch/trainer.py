@@ -251,8 +251,10 @@ class DistributedTrainer(TorchState):
 
     def _look_at_loss(self, batch: datasets.Batch, n: int) -> None:
         """Says on rank 0 if the loss is no mean over samples, by its first shard; shards would change its meaning."""
+        size, own = self.shards.shard_size or n, self.shards.share(n, True)
+        if own[0] or own[1] < size:  # shards may be anywhere: this rank may not have read the first one
+            return
         self._looked_at = True
-        size = self.shards.shard_size or n
         if self.comm.rank or self.gather or size < 2:
             return
         owners = [m for m in (self.module, self.loss) if isinstance(m, nn.Module)]
