@@ -59,14 +59,17 @@ class Twice(nn.Module):
 
 
 class Gated(nn.Module):
-    """What part is used depends on the sample values, so on the shard; a parameter without dimensions."""
+    """What part is used depends on the sample values, so on the shard; a parameter without dimensions.
+
+    A copy is returned where nothing is done: the layer that follows may work in place, on what an activation has kept.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.scale = inner, nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale if float(x.detach().flatten()[0]) > 0 else x
+        return self.inner(x) * self.scale if float(x.detach().flatten()[0]) > 0 else x.clone()
 
 
 def images(r: random.Random, shape: tuple[int, ...], out: int) -> nn.Module:

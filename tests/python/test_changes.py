@@ -209,6 +209,29 @@ def test_a_stage_whose_layers_are_not_used_any_more_has_no_gradients(pp):
     assert mock.run(pp, lambda comm: run(comm, mesh=Mesh(1, pp, 1))) == [alone] * pp
 
 
+def test_stages_that_are_cut_elsewhere_after_a_resume_are_refused_where_bits_depend_on_them(tmp_path):
+    """A compressed reduction keeps what it has not sent by rank; the sum along the tree goes on."""
+
+    def act(context: Context) -> None:
+        if context.steps == 4:
+            context.trainer.model.depth = 0
+
+    def run(comm: Communicator, *given: Callback, **settings: Any) -> str:
+        nn.manual_seed(1)
+        how = {"comm": comm, "shard_size": 4, "threads": 1, "mesh": Mesh(1, 2, 1), **settings}
+        trainer = DistributedTrainer(Deep(), optim.SGD(lr=0.1), **how)
+        return fit(trainer, LambdaCallback(on_step_end=act), *given, folder=tmp_path / str(settings))
+
+    for settings in ({}, {"compression": "topk", "compression_ratio": 0.5}):
+        with pytest.raises(Stopped):
+            mock.run(2, lambda comm: run(comm, stop(5), **settings))  # noqa: B023
+        if settings:
+            with pytest.raises(ConfigError, match=r"in other buckets than before, or on other stages.*'topk'"):
+                mock.run(2, lambda comm: run(comm, **settings))  # noqa: B023
+        else:
+            mock.run(2, lambda comm: run(comm, **settings))  # noqa: B023
+
+
 class Counting(Callback):
     """Lowers the rate by what it has counted."""
 

@@ -135,9 +135,11 @@ class Ownership:
 
     @property
     def cut(self) -> int | None:
-        """A hash of how the parameters are cut into buckets; None: they are not, or this is not settled."""
-        if self.layout.split or not self.settled:
+        """A hash of how the parameters are cut into buckets, or over a pipeline; None: this is not settled."""
+        if not self.settled:
             return None
+        if self.layout.split:
+            return fingerprint.hash_of([(o, places[0]) for o, places in sorted(self._used.items())])
         return fingerprint.hash_of([(b.names, b.floats) for b in self._parts.buckets])
 
     def placing(self, records: list[Record]) -> Callable[[Record], int]:

@@ -109,6 +109,7 @@ class Orders:
         CheckpointError: they are of other generators."""
         if not saved:
             return
+        saved = {key: np.asarray(state) for key, state in saved.items()}  # those of a file are read when asked for
         begun = {key.removeprefix("begun/"): state for key, state in saved.items() if key.startswith("begun/")}
         try:
             for at, generator in self._all.items():

@@ -174,9 +174,9 @@ class Changing(Sharing):
         self._train.settle(len(batch.indices), batch.dataset.form)
         if saved not in (None, self._train.ownership.cut):
             raise ConfigError(
-                f"[resume] {name}: the program has changed so that parameters are in other buckets than before, and "
-                f"the bits of {self.layout.reduction!r} depend on them; use reduction='tree', or one bucket "
-                "(bucket_size_mb)"
+                f"[resume] {name}: the program has changed so that parameters are in other buckets than before, or on "
+                f"other stages, and the bits of {self.layout.reduction!r} depend on them; use reduction='tree', or "
+                "one bucket (bucket_size_mb) and stages by hand"
             ).on_all_ranks()
 
     # --- on all ranks ---
