@@ -61,6 +61,7 @@ def fake(monkeypatch):
         seconds=7.71,
         bytes_per_step=1000.0,
         bytes_per_step_uncompressed=1000.0,
+        wire_bytes_per_step=0.0,
     )
 
     record.history = history

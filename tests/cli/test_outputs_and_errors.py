@@ -53,6 +53,7 @@ def test_json(odyssey_command, fake, tmp_path):
         "base_batch_size": None,
         "bytes_per_step": 1000.0,
         "bytes_per_step_uncompressed": 1000.0,
+        "wire_bytes_per_step": 0.0,
         "execution": "replay",
         "mesh": {"dp": 1, "pp": 1, "tp": 1},
         "zero": 0,

@@ -4,10 +4,12 @@ bytes between machines than the tree itself needs."""
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
 
+from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.comm import mock
 from odyssey.parallel import hierarchical, routes
 from odyssey.parallel import plan as planning
@@ -138,3 +140,71 @@ def test_a_thousand_ranks_send_at_most_58_messages():
     assert messages == 2 * (7 + sum(g - 1 for g in route.radices)) <= 58
     made = [routes.rounds(rank, nodes, 1024, route, 6_000_000, None) for rank in (0, 517, 1023)]
     assert all(2 * sum(len(one.members) - 1 for one in rounds) == messages for rounds in made)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_advice_names_shards_and_placements_that_need_less(seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        count, each, workers = rng.randrange(2, 17), rng.randrange(1, 9), rng.choice([1, 1, 2])
+        samples, size = rng.randrange(16, 2000), rng.randrange(1, 40)
+        machines, shards = placed([each] * count), planning.shard_count(samples, size)
+        line = routes.advice(samples, size, machines, workers)
+        if routes.excess(shards, machines, workers) <= 1.2:
+            assert line is None
+        elif line is not None:
+            said = re.search(r"shard size of (\d+)", line), re.search(r"on (\d+) machines with (\d+)", line)
+            assert any(said), line
+            if said[0]:
+                other = planning.shard_count(samples, int(said[0][1]))
+                assert routes.excess(other, machines, workers) <= 1.2
+                assert planning.idle(count * each * workers, samples, int(said[0][1])) <= planning.idle(
+                    count * each * workers, samples, size
+                )
+            if said[1]:
+                there, beside = int(said[1][1]), int(said[1][2])
+                assert there * beside == count * each
+                assert routes.excess(shards, placed([beside] * there), workers) <= 1.2
+
+
+def test_advised_shards_and_placements_send_less():
+    line = routes.advice(48, 4, placed([3] * 4))
+    assert "12 shards takes 1.33 times" in line
+    assert "1.00 times with a shard size of 3" in line and "1.00 times on 3 machines with 4 neighbouring" in line
+    floats = 16 * 12 * 12
+    for machines, shards in ((placed([3] * 4), 16), (placed([4] * 3), 12)):
+        sent = sum(one.bytes_wire for one in check(machines, shards, floats)) / 2
+        assert sent <= 1.02 * 4 * floats * 2 * (len(machines) - 1)
+
+
+def train(comm, **settings):
+    machines = placed([3, 3])
+    here = next(ranks for ranks in machines if comm.rank in ranks)
+    comm.local_size, comm.local_rank = len(here), here.index(comm.rank)
+    loader = data.DataLoader(data.load("mnist", train=True).take(96), batch_size=48)
+    trainer = DistributedTrainer(
+        nn.models.build("lenet5", seed=1),
+        optim.SGD(lr=0.05),
+        device="cpu",
+        threads=1,
+        comm=comm,
+        bucket_size_mb=25,
+        **settings,
+    )
+    return trainer, trainer.fit(loader, epochs=1)
+
+
+@pytest.mark.parametrize("shard_size", [8, 3])
+def test_a_training_says_what_it_sends_between_machines_and_what_would_be_less(shard_size, monkeypatch, capsys):
+    machines = placed([3, 3])
+    monkeypatch.setattr(hierarchical, "machines", lambda comm, ranks_per_node: machines)
+    done = mock.run(6, lambda comm: train(comm, shard_size=shard_size))
+    said = capsys.readouterr().err
+    line = "the sum of 6 shards takes 1.50 times the bytes between 2 machines that any sum needs; 1.00 times with a "
+    assert said.count(line + "shard size of 3 (") == (shard_size == 8), said
+    gradients = 4 * done[0][0].arena.size
+    wire = sum(history.wire_bytes_per_step for _, history in done)
+    assert wire == pytest.approx((2 if shard_size == 3 else 3) * gradients, rel=0.01)
+    for trainer, history in done:
+        assert history.records[0]["wire_bytes_per_step"] == trainer.wire_bytes_per_step < history.bytes_per_step
+    assert f"KB/step sent ({done[0][1].wire_bytes_per_step / 1e3:,.1f} to other machines)" in said

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from . import Snapshot
 
 KEEP = 2
+SENT = ("bytes_per_step", "bytes_per_step_uncompressed", "wire_bytes_per_step")  # of an epoch's record
 
 
 def _last(key: str, text: str) -> Any:
@@ -44,6 +45,9 @@ class History:
     bytes_per_step = _last("bytes_per_step", "Bytes that a rank sent per step of the last epoch to sum gradients.")
     bytes_per_step_uncompressed = _last(
         "bytes_per_step_uncompressed", "The same if gradients were summed along the tree, uncompressed."
+    )
+    wire_bytes_per_step = _last(
+        "wire_bytes_per_step", "Bytes of `bytes_per_step` to other machines, where gradients are summed along the tree."
     )
 
     def __repr__(self) -> str:

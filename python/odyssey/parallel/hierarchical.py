@@ -140,6 +140,12 @@ class RoundsReduction(Phased):
                 ways.append(functools.partial(self._come, steps[k]))
         self.phases = (*ways[: len(steps)], self._sum, *ways[len(steps) :])
 
+    def advice(self, samples: int, shard_size: int) -> str | None:
+        """Says which shard size or placement has fewer bytes between machines; see routes.advice."""
+        if self.comm.rank or self.plan.counts:
+            return None
+        return routes.advice(samples, shard_size, self.places.machines, self.workers)
+
     def _step(
         self,
         round: Round,

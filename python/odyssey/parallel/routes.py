@@ -9,9 +9,10 @@ them. Each round adds what can be added of the tree, so the bits do not depend o
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
-from .plan import Node, Run, combine, ranges, split
+from .plan import Node, Run, combine, exchange, ranges, shard_count, split
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
 MESSAGE_S, BYTE_S = (
@@ -19,6 +20,7 @@ MESSAGE_S, BYTE_S = (
     1e-9,
 )  # between machines: the first to have begun costs more, so the guess is for many small ones
 MOST = 3  # rounds between machines
+MUCH = 1.2  # times the bytes that a sum needs between machines: said at the start
 
 
 class Route(NamedTuple):
@@ -200,6 +202,53 @@ def minimum(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines
         return (a & b, x + y) if a & b else (a | b, x + y + 1)
 
     return least(0, shards)[1] + len(machines) - 1
+
+
+def excess(shards: int, machines: Machines, workers: int = 1) -> float:
+    """Returns `minimum` for ranks of so many workers, divided by what the sum of any numbers needs."""
+    nodes = exchange(shards, sum(map(len, machines)), workers, 16).nodes
+    return minimum(nodes, shards, machines) / (2 * (len(machines) - 1)) if len(machines) > 1 else 1.0
+
+
+def placed(ranks: int, each: int) -> Machines:
+    """Neighbouring ranks on machines of `each`."""
+    return tuple(tuple(range(at, at + each)) for at in range(0, ranks, each))
+
+
+def advice(samples: int, shard_size: int, machines: Machines, workers: int = 1) -> str | None:
+    """Says, where the tree needs more than MUCH between these machines, what needs less: the shard size that is nearest
+    and keeps all workers busy, and the placement of the same ranks that is nearest. None: it does not, or nothing."""
+    shards, ranks = shard_count(samples, shard_size), sum(map(len, machines))
+    now = excess(shards, machines, workers)
+    if now <= MUCH:
+        return None
+
+    def most(size: int) -> int:  # samples of a worker
+        return -(-shard_count(samples, size) // (ranks * workers)) * size
+
+    wanted = {-(-samples // (n << k)) for n in (len(machines), ranks) for k in range(samples.bit_length())}
+    sizes = sorted(
+        wanted, key=lambda size: (max(most(size), 1.25 * most(shard_size)), abs(math.log(size / shard_size)))
+    )
+    eaches = sorted((n for n in range(2, ranks) if ranks % n == 0), key=lambda n: (abs(n - ranks / len(machines)), -n))
+    found = []
+    for size in sizes:
+        count = shard_count(samples, size)
+        if count >= min(shards, ranks * workers) and (then := excess(count, machines, workers)) <= MUCH:
+            found.append(f"{then:.2f} times with a shard size of {size} (shard_size, --shard-size; other bits)")
+            break
+    for each in eaches:
+        if (then := excess(shards, placed(ranks, each), workers)) <= MUCH:
+            found.append(
+                f"{then:.2f} times on {ranks // each} machines with {each} neighbouring ranks each (same bits)"
+            )
+            break
+    if not found:
+        return None
+    return (
+        f"[train] the sum of {shards} shards takes {now:.2f} times the bytes between {len(machines)} machines that any "
+        f"sum needs; {', or '.join(found)}"
+    )
 
 
 def _products(count: int, most: int) -> list[tuple[int, ...]]:

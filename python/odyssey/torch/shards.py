@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import struct
@@ -112,6 +113,11 @@ class Share:
         return self.shards.share(samples, self.train)
 
 
+def _more(sent: tuple[int, int, int], reduction: Reduction) -> tuple[int, int, int]:
+    plain, wire = sent[1] + reduction.bytes_plain, sent[2] + reduction.bytes_wire
+    return sent[0] + reduction.bytes_sent, plain, wire
+
+
 class Shards:
     """See the head of this file. For this process, it sets what torch's bits depend on.
 
@@ -147,7 +153,7 @@ class Shards:
         self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._sent = 0, 0
+        self._sent = 0, 0, 0
         self._told: set[str] = set()
         self._lay_out()
         self.running, self.kept = torch.from_numpy(arena.running), torch.from_numpy(arena.kept)
@@ -186,8 +192,7 @@ class Shards:
         if key not in self._prepared:
             arena = self.arena
             for moved in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
-                gone = self._prepared.pop(moved).reduction
-                self._sent = self._sent[0] + gone.bytes_sent, self._sent[1] + gone.bytes_plain
+                self._sent = _more(self._sent, self._prepared.pop(moved).reduction)
             plan = planning.make(shards, self.comm.rank, self.comm.size, 1, 1, counts)
             floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
             shapes = tuple((at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False))
@@ -203,10 +208,10 @@ class Shards:
             )
         return self._prepared[key]
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that this rank has sent so far, and what it would have sent without compression."""
-        made = [p.reduction for p in self._prepared.values()]
-        return self._sent[0] + sum(r.bytes_sent for r in made), self._sent[1] + sum(r.bytes_plain for r in made)
+    def traffic(self) -> tuple[int, int, int]:
+        """Bytes that this rank has sent so far, what it would have sent without compression, and what has gone to other
+        machines."""
+        return functools.reduce(_more, (p.reduction for p in self._prepared.values()), self._sent)
 
     def share(self, samples: int, train: bool = True) -> tuple[int, int]:
         """The samples of a batch that this rank's shards have, (first, one past the last); one if it has no shard."""

@@ -139,6 +139,7 @@ class DistributedTrainer(TorchState):
         rate = self.rate
         self._watch.batch(batch, self.steps)
         sums = self._run(batch, self.steps)
+        self._look_at_route([self.shards.prepared(len(batch.indices)).reduction], len(batch.indices))
         with slot.span("optimizer"):
             taken = self._commit(sums)
         if taken:
@@ -306,7 +307,7 @@ class DistributedTrainer(TorchState):
             return self.grad_norm
         return float(torch.linalg.vector_norm(self.shards.gradient))
 
-    def traffic(self) -> tuple[int, int]:
+    def traffic(self) -> tuple[int, int, int]:
         return self.shards.traffic()
 
     def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:

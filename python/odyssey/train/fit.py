@@ -21,7 +21,7 @@ import numpy as np
 from .. import data as datasets
 from ..base import registry, slot
 from ..callbacks import Callback, Context, LearningRateMonitor
-from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
+from ..checkpoints.trainable import KEEP, SENT, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
 from ..data.trees import Form, mapped
@@ -69,9 +69,10 @@ class Trainer:
         """The norm of the mean gradient of the last step, before it was clipped; None: no rank has it by itself."""
         return None
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that this rank has sent so far to sum gradients, and what it would have sent without compression."""
-        return 0, 0
+    def traffic(self) -> tuple[int, int, int]:
+        """Bytes that this rank has sent so far to sum gradients, what it would have sent without compression, and what
+        has gone to other machines, where that is counted."""
+        return 0, 0, 0
 
     def _check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
         """Raises ConfigError for data that cannot be shared out; `size`: samples of a step."""
@@ -349,7 +350,7 @@ class Trainer:
         parts = ("train", "test") if evaluates else ("train",)
         named = [f"{part}_{name}" for name in ("loss", *(self.metrics or ("accuracy",))) for part in parts]
         named += ["lr"] * any(isinstance(c, LearningRateMonitor) for c in context.given)
-        return [*named, "samples_per_second", "seconds", "bytes_per_step", "bytes_per_step_uncompressed"]
+        return [*named, "samples_per_second", "seconds", *SENT]
 
     def _compare_data(self, loader: Any, val_loader: Any, context: Context) -> None:
         """Sees to it that all ranks have the same data. Raises ConfigError or DataError."""
@@ -389,7 +390,7 @@ class Trainer:
         """Takes what is left of an epoch, evaluates and makes its record."""
         context = self.context
         history, before = context.history, dataclasses.replace(context.tally)  # what was done before a checkpoint
-        sent, plain = self.traffic()
+        before_sent = self.traffic()
         now = time.perf_counter()
         context.emit("on_epoch_start")
         session.put_back(in_epoch=True)
@@ -418,14 +419,13 @@ class Trainer:
         history.seconds += seconds
         history.samples += tally.samples
         history.steps += tally.steps
-        all_sent, all_plain = self.traffic()
+        sent = zip(SENT, self.traffic(), before_sent, strict=True)
         record: dict[str, Any] = {
             "epoch": context.cursor.epoch + 1,
             **{f"train_{name}": value for name, value in tally.means().items()},
             "samples_per_second": tally.samples / seconds,
             "seconds": seconds,
-            "bytes_per_step": (all_sent - sent) / steps,
-            "bytes_per_step_uncompressed": (all_plain - plain) / steps,
+            **{name: (now - before) / steps for name, now, before in sent},
             **tally.extra,
             **{f"test_{name}": None for name in tally.means()},
         }

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from ..callbacks import Callback, Context
+from ..checkpoints.trainable import SENT
 
 
 class Progress(Protocol):
@@ -107,14 +108,16 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
         parts.append(f"{record['samples_per_second']:,.0f} samples/s")
     if record.get("seconds") is not None:
         parts.append(f"{record['seconds']:.1f} s")
-    return "  ".join(parts + traffic(record.get("bytes_per_step"), record.get("bytes_per_step_uncompressed")))
+    return "  ".join(parts + traffic(*map(record.get, SENT)))
 
 
-def traffic(sent: float | None, uncompressed: float | None) -> list[str]:
-    """Returns what a step sends, if it is not what it would be without compression."""
-    if not sent or not uncompressed or sent == uncompressed:
+def traffic(sent: float | None, uncompressed: float | None, wire: float | None = None) -> list[str]:
+    """Returns what a rank sends in a step, if some of it goes to other machines, or compression makes it less."""
+    if not sent or not uncompressed:
         return []
-    return [f"{sent / 1e3:,.1f} KB/step sent (uncompressed {uncompressed / 1e3:,.1f})"]
+    more = [f"{wire / 1e3:,.1f} to other machines"] if wire else []
+    more += [f"uncompressed {uncompressed / 1e3:,.1f}"] if sent != uncompressed else []
+    return [f"{sent / 1e3:,.1f} KB/step sent ({', '.join(more)})"] if more else []
 
 
 class PlainProgress(Progress):

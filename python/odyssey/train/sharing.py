@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import data as datasets
@@ -24,7 +24,7 @@ class Sharing(Trainer):
 
     settings: Training
     _train: Any  # what runs the shards
-    _counted_idle = False
+    _counted_idle = _looked_at_route = False
     _clip_norm: float | None = None
 
     @property
@@ -126,6 +126,16 @@ class Sharing(Trainer):
                 f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle; "
                 + busy(sharing * len(parts), sharing, min(parts))
             )
+
+    def _look_at_route(self, reductions: Sequence[Any], samples: int) -> None:
+        """Once the first step of so many samples is taken: says if other shards or another placement of all ranks would
+        send much less between machines."""
+        if self._looked_at_route:
+            return
+        self._looked_at_route = True
+        made = next((r for r in reductions if r.comm.size == self.comm.size and hasattr(r, "advice")), None)
+        if made is not None and (line := made.advice(samples, self.shard_size)):
+            self.say(line)
 
     def _move_shards(self, samples: int) -> None:
         """A step of so many samples begins: with `rebalance`, shards may move to other ranks."""

@@ -228,6 +228,7 @@ class DistributedTrainer(EngineState):
         self._train.loss_scale = self.scaler.value
         sums = self._train.run(part, self.steps)
         self._begin(sums)
+        self._look_at_route(self._train.runners[-1].reductions, len(batch.indices))
         lr = self.rate(self.steps)
         taken = self._train.alike and self._train.commit_step(self.optimizer, sums, self._divisor(sums), lr)
         if not self._train.alike:
@@ -394,8 +395,8 @@ class DistributedTrainer(EngineState):
                 f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
             )
 
-    def traffic(self) -> tuple[int, int]:
-        return self._train.bytes_sent, self._train.bytes_plain
+    def traffic(self) -> tuple[int, int, int]:
+        return self._train.bytes_sent, self._train.bytes_plain, self._train.bytes_wire
 
     def _check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
         self._scale_rate(size)

@@ -314,10 +314,12 @@ def _outputs(train_set: Any, made: Settings) -> int:
 
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
     """Returns what `--json` writes."""
+    from ...train.progress import SENT
+
     asked = {
         n: getattr(made, n) for n, s in declared(Settings).items() if s.kind is not Path and s.section != core.OUTPUT
     }
-    figures = ("train_loss", "steps", "samples_per_second", "seconds", "bytes_per_step", "bytes_per_step_uncompressed")
+    figures = ("train_loss", "steps", "samples_per_second", "seconds", *SENT)
     return {
         **asked,
         "test_accuracy": history.test_accuracy if made.evaluate else None,
@@ -338,7 +340,7 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
 
 def summary(history: Any, weights: str, bits: dict[str, float]) -> str:
     """The last line of a run; of text with the test loss in bits."""
-    from ...train.progress import traffic
+    from ...train.progress import SENT, traffic
 
     parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
     if history.test_accuracy is not None:
@@ -347,6 +349,6 @@ def summary(history: Any, weights: str, bits: dict[str, float]) -> str:
         parts[:0] = [f"test {value:.4f} {name.replace('_', ' ')}" for name, value in bits.items()]
     elif history.test_loss is not None:
         parts.insert(0, f"test loss {history.test_loss:.4f}")
-    parts += traffic(history.bytes_per_step, history.bytes_per_step_uncompressed)
+    parts += traffic(*(getattr(history, name) for name in SENT))
     parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s", f"weights {weights[:16]}"]
     return "  ".join(parts)
