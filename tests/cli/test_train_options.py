@@ -128,9 +128,12 @@ def test_length_of_a_run(odyssey_command, fake, given, epochs, total, warmup):
         (["--momentum", "0", "--nesterov"], "--nesterov needs momentum, but --momentum is 0"),
         (
             ["--optimizer", "adam", "--momentum", "0.9"],
-            "--momentum applies only to --optimizer sgd, not adam; remove it",
+            "--momentum applies only to --optimizer sgd or FILE.py:CLASS, not adam; remove it",
         ),
-        (["--optimizer", "adam", "--nesterov"], "--nesterov applies only to --optimizer sgd, not adam; remove it"),
+        (
+            ["--optimizer", "adam", "--nesterov"],
+            "--nesterov applies only to --optimizer sgd or FILE.py:CLASS, not adam; remove it",
+        ),
         (["--weight-decay", "-1"], "--weight-decay is -1.0"),
         (["--warmup-steps", "-1"], "--warmup-steps is -1"),
         (["--warmup-steps", "50", "--steps", "10"], "50 warm-up steps but 10 steps altogether"),

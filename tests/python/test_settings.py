@@ -30,6 +30,7 @@ from odyssey.settings.declarations import (
     option,
     setting,
 )
+from odyssey.settings.recipes import OWN_CLASS
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +84,8 @@ def test_every_setting_has_a_section_and_a_default_that_is_allowed():
     for name, s in declared(Settings).items():
         assert s.section in SECTIONS and s.help and s.default_text, name
         assert s.check(s.default, name) == s.default
-        assert not s.only or set(s.only[1:]) <= set(declared(Settings)[s.only[0]].choices), name
+        owner = declared(Settings)[s.only[0]] if s.only else None
+        assert owner is None or set(s.only[1:]) <= {*owner.choices, *[OWN_CLASS] * owner.own}, name
 
 
 @pytest.mark.parametrize(

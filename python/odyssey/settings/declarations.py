@@ -41,6 +41,7 @@ class Setting(NamedTuple):
     help: str  # what it does, for all interfaces
     shown: str = ""  # the default in words, where the value does not say it; "{recipe}": the recipes' values
     choices: tuple[str, ...] = ()  # allowed texts
+    own: bool = False  # or FILE.py:CLASS, of the user's own code
     low: float = -math.inf  # the least number allowed
     above: float = -math.inf  # a bound that is not allowed itself
     high: float = math.inf
@@ -66,7 +67,8 @@ class Setting(NamedTuple):
     def allowed(self) -> str:
         """Returns what is allowed, as messages and documentation say it."""
         if self.choices:
-            return f"choose from {', '.join(self.choices)}{', or None' * self.optional}"
+            more = ", or None" * self.optional + f", or write {recipes.OWN_CLASS}" * self.own
+            return f"choose from {', '.join(self.choices)}{more}"
         if self.kind is bool:
             return "it must be True or False"
         if self.kind not in (int, float):
@@ -89,10 +91,14 @@ class Setting(NamedTuple):
         elif self.kind is bool:
             fits = (isinstance(value, int) or type(value).__name__ == "bool_") and value in (0, 1)  # NumPy's as well
         else:
-            fits = isinstance(value, (str, Path)) and (not self.choices or value in self.choices)
+            fits = isinstance(value, (str, Path)) and (not self.choices or value in self.choices or self.is_own(value))
         if not fits:
             raise ConfigError(f"{said} is {value!r}; {self.allowed}")
         return int(value) if self.kind is int else value
+
+    def is_own(self, value: Any) -> bool:
+        """Returns whether a value names a class of the user's own code."""
+        return self.own and ".py" in str(value)
 
     @property
     def default_text(self) -> str:
@@ -137,7 +143,8 @@ def declared(kind: type) -> dict[str, Setting]:
 _settings = dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 
 # fmt: off
-TOPK, FP16, SGD = ("compression", "topk"), ("precision", "fp16"), ("optimizer", "sgd")  # what settings belong to
+TOPK, FP16 = ("compression", "topk"), ("precision", "fp16")  # what settings belong to
+SGD = ("optimizer", "sgd", recipes.OWN_CLASS)
 SERVERS = ("reduction", "parameter_server", "async_parameter_server")
 
 
@@ -320,7 +327,9 @@ class Settings(Training):
     global_batch_size: int | None = setting(
         DATA, None, "samples per optimizer step, over all workers", "128; 64 gpt, 12 gpt-mini", low=1
     )
-    optimizer: str | None = setting(UPDATE, None, "how parameters are updated", choices=tuple(recipes.OPTIMIZERS))
+    optimizer: str | None = setting(
+        UPDATE, None, "how parameters are updated, or a class of your own", choices=tuple(recipes.OPTIMIZERS), own=True
+    )
     lr: float | None = setting(UPDATE, None, "peak learning rate", low=0, alias="learning_rate")
     momentum: float | None = setting(UPDATE, None, "momentum of the gradients", "0.9", low=0, below=1, only=SGD)
     nesterov: bool = setting(UPDATE, False, "Nesterov momentum", only=SGD)
@@ -429,6 +438,7 @@ def check(kind: type, values: Mapping[str, Any], spell: Callable[..., str] = key
     for name, value in values.items():
         owner, *of = known[name].only or ("",)
         chosen = values.get(owner, known[owner].default) if owner else ""
+        chosen = recipes.OWN_CLASS if owner and known[owner].is_own(chosen) else chosen
         if owner and value != known[name].default and chosen not in of:
             raise ConfigError(f"[train] {spell(name)} applies only to {spell(owner, *of)}, not {chosen}; remove it")
     if values.get("lr_scaling", "none") != "none" and values.get("base_batch_size") is None:
@@ -477,9 +487,9 @@ def settings(given: Mapping[str, Any]) -> Settings:
     own = recipes.GENERAL | recipes.OWN.get(given["model"], {})
     chosen = {"optimizer": name, "dataset": known.get("dataset") or own["dataset"]}
     values = check(Settings, known | chosen, option)
-    origin = recipe if name == recipe["optimizer"] else recipes.OPTIMIZERS[name]
+    origin = recipe if name == recipe["optimizer"] else recipes.OPTIMIZERS.get(name, {})
     for key in ("lr", "momentum", "weight_decay"):
-        values[key] = origin[key] if values[key] is None else values[key]
+        values[key] = origin.get(key) if values[key] is None else values[key]
     values["schedule"] = values["schedule"] or recipe["schedule"]
     steps = own.pop("steps", None)
     if values["epochs"] is None and values["steps"] is None:

@@ -31,6 +31,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adagrad": {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0},
 }
 
+OWN_CLASS = "FILE.py:CLASS"  # what a setting may be beside its choices; its numbers that are not given: the class's own
+
 # What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for characters; mini: for CPUs).
 GENERAL: dict[str, Any] = {"dataset": "mnist", "global_batch_size": 128, "sequence_length": 64}
 _TEXT = {"dataset": "shakespeare", "clip_norm": 1.0}

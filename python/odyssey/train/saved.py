@@ -7,7 +7,6 @@ that is: nothing of it is run or unpickled.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import io
 import json
@@ -21,7 +20,7 @@ import numpy as np
 
 from .. import data as datasets
 from .. import nn
-from ..base import registry
+from ..base import registry, userfile
 from ..base.files import write_whole
 from ..base.outputs import read_weights, write_weights
 from ..checkpoints import Snapshot
@@ -177,20 +176,7 @@ def own_model(place: str | None) -> nn.Module | None:
     run as an import would run it. None: no place was given. Raises ConfigError: it is not there, or gives no model."""
     if place is None:
         return None
-    file, _, name = place.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"[load] --model {place!r}; write FILE.py:NAME, as in net.py:Net")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise ConfigError(f"[load] --model {place}: there is no file {file}") from None
-    kind = getattr(module, name, None)
-    if not callable(kind):
-        there = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == spec.name]
-        raise ConfigError(f"[load] --model {place}: {file} has no class {name}, but {', '.join(there) or 'none'}")
+    kind = userfile.named("[load] --model", place, "net.py:Net")
     try:
         model = kind()
     except TypeError as problem:

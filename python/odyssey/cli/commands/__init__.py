@@ -15,6 +15,7 @@ import click
 
 from ...base.registry import provided
 from ...errors import ConfigError, OdysseyError, printable
+from ...settings.recipes import OWN_CLASS
 
 OWN = "train launch predict evaluate export verify generate inspect diff replay scale doctor build completion"
 #: Names of commands, as `odyssey --help` lists them, with their modules: those of this package, then others'.
@@ -51,6 +52,18 @@ class DataSet(click.Choice[str]):
             what = "and --data-dir are both given" if path else "names no file"
             raise ConfigError(f"[{who}] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
         return name, Path(path)
+
+
+class OrOwn(click.Choice[str]):
+    """A name, or FILE.py:CLASS of the user's own code."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if ".py" not in value and value not in self.choices:
+            self.fail(f"{value!r} is not one of {', '.join(self.choices)}, and not {OWN_CLASS}", param, ctx)
+        return value
+
+    def get_metavar(self, param: click.Parameter, ctx: Any = None) -> str:  # click before 8.2 gives no context
+        return f"[{'|'.join(self.choices)}|{OWN_CLASS}]"
 
 
 FILE = File(path_type=Path)

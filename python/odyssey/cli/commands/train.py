@@ -18,12 +18,12 @@ from odyssey import __version__
 from odyssey.errors import ConfigError
 
 from ...base import launcher as launchers
-from ...base import outputs, registry, runs
+from ...base import outputs, registry, runs, userfile
 from ...settings import declarations as core
 from ...settings.declarations import OF_FIT, SECTIONS, Command, Setting, Settings, Training, declared, option
 from ...settings.recipes import GPT_BETAS, GPT_DROPOUT
 from ..configfile import read_config
-from . import FILE, HELP, DataSet, on_all_ranks
+from . import FILE, HELP, DataSet, OrOwn, on_all_ranks
 
 
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -36,7 +36,7 @@ def _load_config(context: click.Context, _: click.Parameter, path: Path | None) 
 
 def _option(s: Setting) -> click.Option:
     """The option of a setting."""
-    choice = DataSet if s.name == "dataset" else click.Choice
+    choice = DataSet if s.name == "dataset" else OrOwn if s.own else click.Choice
     kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
     more: dict[str, Any] = {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
@@ -207,11 +207,7 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
         with offload(made.offload):
             model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
         text = made.model in GPT_DROPOUT
-        numbers = {name: getattr(made, name) for name in ("lr", "weight_decay", "momentum", "nesterov")}
-        numbers |= {"betas": GPT_BETAS} if text else {}
-        kind = optim.BY_NAME[made.optimizer]
-        takes = inspect.signature(kind).parameters
-        optimizer = kind(**{name: value for name, value in numbers.items() if name in takes})
+        optimizer = _optimizer(made, text)
         if text:
             optimizer.undecayed = optim.vectors
         if made.early_stopping is not None:
@@ -249,6 +245,31 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
         if not quiet:
             outputs.say(summary(history, weights, bits))
     return history
+
+
+def _optimizer(made: Settings, text: bool) -> Any:
+    """The optimizer, with those settings that it takes; of the user's own class with those that were given."""
+    from odyssey import optim
+
+    numbers = {name: getattr(made, name) for name in ("lr", "weight_decay", "momentum", "nesterov")}
+    if made.optimizer in optim.BY_NAME:
+        numbers |= {"betas": GPT_BETAS} if text else {}
+        kind = optim.BY_NAME[made.optimizer]
+        takes = inspect.signature(kind).parameters
+        return kind(**{name: value for name, value in numbers.items() if name in takes})
+    said = f"[train] --optimizer {made.optimizer}"
+    own = userfile.named("[train] --optimizer", str(made.optimizer), "lion.py:Lion")
+    given = {name: value for name, value in numbers.items() if value is not None and value is not False}
+    try:
+        optimizer = own(**given)
+    except TypeError as problem:
+        todo = f"it is called with what is given of {', '.join(map(core.option, numbers))}, by name"
+        raise ConfigError(
+            f"{said}: {problem}; {todo}: leave out what it does not take, give the rest defaults"
+        ) from problem
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(f"{said} gives a {type(optimizer).__name__}; a subclass of odyssey.optim.Optimizer is needed")
+    return optimizer
 
 
 def _early_stopping(made: Settings, train_set: Any, text: bool) -> list[Any]:
