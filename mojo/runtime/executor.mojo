@@ -10,11 +10,11 @@ others from being computed, so which one is reported is as independent of the th
 from std.atomic import Atomic, Ordering
 from std.ffi import c_int, external_call
 from std.memory import unsafe_memset_zero, unsafe_stack_allocation
-from std.sys import CompilationTarget, inlined_assembly, llvm_intrinsic
+from std.sys import CompilationTarget, inlined_assembly, llvm_intrinsic, prefetch
 from std.time import perf_counter_ns
 
 from kernels.buffers import add
-from kernels.lanes import LongPtr, Ptr
+from kernels.lanes import LANES, LongPtr, Ptr
 from kernels.op import Kernel, kernel_of
 from kernels.record import Context, ContextPtr, GRADS, PARAMS, RECORD, Record, SPACES, WORK
 
@@ -128,18 +128,29 @@ def tiles(r: Record):
     are the spaces 1, 2, ... of the program.
     """
     var bases = Array[Int64, RECORD](fill=0)
-    for i in range(r.int(11)):
-        bases[1 + i] = Int64(r.int(12 + i))
+    var tile = r.int(6)
+    var runs = r.int(11)
+    for k in range(runs):
+        bases[1 + k] = Int64(r.int(12 + k))
     var at = bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
     var left = r.int(7)
     while left > 0:
-        var whole = 2 if left >= r.int(6) else 4
-        for i in range(r.int(whole + 1)):
+        var whole = 2 if left >= tile else 4
+        var records = r.int(whole + 1)
+        # The next tile is fetched meanwhile, a part of it with each record: the hardware itself looks no further than a page.
+        var part = (tile // records // LANES + 1) * LANES
+        var ahead = tile
+        for i in range(records):
+            var end = min(ahead + part, 2 * tile) if left > tile else ahead
+            for k in range(runs):
+                for line in range(ahead, end, LANES):
+                    prefetch(Ptr(unsafe_from_address=Int(at[unsafe_offset=1 + k])).unsafe_offset(line))
+            ahead = end
             var one = Record(LongPtr(unsafe_from_address=r.int(whole)).unsafe_offset(i * RECORD), at, r.context)
             kernel_of[Kernel](LongPtr(unsafe_from_address=r.int(1)), one.code())(one)
-        for i in range(r.int(11)):
-            bases[1 + i] += Int64(4 * r.int(6))
-        left -= r.int(6)
+        for k in range(runs):
+            bases[1 + k] += Int64(4 * tile)
+        left -= tile
     _ = bases^
     for g in range(r.int(9)):
         var gap = LongPtr(unsafe_from_address=r.int(8)).unsafe_offset(2 * g)
