@@ -109,6 +109,17 @@ def test_the_network_can_be_cut_and_made_slow(four_hosts):
     server.end()
 
 
+def test_a_slow_link_is_named(four_hosts):
+    """1 MB of gradients; a host that gets and sends 8 Mbit/s. Its rank computes as fast as the others."""
+    four_hosts.limit(3, "8mbit")
+    options = ["--steps", 1000, "--backend", "mpi", "--hidden", 8000, "--quiet"]
+    one = four_hosts.job(four_hosts.mpirun(1, [sys.executable, outside.JOB, *options]))
+    one.wait_for(
+        r"rank 2 on h3 is slow: of late [\d.]+ MB took [\d.]+ s to rank [013], \d+x as long as from others", 90
+    )
+    one.end()
+
+
 def test_a_host_dies_without_a_word_and_comes_back(four_hosts):
     def switch():
         asked = four_hosts.on(0, "cat", "/sys/class/net/switch/address")

@@ -193,3 +193,28 @@ def test_a_look_at_many_ranks_asks_once_per_call(monkeypatch):
     assert len(asked) == 1
     ranks[0] = ranks[0]._replace(phase="compute", doing="compute")
     assert judge.hang(ranks, 1024, 60).culprits == (0,)
+
+
+def test_the_link_that_most_wait_for_is_slow_if_its_rank_is_not():
+    def linked(rank, *link, **more):
+        return busy(rank, link=link, step=12, **more)
+
+    def own(s, compute):
+        return s._replace(own=compute, own_data=0.0)
+
+    quiet = [linked(2), linked(3, 0, 0, 0, 0)]
+    assert judge.slow_link(quiet) is None
+    told = [linked(0, 3, 2_000_000, 1_500_000_000, 40), linked(1, 3, 2_000_000, 1_900_000_000, 61)]
+    other = linked(4, 1, 9_000_000, 9_000_000_000, 5)
+    assert judge.slow_link([*told, *quiet, other]) is told[1]
+    line = judge.link_line(told[1], "h4")
+    assert line == (
+        "odyssey: [watch] the link of rank 3 on h4 is slow: of late 2.0 MB took 1.9 s to rank 1, "
+        "61x as long as from others (step 12)\n"
+    )
+    late = [own(s, 0.01) for s in told] + [own(quiet[0], 0.01), own(quiet[1], 0.1)]
+    assert judge.slow_link(late) is None  # rank 3 is a straggler
+    gone = [s._replace(state="gone") for s in told]
+    assert judge.slow_link([*gone, *quiet]) is None
+    assert judge.seen_of({"rank": 1, "link": [3, 2, 1, 0]}).link == (3, 2, 1, 0)
+    assert judge.seen_of({"rank": 1, "link": "3"}) is None

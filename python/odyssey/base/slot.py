@@ -36,17 +36,17 @@ SLOW = ("start", "compile", "checkpoint", "end")  # phases that may take long wi
 # Numbers of 8 bytes, from the start.
 # _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are counted.
 (_MAGIC, _VERSION, _RANK, _WORLD, _PID, _ATTEMPT, _STEP, _SAMPLES, _PROGRESS, _PHASE, _SINCE, _TIMES) = range(12)
-(_CALL, _CALL_GROUP, _WAITING, _WAIT_SEQUENCE, _WAIT_GROUP, _ENDED, _CODE, _STACKS, _ORDERS) = range(
-    _TIMES + len(PHASES), _TIMES + len(PHASES) + 9
+(_CALL, _CALL_GROUP, _WAITING, _WAIT_SEQUENCE, _WAIT_GROUP, _ENDED, _CODE, _STACKS, _ORDERS, _LINK) = range(
+    _TIMES + len(PHASES), _TIMES + len(PHASES) + 10
 )
-_NUMBERS = 32
-assert _ORDERS < _NUMBERS
+_NUMBERS = 34
+assert _LINK + 4 <= _NUMBERS
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time one: none of the named ones is free in every MPI
 
 # Texts, UTF-8, padded with zeros.
 TEXT = 144  # as in comm/calls.py
-_SIZES = {"host": 64, "call_text": TEXT, "wait_text": TEXT, "members": 64, "missing": 64, "note": 112, "end": 176}
+_SIZES = {"host": 64, "call_text": TEXT, "wait_text": TEXT, "members": 64, "missing": 64, "note": 96, "end": 176}
 _ENDS = tuple(itertools.accumulate(_SIZES.values(), initial=8 * _NUMBERS))
 _PLACES = {_name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)}
 assert _ENDS[-1] == SIZE
@@ -201,6 +201,14 @@ def quick(sequence: int, group: int, text: str) -> None:
         _text("call_text", text)
 
 
+def link(rank: int, size: int, ns: int, times: int) -> None:
+    """Data of a rank on another machine are slow: so many bytes of late took so long, so many times as long as those of
+    others. times = 0: none are."""
+    _open()
+    _q[_LINK], _q[_LINK + 1], _q[_LINK + 2], _q[_LINK + 3] = rank, size, ns, times
+    _q[_VERSION] = _version
+
+
 def note(text: str) -> None:
     """Notes what this rank is busy with: a tensor, a file. It counts as a sign of life."""
     _text("note", text)
@@ -337,8 +345,8 @@ class Slot(NamedTuple):
     """Contents of a slot, in the order in which they stand there. Times are CLOCK_MONOTONIC of its machine in ns;
     `waiting` is 0 for a rank that does not wait.
 
-    `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `call` numbers the latest collective
-    call that it has started, in group `call_group`; -1: none.
+    `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `link`: as `link()` was told. `call`
+    numbers the latest collective call that it has started, in group `call_group`; -1: none.
     """
 
     rank: int
@@ -360,6 +368,7 @@ class Slot(NamedTuple):
     code: int
     stacks: int
     orders: int
+    link: tuple[int, ...]
     host: str
     call_text: str
     wait_text: str
@@ -396,6 +405,7 @@ def parse(data: bytes) -> Slot | None:
         *q[_CALL : _WAIT_GROUP + 1],
         bool(q[_ENDED]),
         *q[_CODE : _ORDERS + 1],
+        tuple(q[_LINK : _LINK + 4]),
         whole=not q[_VERSION] & 1,
         **texts,
     )

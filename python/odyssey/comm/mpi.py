@@ -55,6 +55,7 @@ from .calls import (  # noqa: E402
 )
 from .cores import cores  # noqa: E402
 from .exits import Exits  # noqa: E402
+from .links import Links  # noqa: E402
 from .requests import Message, Request, Waiting  # noqa: E402
 from .rounds import Heads, Roll  # noqa: E402
 from .staged import Headed, Met, Staged  # noqa: E402
@@ -97,7 +98,7 @@ class _Repeated(Headed):
     may be left over, so the group is then over.
     """
 
-    __slots__ = ("_header", "_heads", "_place", "_messages", "_own")
+    __slots__ = ("_header", "_heads", "_place", "_messages", "_own", "_far", "_due", "_since")
 
     def __init__(self, comm: MPICommunicator, call: Call) -> None:
         super().__init__(comm, call, call.kind, -1)
@@ -121,6 +122,12 @@ class _Repeated(Headed):
             self._messages += [
                 make([array[slice(*runs[p])], word], p, DATA_TAG + tag) for p in others if runs[p][0] < runs[p][1]
             ]
+        came = [p for p in others if takes[p][0] < takes[p][1]]  # first among the messages
+        self._far = [
+            (m, comm.ranks[p], (takes[p][1] - takes[p][0]) * call.out.itemsize)
+            for m, p in zip(self._messages, came, strict=False)
+            if comm.ranks[p] not in comm._links.near
+        ]
         comm._repeated_calls.add(self)
 
     def start(self) -> _Repeated:
@@ -161,7 +168,11 @@ class _Repeated(Headed):
             self.posted = True
             if self._header.balance:  # counts are compared the first time: they stay what they are
                 self._header = self._header._replace(balance=0)
-        if MPI.Request.Testall(self._messages):
+            self._due, self._since = self._far, time.monotonic_ns() if self._far else 0
+        done = MPI.Request.Testall(self._messages)
+        if self._far:
+            self._look_at_links(done)
+        if done:
             self._complete = True
             self._comm._active.discard(self)
         return self._complete
@@ -169,9 +180,22 @@ class _Repeated(Headed):
     def _late(self) -> list[int]:
         return [] if self.posted else self._comm._missing(self._heads)
 
+    def _look_at_links(self, done: bool) -> None:
+        """Counts how long data from other machines have taken."""
+        now, links, due = time.monotonic_ns(), self._comm._links, []
+        for far in self._due:
+            if done or far[0].Test():
+                links.came(far[1], far[2], now - self._since)
+            else:
+                due.append(far)
+        self._due = due
+        if done:
+            links.judge(now)
+
     def free(self) -> None:
         """Gives the requests back; not while they are under way."""
         requests, self._messages, self._heads.requests = self._messages + self._heads.requests, [], []
+        self._far = []
         for request in requests:
             request.Free()
 
@@ -196,6 +220,8 @@ class MPICommunicator(Staged):
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
+        near = node.Get_group().Translate_ranks(range(self.local_size), comm.Get_group()) if of is None else ()
+        self._links = of._links if of is not None else Links(near)
         node.Free()
         self._heads: list[Heads] = []  # not in use
         self._meeting: deque[Heads] = deque()  # of calls under way whose words have not all come, in order

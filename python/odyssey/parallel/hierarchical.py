@@ -24,6 +24,7 @@ from ..comm.base import Repeated
 from . import routes
 from .plan import Node, Plan, Run, combine
 from .reduction import Kernels, Phased, Reduction, TreeReduction, adder, rows
+from .ring import Both
 from .routes import Machines, Round, Route
 
 
@@ -65,29 +66,6 @@ class Places:
             color, at = (members[0], members.index(comm.rank)) if members else (None, 0)
             self._comms[key] = comm.split(color, at), comm.split(color, at)
         return self._comms[key]
-
-
-class _Both(Request):
-    """Two operations; the error of the first comes first."""
-
-    __slots__ = ("_two",)
-
-    def __init__(self, *two: Request) -> None:
-        super().__init__()
-        self._complete, self._two = False, two
-
-    def test(self) -> bool:
-        self._complete = self._complete or all([one.test() for one in self._two])
-        return self._complete
-
-    def _block(self) -> None:
-        for one in self._two:
-            one.wait()
-        self._complete = True
-
-    def wait(self) -> Any:
-        for one in self._two:
-            one.wait()
 
 
 class _Step(NamedTuple):
@@ -205,7 +183,7 @@ class RoundsReduction(Phased):
             to[...] = value
         self.bytes_sent, self.bytes_wire = self.bytes_sent + step.sent[0], self.bytes_wire + step.sent[1]
         request = step.out.start()
-        return request if check is None else _Both(check, request)
+        return request if check is None else Both([check, request])
 
     def _sum(self) -> None:
         """The sum of this rank's range is complete."""

@@ -15,10 +15,6 @@ from typing import NamedTuple
 from .plan import Node, Run, combine, exchange, ranges, shard_count, split
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
-MESSAGE_S, BYTE_S = (
-    2e-5,
-    1e-9,
-)  # between machines: the first to have begun costs more, so the guess is for many small ones
 MOST = 3  # rounds between machines
 MUCH = 1.2  # times the bytes that a sum needs between machines: said at the start
 

@@ -55,6 +55,7 @@ class Seen(NamedTuple):
     own: float = 0.0
     own_data: float = 0.0
     times: tuple[float, ...] = ()
+    link: tuple[int, ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -72,7 +73,7 @@ def seen_of(value: Any) -> Seen | None:
     default = Seen(0)
     for name, given in value.items():
         wanted = getattr(default, name)
-        if name == "times":
+        if isinstance(wanted, tuple):
             right = isinstance(given, list) and len(given) <= 32 and all(_number(t) for t in given)
         elif isinstance(wanted, bool):
             right = isinstance(given, bool)
@@ -84,7 +85,7 @@ def seen_of(value: Any) -> Seen | None:
             return None
     if not 0 <= value["rank"] < 1 << 24:
         return None
-    return Seen(**{**value, "times": tuple(value.get("times", ()))})
+    return Seen(**{name: tuple(given) if isinstance(given, list) else given for name, given in value.items()})
 
 
 def _number(value: Any) -> bool:
@@ -280,6 +281,25 @@ def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
             in_data = s.own_data - middle_data > 0.5 * (s.own - middle)
             found.append((s.rank, s.own / middle, "in data loading" if in_data else "in computing"))
     return found
+
+
+def slow_link(ranks: Sequence[Seen]) -> Seen | None:
+    """The rank that has waited longest for data of the one that most ranks on other machines wait for; None: none is
+    slow, but for stragglers."""
+    stragglers_, waiting = {rank for rank, _, _ in stragglers(ranks)}, {}
+    for s in ranks:
+        if s.link[3:] > (0,) and s.alive and not s.ended and s.link[0] not in stragglers_:
+            waiting.setdefault(s.link[0], []).append(s)
+    return max(max(waiting.values(), key=len), key=lambda s: s.link[2]) if waiting else None
+
+
+def link_line(rank: Seen, host: str) -> str:
+    """Returns what is printed about a slow link, by a rank that waits for its data."""
+    peer, size, ns, times = rank.link
+    return (
+        f"odyssey: [watch] the link of rank {peer} on {host} is slow: of late {size / 1e6:.1f} MB took "
+        f"{ns / 1e9:.1f} s to rank {rank.rank}, {times}x as long as from others (step {rank.step})\n"
+    )
 
 
 def slow_line(rank: Seen, times: float, where: str) -> str:

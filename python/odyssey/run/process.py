@@ -19,7 +19,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 #: What a rank's slot says that is shown as it is.
 _OF_SLOT = "host step samples phase doing call call_group call_text wait_sequence wait_group wait_text members missing"
-_OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end")
+_OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end", "link")
 
 
 def _signs(of: slot.Slot) -> tuple[int, ...]:

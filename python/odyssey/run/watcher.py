@@ -65,7 +65,7 @@ class Watcher:
         self.floor = self.last_tick = self.begun = time.monotonic()
         self.next_beat = self.next_file = self.next_maps = 0.0
         self.ending: float = 0.0  # when the ranks that are left are killed
-        self.slow: dict[int, int] = {}  # rank -> looks at which it was slow
+        self.slow: dict[int, int] = {}  # rank, or ~rank for its link -> looks at which it was slow
         self.next_slow = self.floor + 5
         self.files_by_handle: dict[int, Any] = {}
         for watched in self.ranks.values():
@@ -191,14 +191,18 @@ class Watcher:
         self._look_for_stragglers(now)
 
     def _look_for_stragglers(self, now: float) -> None:
-        slow = judge.stragglers(list(self.seen.values()))
-        self.slow = {rank: self.slow.get(rank, 0) + 1 for rank, _, _ in slow}
+        seen = list(self.seen.values())
+        slow = sorted(judge.stragglers(seen), key=lambda found: -found[1])
+        lines = {rank: judge.slow_line(self.seen[rank], times, where) for rank, times, where in slow}
+        if (late := judge.slow_link(seen)) is not None and late.link[0] in self.seen:
+            lines[~late.link[0]] = judge.link_line(late, self.seen[late.link[0]].host)
+        self.slow = {key: self.slow.get(key, 0) + 1 for key in lines}
         if now < self.next_slow:
             return
-        for rank, times, where in sorted(slow, key=lambda found: -found[1]):
-            if self.slow[rank] >= SLOW_LOOKS:
+        for key, line in lines.items():
+            if self.slow[key] >= SLOW_LOOKS:
                 self.next_slow = now + QUIET
-                self._say(judge.slow_line(self.seen[rank], times, where))
+                self._say(line)
                 return
 
     def _hang(self, found: judge.Hang) -> None:

@@ -1,0 +1,38 @@
+"""How long data of ranks on other machines take to come once all ranks have come to a call: that tells a link that is
+slow from a rank that is. Counted are calls that are made again and again, over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..base import slot
+
+EVERY_NS = 1_000_000_000  # between judgements; what was counted before a judgement counts half after it
+SLOW_NS, TIMES = 100_000_000, 3  # a link is slow that took so long, and so many times as long a byte as all others
+
+
+class Links:
+    """Bytes that came to this rank from ranks on other machines, and how long they took. near: those on this one."""
+
+    def __init__(self, near: Collection[int]) -> None:
+        self.near = frozenset(near)
+        self.seen: dict[int, tuple[float, float]] = {}  # bytes, ns
+        self._next = 0
+
+    def came(self, rank: int, size: int, ns: int) -> None:
+        """Counts data of a rank that took so long."""
+        bytes_, before = self.seen.get(rank, (0.0, 0.0))
+        self.seen[rank] = bytes_ + size, before + ns
+
+    def judge(self, now: int) -> None:
+        """A call is complete: tells the status slot of the slowest link, if it is much slower than the others."""
+        if now < self._next:
+            return
+        self._next = now + EVERY_NS
+        worst = max(self.seen, key=lambda p: self.seen[p][1] / self.seen[p][0])
+        size, ns = self.seen[worst]
+        rest, quick = (sum(of[i] for p, of in self.seen.items() if p != worst) for i in (0, 1))
+        times = ns * rest / (size * max(quick, 1.0))
+        slow = ns >= SLOW_NS and times >= TIMES
+        slot.link(*(worst, int(size), int(ns), int(min(times, 999))) if slow else (0, 0, 0, 0))
+        self.seen = {p: (size / 2, ns / 2) for p, (size, ns) in self.seen.items()}
