@@ -316,12 +316,7 @@ class Verifier:
         """Runs the command on n ranks; the last line it printed if it failed."""
         folder.mkdir()
         words = started(self.command, n, self.launcher)
-        try:
-            return failure(words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, timeout=self.timeout)
-        except subprocess.TimeoutExpired:
-            return f"not over after {self.timeout:g} s"
-        except OSError as problem:
-            return f"{words[0]} cannot be started: {problem.strerror}; `odyssey doctor` says what is missing"
+        return ran(words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, (), self.timeout)
 
 
 def launcher_words(launcher: str | None, who: str) -> list[str]:
@@ -337,6 +332,16 @@ def launcher_words(launcher: str | None, who: str) -> list[str]:
 def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[str]:
     """The words of a command, behind those of a launcher if it has several ranks."""
     return [*(word.replace("{ranks}", str(ranks)) for word in (launcher if ranks > 1 else ())), *words]
+
+
+def ran(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str], timeout: float) -> str | None:
+    """As `failure`; it also says that a command could not be started, or was not over in time."""
+    try:
+        return failure(words, variables, without, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return f"not over after {timeout:g} s"
+    except OSError as problem:
+        return f"{words[0]} cannot be started: {problem.strerror}; `odyssey doctor` says what is missing"
 
 
 def failure(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any) -> str | None:

@@ -70,6 +70,7 @@ class Context:
     kept: set[int] = dataclasses.field(default_factory=set)  # likewise: steps whose checkpoints stay with the newest
     callbacks: Sequence[Callback] = ()
     given: Sequence[Callback] = ()  # those of them that were given to fit()
+    loader: Any = None  # as it was given to fit()
     asking: Callback | None = None  # whose event it is, or was
     finisher: Callback | None = None  # who has finished it
     figures: Sequence[str] | None = None  # what an epoch's record will have; None: not known before the first has ended

@@ -286,6 +286,11 @@ class Communicator:
         self._run(Call("group", described=("", None, -1, None, members)), True)
         return self._part(members) if self.rank in members else None
 
+    def subgroup(self, members: Sequence[int]) -> Communicator | None:
+        """This rank's group, of `members` in their order, where all ranks of this group make theirs at once; None for
+        those that give no members. All ranks of this group call it."""
+        return self.split(members[0], members.index(self.rank)) if members else self.split(None)
+
     def _part(self, members: tuple[int, ...]) -> Communicator:
         if len(members) == 1:
             return Communicator(parent=self)

@@ -34,8 +34,10 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
         here = comm.rank // ranks_per_node
     else:
         here = hooks.machine()
+    known = getattr(comm, "machines", None)  # of a rank that is alone: comm/stand_in.py
+    everyone = known or comm.all_gather(np.array([here], np.int64)).ravel().tolist()
     found: dict[int, list[int]] = {}
-    for rank, where in enumerate(comm.all_gather(np.array([here], np.int64)).ravel().tolist()):
+    for rank, where in enumerate(everyone):
         found.setdefault(where, []).append(rank)
     return tuple(tuple(ranks) for ranks in found.values())
 
@@ -63,8 +65,7 @@ class Places:
         """Returns those of a round of a route, of `members`, if this rank takes part; a collective call the first
         time."""
         if key not in self._comms:
-            color, at = (members[0], members.index(comm.rank)) if members else (None, 0)
-            self._comms[key] = comm.split(color, at), comm.split(color, at)
+            self._comms[key] = comm.subgroup(members), comm.subgroup(members)
         return self._comms[key]
 
 

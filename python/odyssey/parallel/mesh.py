@@ -10,6 +10,7 @@ Nothing here communicates; `Groups` asks a communicator for its sub-groups once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -82,15 +83,19 @@ class Groups:
         from ..comm import Communicator
 
         self.world, self.mesh = world, mesh
-        self.d, self.p, self.t = mesh.coordinates(world.rank)
+        self.d, self.p, self.t = d, p, t = mesh.coordinates(world.rank)
         alone = world.size == 1 or (mesh.pp == 1 and mesh.tp == 1)
-        self.dp = world if alone else _split(world, self.p * mesh.tp + self.t)
-        self.pp = Communicator() if alone else _split(world, self.d * mesh.tp + self.t)
-        self.tp = Communicator() if alone else _split(world, self.d * mesh.pp + self.p)
-        self.model = Communicator() if alone else _split(world, self.d)
 
+        def group(ds: range, ps: range, ts: range) -> Communicator:
+            if alone:
+                return Communicator()
+            part = world.subgroup([mesh.rank(*at) for at in itertools.product(ds, ps, ts)])
+            assert part is not None
+            return part
 
-def _split(world: Communicator, color: int) -> Communicator:
-    part = world.split(color, world.rank)
-    assert part is not None
-    return part
+        every = range(mesh.dp), range(mesh.pp), range(mesh.tp)
+        one = range(d, d + 1), range(p, p + 1), range(t, t + 1)
+        self.dp = world if alone else group(every[0], one[1], one[2])
+        self.pp = group(one[0], every[1], one[2])
+        self.tp = group(one[0], one[1], every[2])
+        self.model = group(one[0], every[1], every[2])

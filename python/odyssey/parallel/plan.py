@@ -95,6 +95,14 @@ def default_shard_size(samples: int, rows: int = 1) -> int:
     return 16 if 32 <= samples < 128 else 32
 
 
+def busy(workers: int, sharing: int, samples: int) -> str:
+    """Returns what to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
+    if samples < sharing:
+        return f"each has one with a global batch of at least {workers} and a shard size of 1, and other bits"
+    size = (samples - 1) // (sharing - 1)
+    return f"each has one with a shard size of {size} (shard_size, --shard-size), and other bits"
+
+
 def idle(workers: int, samples: int, shard_size: int) -> int:
     """How many of the workers that share out so many samples have no shard."""
     return max(0, workers - shard_count(samples, shard_size))

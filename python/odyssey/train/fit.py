@@ -275,7 +275,8 @@ class Trainer:
             raise ConfigError("[train] trace and profile need odyssey.view, which is not part of this installation")
         started = time.perf_counter()
         given = sorted(_callbacks(callbacks), key=lambda callback: callback.after)
-        context = Context(self, History(), epochs, steps, saving=saving, callbacks=self.callbacks, given=given)
+        own = {"callbacks": self.callbacks, "given": given, "loader": train_loader}
+        context = Context(self, History(), epochs, steps, saving=saving, **own)
         self.context = context
         context.emit("on_fit_plan")
         if context.saving.off:

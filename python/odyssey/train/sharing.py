@@ -12,7 +12,7 @@ from ..comm import Communicator
 from ..core import changes
 from ..data.trees import Form
 from ..errors import ConfigError
-from ..parallel.plan import default_shard_size, idle, shard_count
+from ..parallel.plan import busy, default_shard_size, idle, shard_count
 from ..settings.declarations import Training, declared
 from . import agreement
 from .fit import Trainer
@@ -165,11 +165,3 @@ class Sharing(Trainer):
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
         means = total.means()
         return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
-
-
-def busy(workers: int, sharing: int, samples: int) -> str:
-    """Returns what to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
-    if samples < sharing:
-        return f"each has one with a global batch of at least {workers} and a shard size of 1, and other bits"
-    size = (samples - 1) // (sharing - 1)
-    return f"each has one with a shard size of {size} (shard_size, --shard-size), and other bits"

@@ -21,7 +21,7 @@ from ..base.outputs import write_weights
 from ..build import gpus
 from ..checkpoints.trainable import Evaluation, History, Step
 from ..comm.cores import default_threads
-from ..core import changes
+from ..core import changes, native
 from ..core import precision as precisions
 from ..core.arena import Arena
 from ..core.offload import maker, offload
@@ -247,6 +247,27 @@ class DistributedTrainer(EngineState):
             while self._train.team.notes:
                 self.say(self._train.team.notes.pop())
         return self.last
+
+    def rehearse(self, batch: datasets.Batch, *, prepare: bool = False) -> tuple[int, int]:
+        """Takes a step of this rank alone, in a world whose others are absent (comm/stand_in.py): nothing is compared,
+        and their samples count as if they were there. prepare: only makes what a step needs, and computes nothing.
+
+        Returns how many shards this rank has, and how many bytes others have read from memory that it shares so far.
+        """
+        samples, form = len(batch.indices), batch.dataset.form
+        self._share_out(samples, form)
+        if prepare:
+            self._train.prepare(samples, form)
+            self._begin(Sums([], 0, []))
+        else:
+            sums = self._train.run(batch, self.steps)
+            self._train.alike, sums.values[1] = True, float(samples)
+            native.memory(sums.samples_address, 4).view(np.float32)[0] = samples
+            self._train.commit_step(self.optimizer, sums, self._divisor(sums), self.rate(self.steps))
+            self._train.ownership.updated()
+        lo, hi = self._train.part(samples)
+        made = {id(r): r for runner in self._train.runners for r in runner.reductions if hasattr(r.comm, "shared")}
+        return -(-(hi - lo) // self._train.shard_size_of(samples)), sum(r.bytes_sent for r in made.values())
 
     def _rows(self, form: Form | None) -> int | None:
         if self._old_default:

@@ -17,7 +17,7 @@ from ...base.registry import provided
 from ...errors import ConfigError, OdysseyError, printable
 from ...settings.recipes import OWN_CLASS
 
-OWN = "train launch predict evaluate export verify generate inspect diff replay scale doctor build completion"
+OWN = "train launch predict evaluate export verify plan generate inspect diff replay scale doctor build completion"
 #: Names of commands, as `odyssey --help` lists them, with their modules: those of this package, then others'.
 COMMANDS: dict[str, str] = {name: f"{__name__}.{name}" for name in OWN.split()} | provided("commands")
 

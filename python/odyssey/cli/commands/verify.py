@@ -57,7 +57,7 @@ def command(
     if found is not None and found.size > 1:
         with on_all_ranks():
             raise ConfigError("[verify] it starts the ranks of each layout itself; run it without mpirun or srun")
-    layouts, rest = _layouts(layouts, rest)
+    layouts, rest = layouts_among(layouts, rest)
     if json_file is not None:
         outputs.check(json_file, "--json")
     if inference is not None:
@@ -103,7 +103,7 @@ def _inference(run: Path, samples: int, json_file: Path | None) -> None:
         sys.exit(DIFFERENT)
 
 
-def _layouts(given: tuple[str, ...], rest: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def layouts_among(given: tuple[str, ...], rest: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Layouts that follow the option's first one without repeating it are among the arguments: "key=value" words."""
     from ...audit.verify import KEYS
 
