@@ -1,5 +1,5 @@
-"""Optimizers that are rules, in whole trainings: under a schedule, clipping and a callback that changes their betas they
-are right against NumPy, and have the bits of one process on every layout, also where they go on on another."""
+"""Optimizers that are rules, in whole trainings: under a schedule, clipping and a callback that changes their betas
+they are right against NumPy, and have the bits of one process on every layout, also where they go on on another."""
 
 from __future__ import annotations
 
