@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--model", choices=nets.MODELS, default="lenet5", help="which network")
     parser.add_argument("--batches", default="64,1024,8192", help="batch sizes")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="fp32", help="of products")
-    parser.add_argument("--shard-size", type=int, default=32, help="samples per shard of ours")
+    parser.add_argument("--shard-size", type=int, help="samples of a shard of ours, instead of the default")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=0.5, help="of one turn")
     parser.add_argument("--steps", type=int, help="of one turn instead of --seconds")

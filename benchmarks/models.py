@@ -1,9 +1,10 @@
 """One whole training step of GPT, ResNet-18, LeNet-5 and MLP: ours against the fastest of PyTorch's.
 
 A case is MODEL:BATCH, with each number of threads and each precision. The sides take turns in one process, which has
-one core for one thread: ours, ResNet-18 in fp32 also with Winograd's convolutions; PyTorch eager, with the
-channels-last memory format (images), and under torch.compile if there is a C++ compiler; all with the fused optimizer,
-on ready tensors, and malloc keeps large blocks (MALLOC_*). bf16 is torch.autocast there. "ratio" is the time of
+one core for one thread: ours, at its defaults unless --shard-size is given, ResNet-18 in fp32 also with Winograd's
+convolutions; PyTorch eager, with the channels-last memory format (images), and under torch.compile if there is a C++
+compiler; all with the fused optimizer, on ready tensors, and malloc keeps large blocks (MALLOC_*). bf16 is
+torch.autocast there. "ratio" is the time of
 PyTorch's fastest side / ours, the median over turns; "% of peak" is of the FMA peak (bf16: of products of pairs, where
 there are such; AMX's tiles can be above it) that the same process measured before and after, operations being those of
 linear layers, convolutions as defined (however they are computed) and causal attention, with scores computed twice in
@@ -53,7 +54,9 @@ def our_model(name: str) -> Any:
     return nn.models.build(name, sample_shape=IMAGES[name])
 
 
-def ours(name: str, batch: int, threads: int, precision: str, algorithm: str = "auto") -> tuple[Step, Any, Any]:
+def ours(
+    name: str, batch: int, threads: int, precision: str, shard_size: int | None, algorithm: str = "auto"
+) -> tuple[Step, Any, Any]:
     """A step of odyssey, its trainer, and its data set."""
     from odyssey import DistributedTrainer, data, optim
 
@@ -62,8 +65,6 @@ def ours(name: str, batch: int, threads: int, precision: str, algorithm: str = "
     optimizer = optim.AdamW(lr=1e-4, weight_decay=0.1) if name == "gpt" else optim.SGD(lr=1e-3, momentum=0.9)
     if name == "gpt":
         optimizer.undecayed = optim.vectors
-    size = min(batch, {"gpt": 4}.get(name, 32))
-    size = size if batch >= size * threads else -(-batch // threads)  # a shard for each thread
     model = our_model(name)
     trainer = DistributedTrainer(
         model,
@@ -71,7 +72,7 @@ def ours(name: str, batch: int, threads: int, precision: str, algorithm: str = "
         threads=threads,
         precision=precision,
         conv_algorithm=algorithm,
-        shard_size=size,
+        shard_size=shard_size,
         backend="local",
         metrics=[],
     )
@@ -176,13 +177,13 @@ def operations(record: Any, sizes: tuple[str, ...], lanes: float) -> float:
     return 0.0
 
 
-def our_ops(trainer: Any, dataset: Any) -> dict[str, dict[str, float]]:
-    """Of one full shard: by op, seconds of its records one by one (the fastest of five), records and operations."""
+def our_ops(trainer: Any, dataset: Any, size: int) -> dict[str, dict[str, float]]:
+    """By op of one shard of `size` samples: seconds of its records one by one (best of five), records, operations."""
     from odyssey.core import native
     from odyssey.core.tensor import SMALL_BATCH
     from odyssey.parallel import costs
 
-    size, table = trainer.shard_size, native.library().ops
+    table = native.library().ops
     records = trainer._train.record(size, dataset.form)
     n = size * (CONTEXT if dataset.labels.ndim > 1 else 1)
     lanes = 1.0 if size <= SMALL_BATCH and n == size else n / -(-n // 16)
@@ -200,10 +201,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     name, batch = options.case.split(":")[0], int(options.case.split(":")[1])
     threads, precision = options.threads[0], options.precisions[0]
     core = common.pin() if threads == 1 else None
-    step, trainer, dataset = ours(name, batch, threads, precision)
+    step, trainer, dataset = ours(name, batch, threads, precision, options.shard_size)
     sides: dict[str, Step] = {"ours": step}
     if name == "resnet18" and precision == "fp32":
-        sides["winograd"] = ours(name, batch, threads, precision, "winograd")[0]
+        sides["winograd"] = ours(name, batch, threads, precision, options.shard_size, "winograd")[0]
     theirs: dict[str, int] = {}
     missing = ""
     if common.have_torch():
@@ -228,10 +229,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     peaks.append(common.peak(core))
     bf16 = precision == "bf16" and peaks[0]["bf16_best"] > 0
     peak = max(one["bf16_best" if bf16 else "best"] for one in peaks) * threads
-    by_op = our_ops(trainer, dataset)
-    flops = sum(row["operations"] for row in by_op.values()) * batch / trainer.shard_size
+    size = trainer._train.shard_size_of(batch)
+    by_op = our_ops(trainer, dataset, size)
+    flops = sum(row["operations"] for row in by_op.values()) * batch / size
     row: dict[str, Any] = {"case": options.case, "threads": threads, "precision": precision, "peak": peak}
-    row |= {"operations": flops, "missing": missing, "ops": by_op, "shard_size": trainer.shard_size}
+    row |= {"operations": flops, "missing": missing, "ops": by_op, "shard_size": size}
     row["seconds"] = {key: common.median([t for one in found for t in one]) for key, found in times.items()}
     row["share"] = {key: flops / seconds * 1e-9 / peak for key, seconds in row["seconds"].items()}
     row["activations"] = {
@@ -294,6 +296,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn")
     parser.add_argument("--steps", type=int, help="steps of a turn, instead of its length")
+    parser.add_argument("--shard-size", type=int, help="samples of a shard of ours, instead of the default")
     parser.add_argument("--ops", action="store_true", help="print the time of our ops as well")
     parser.add_argument("--case", help=common.INTERNAL)
     options = parser.parse_args()
@@ -317,6 +320,7 @@ def main() -> int:
                 ]
                 words += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
                 words += ["--steps", str(options.steps)] if options.steps else []
+                words += ["--shard-size", str(options.shard_size)] if options.shard_size else []
                 set_before = {"OMP_NUM_THREADS": str(threads), **TUNED, **os.environ}
                 done = subprocess.run(
                     [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, env=set_before
@@ -325,7 +329,7 @@ def main() -> int:
                     print(f"{case}, {threads} threads, {precision}: exit code {done.returncode}", file=sys.stderr)
                     return 1
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
-                asked = {k: getattr(options, k) for k in ("rounds", "seconds", "steps", "sides")}
+                asked = {k: getattr(options, k) for k in ("rounds", "seconds", "steps", "sides", "shard_size")}
                 common.write_json(options.json, "models", facts, options=asked, rows=rows)
                 ratio = rows[-1].get("ours", {}).get("median")
                 print(f"{case}, {threads} threads, {precision}: {ratio or 'done'}", file=sys.stderr, flush=True)

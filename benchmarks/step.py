@@ -290,7 +290,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of both sides")
     parser.add_argument("--model", choices=nets.MODELS, default="lenet5", help="the network")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of both sides")
-    parser.add_argument("--shard-size", type=int, default=32, help="of ours")
+    parser.add_argument("--shard-size", type=int, help="samples of a shard of ours, instead of the default")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=0.25, help="length of a turn")
     parser.add_argument("--steps", type=int, help="steps of a turn, instead of its length")
