@@ -139,7 +139,7 @@ ONE_RANK_FAILS = """
 from odyssey import cli, comm
 from odyssey.cli.commands import train
 from odyssey.errors import DataError
-def run(settings, verbose=False):
+def run(settings, verbose=False, words=None):
     world = comm.world("mpi")
     world.barrier()
     if world.rank == 1:
@@ -192,7 +192,7 @@ from pathlib import Path
 from odyssey import cli, comm
 from odyssey.cli.commands import train
 from odyssey.errors import DataError
-def run(settings, verbose=False):
+def run(settings, verbose=False, words=None):
     world = comm.world("mpi")
     files = re.findall(r"/dev/shm/(?:mpich|sm)_\\S+", Path("/proc/self/maps").read_text())
     if world.rank == 0:

@@ -72,3 +72,26 @@ def test_a_script_that_trains_nothing_is_named(launch, tmp_path):
 def test_the_link_of_two_ranks_is_measured():
     link, near = planner.measured(None)
     assert near and 0 < link.latency < 1 and 1e6 < link.bandwidth
+
+
+def test_a_training_takes_the_best_layout(launch):
+    """--layout auto on two ranks: one of the layouts that are planned, and the bits of one process."""
+    options = ("--model", "mlp", "--steps", 3, "--no-eval", "--threads", 1)
+    alone = launch.result(*options)
+    found = launch.result(*options, "--layout", "auto", ranks=2)
+    assert found["weights_sha256"] == alone["weights_sha256"]
+    chosen = ",".join(f"{name}={found[name]}" for name in ("dp", "pp", "tp", "zero") if found[name])
+    assert chosen in set(planner.layouts(2)), found
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "--layout", "auto", "--pp", 2), "--layout auto and --pp 2 are both given; leave one of them out"),
+        (("train", "--layout", "best"), "'best' is not 'auto'"),
+        (("tune", "--param", "lr:0.1:1", "--layout", "auto"), "--layout auto is of one training; give --dp"),
+    ],
+)
+def test_a_layout_that_is_not_taken(launch, words, said):
+    done = launch.python("-m", "odyssey", *words)
+    assert done.returncode == 64 and said in done.stderr, done.stderr

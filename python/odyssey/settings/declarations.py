@@ -341,6 +341,10 @@ class Settings(Training):
     dp: int | None = setting(RANKS, None, "replicas of the model", "as many as pp and tp leave ranks for", low=1)
     pp: int | None = setting(RANKS, None, "pipeline stages, each on a rank of its own", "1", low=1)
     tp: int | None = setting(RANKS, None, "ranks that share each layer, 1 to 4", "1", low=1)
+    layout: str | None = setting(
+        RANKS, None, "auto: rank 0 plans all layouts first, as `odyssey plan` does, and the fastest that fits is taken",
+        "that of --dp, --pp, --tp and --zero", choices=("auto",)
+    )
     run_dir: Path | None = setting(
         SAVING, None, "keep what a run leaves here: checkpoints, a log of its steps, stacks",
         "none, or that of odyssey launch"
@@ -501,6 +505,9 @@ def settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _check_together(run: Settings) -> None:
+    given = [option(name, value) for name in ("dp", "pp", "tp", "zero") if (value := getattr(run, name))]
+    if run.layout and given:
+        raise ConfigError(f"[train] --layout {run.layout} and {given[0]} are both given; leave one of them out")
     if run.nesterov and run.momentum == 0:
         raise ConfigError("[train] --nesterov needs momentum, but --momentum is 0; raise --momentum, or remove it")
     if run.global_batch_size % run.accumulation_steps:

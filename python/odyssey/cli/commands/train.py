@@ -82,7 +82,8 @@ def _command(context: click.Context, verbose: bool, ranks: int | None, **_: Any)
     with on_all_ranks():
         made = settings_of(context)
     if ranks is None:
-        run(made, verbose=verbose)
+        words = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
+        run(made, verbose=verbose, words=words)
         return
     from odyssey.launch import DistributedLauncher, LaunchConfig
 
@@ -148,9 +149,16 @@ def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
     return left
 
 
-def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (), quiet: bool = False) -> Any:
+def run(
+    made: Settings,
+    *,
+    verbose: bool = False,
+    listeners: Sequence[Any] = (),
+    quiet: bool = False,
+    words: Sequence[str] | None = None,
+) -> Any:
     """Train as the settings say: print one summary line, unless `quiet`, and write the files that were asked for.
-    listeners: callbacks of fit(), whose history is returned."""
+    listeners: callbacks of fit(), whose history is returned. words: of the command line that the settings are of."""
     if made.watchdog is not None:
         os.environ["ODYSSEY_WATCHDOG"] = f"{made.watchdog:g}"
     again = os.environ.get(core.REPLAY)
@@ -167,19 +175,21 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
 
     world = comm.world(backend="auto")
     first = world.rank == 0
+    joined = any(map(os.environ.get, registry.provided("joining")))  # then the layout is not that of the options
+    if made.layout and not joined:
+        made = _planned(made, world, words)
     with on_all_ranks():
         threads = made.threads or default_threads(world.local_size)
         warnings = preflight.at_start(world, dataclasses.asdict(made), threads=threads)
         mesh = Mesh(made.dp, made.pp, made.tp)
-        if not any(map(os.environ.get, registry.provided("joining"))):  # else the layout is not that of the options
+        if not joined:
             mesh = mesh.fit(world.size)
     if first:
         for path, name in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
                 outputs.check(path, name)
         if made.run_dir is not None and not again:
-            words = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
-            runs.begin(runs.Run.current(), [sys.executable, "-m", "odyssey.train", *words])
+            runs.begin(runs.Run.current(), [sys.executable, "-m", "odyssey.train", *(words or ())])
 
     from odyssey import data, loggers, nn, optim
 
@@ -270,6 +280,33 @@ def _optimizer(made: Settings, text: bool) -> Any:
     if not isinstance(optimizer, optim.Optimizer):
         raise ConfigError(f"{said} gives a {type(optimizer).__name__}; a subclass of odyssey.optim.Optimizer is needed")
     return optimizer
+
+
+def _planned(made: Settings, world: Any, words: Sequence[str] | None) -> Settings:
+    """The settings with the layout that rank 0 finds best for these ranks, on all; a collective call."""
+    from ...audit import planner, verify
+    from ...train import resume
+
+    def found() -> dict[str, Any]:
+        if words is None:
+            raise ConfigError("[train] --layout auto is of one training; give --dp, --pp, --tp or --zero")
+        limit = planner.machine_memory() // world.local_size
+        command = [
+            sys.executable,
+            "-m",
+            "odyssey.train",
+            "--no-progress",
+            *without(words, {"--run-dir": 1, "--layout": 1}),
+        ]
+        best = planner.best(planner.Planner(command, world.local_size, limit)(tuple(planner.layouts(world.size))), 1)
+        if not best:
+            raise ConfigError(f"[train] --layout auto: no layout fits into {limit:,} bytes a rank; start more ranks")
+        if not made.no_progress:
+            text = f"{best[0].layout}: {1e3 * best[0].seconds:.1f} ms a step, {best[0].memory:,} bytes a rank"
+            print(f"odyssey: --layout auto is {text} as planned", file=sys.stderr, flush=True)
+        return verify.parse(best[0].layout)
+
+    return dataclasses.replace(made, layout=None, **resume.by_first(world, found))
 
 
 def _early_stopping(made: Settings, train_set: Any, text: bool) -> list[Any]:
