@@ -17,7 +17,7 @@ import numpy as np
 
 from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, digest, load
 from odyssey.data.sampler import permutation
-from odyssey.data.tables import Columns, Table, csv, dataset
+from odyssey.data.tables import Columns, Table, csv
 from odyssey.data.trees import leaves, mapped
 from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError, check_integer
@@ -399,7 +399,7 @@ def opened(
             how = {"like": like}
         table = Table(here)
         training = _parts(len(table.lines))[0] if whole else slice(None)
-        found: Any = dataset(table, target, words=whole, training=training, **how)
+        found: Any = csv(table, target, words=whole, training=training, **how)
     else:
         found = npz(here) if name == "npz" else ImageFolder(here, size)
         if name == "npz" and not found.classes and np.ndim(found.labels) == 1:  # numbers (N,), for an output (N, 1)

@@ -200,7 +200,7 @@ class Columns:
 
 
 def csv(
-    path: str | Path,
+    path: str | Path | Table,
     target: str | Sequence[str] | None = None,
     *,
     classes: bool = True,
@@ -209,6 +209,7 @@ def csv(
     drop_columns: Sequence[str] = (),
     fill: str | float | None = None,
     like: ArrayDataset | Columns | None = None,
+    training: Any = slice(None),
 ) -> ArrayDataset:
     """A table of numbers with a header: samples (N, F) float32 of all columns but the targets.
 
@@ -221,25 +222,12 @@ def csv(
     normalize: numbers become (number - mean) / standard deviation, of their column. drop_columns: are left out.
     fill: what stands for a missing number: a number, or "mean", of its column.
     like: the data set of the training part, whose columns, texts, means and deviations hold here too.
+    training: rows of which means and deviations are taken, numbers (n,) or a slice; default all.
     Raises DataError for a missing column, a line of another length, a field that is no finite number, a text that is
     none of `like`; ConfigError for a wrong `fill`, or where `like` decides what is given.
     """
-    return dataset(Table(path), target, classes, words, normalize, drop_columns, fill, like)
-
-
-def dataset(
-    table: Table,
-    target: str | Sequence[str] | None = None,
-    classes: bool = True,
-    words: bool = True,
-    normalize: bool = False,
-    drop_columns: Sequence[str] = (),
-    fill: str | float | None = None,
-    like: ArrayDataset | Columns | None = None,
-    training: Any = slice(None),
-) -> ArrayDataset:
-    """The data set of csv(); training: rows whose means and deviations are taken, numbers (n,) or a slice."""
-    header, path = table.header, table.path
+    table = path if isinstance(path, Table) else Table(path)
+    header = table.header
     wanted = [header[-1]] if target is None else [target] if isinstance(target, str) else list(target)
     fields = [table.column(name) for name in wanted][0]
     for name in drop_columns:
@@ -250,12 +238,12 @@ def dataset(
     if columns is None:
         names = [name for name in header if name not in (*wanted, *drop_columns)]
         if not names:
-            raise DataError(f"{path} has no column besides the target; samples need one")
+            raise DataError(f"{table.path} has no column besides the target; samples need one")
         columns = Columns.learnt(table, names, training, fill, normalize)
     elif normalize or drop_columns or fill is not None:
         raise ConfigError("[data] normalize, drop_columns and fill are those of like=; leave them out")
     x, found = columns.samples(table), ()
-    name = Path(path).name
+    name = Path(table.path).name
     if len(wanted) > 1:
         made = arrays(x, np.stack([table.numbers(name, target=True) for name in wanted], 1), name=name)
     elif classes and all(field.isdecimal() for field in fields):
