@@ -22,9 +22,13 @@ import pytest
 
 import odyssey
 from beds import outside
-from odyssey.build import compiler, folder, pack
+from odyssey.build import compiler, folder
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import wheel_kernels  # noqa: E402
+
 NAME = f"odyssey-{odyssey.__version__}"
 TRAIN = ["train", "--steps", "20", "--no-eval"]
 MINORS = range(10, 15)  # of Python 3, those that scripts/release locks packages for
@@ -80,7 +84,7 @@ def test_the_files(dist):
         name: digest for digest, name in lines
     }
     assert len(lines) == 3 and f"{NAME}.tar.gz" in dict(map(reversed, lines))
-    for system, cpus in pack.SHIPPED.items():
+    for system, cpus in wheel_kernels.SHIPPED.items():
         path = wheel(dist, system.partition("-")[2])
         archive = zipfile.ZipFile(path)
         names = set(archive.namelist())
@@ -198,11 +202,11 @@ def test_installed_it_trains_at_once(installed):
 
 
 @pytest.mark.parametrize("installed", [pytest.param(OWN, id=f"3.{OWN}")], indirect=True)
-@pytest.mark.parametrize("cpu", pack.SHIPPED["linux-x86_64"])
+@pytest.mark.parametrize("cpu", wheel_kernels.SHIPPED["linux-x86_64"])
 def test_its_kernels_have_the_bits_of_kernels_compiled_here(installed, cpu):
     if lacking := compiler.lacking(cpu):
         pytest.skip(f"this CPU has no {', '.join(lacking)}")
-    if cpu not in (pack.SHIPPED["linux-x86_64"][0], compiler.host_cpu()) and not outside.SLOW:
+    if cpu not in (wheel_kernels.SHIPPED["linux-x86_64"][0], compiler.host_cpu()) and not outside.SLOW:
         pytest.skip(f"compiles the kernels once more: {outside.WHY_SLOW}")
     text = ["--model", "gpt-mini", "--steps", "2", "--global-batch-size", "4", "--precision", "bf16"]
     for more in ([], text):

@@ -20,6 +20,10 @@ from odyssey.build import compiler, folder, gpus, pack
 from odyssey.build import library as build
 from odyssey.errors import BuildError, DeviceError, OutputError
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import wheel_kernels  # noqa: E402
+
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="run-time libraries as they are on Linux")
 
 
@@ -117,15 +121,15 @@ def test_the_glibc_that_a_library_needs():
 @pytest.fixture
 def shipped(tree, tmp_path, monkeypatch):
     """Kernels for this CPU, as a wheel brings them."""
-    monkeypatch.setitem(pack.SHIPPED, folder.system(), (compiler.host_cpu(),))
-    pack.ship(tmp_path / "shipped", folder.system())
+    monkeypatch.setitem(wheel_kernels.SHIPPED, folder.system(), (compiler.host_cpu(),))
+    wheel_kernels.ship(tmp_path / "shipped", folder.system())
     monkeypatch.setattr(build, "SHIPPED", tmp_path / "shipped")
     return tmp_path / "shipped" / compiler.host_cpu() / build.LIBRARY
 
 
 @LINUX
 def test_kernels_of_a_wheel_are_used_and_nothing_is_compiled(shipped, entries, tmp_path, monkeypatch):
-    pack.ship(tmp_path / "again", folder.system())
+    wheel_kernels.ship(tmp_path / "again", folder.system())
     assert (tmp_path / "again" / shipped.parent.name / build.LIBRARY).read_bytes() == shipped.read_bytes()
     monkeypatch.setenv("PATH", "/nowhere")
     assert build.library_path() == build.cached() == build.cached_library() == shipped

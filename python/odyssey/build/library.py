@@ -12,7 +12,7 @@ imports. Processes that start together compile once. Nothing here opens a librar
     <cache>/kernels/<key>.lock              held while compiling; names the process that does
     <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
 
-A wheel may bring kernels for some CPUs (pack.ship); where one is for this CPU, nothing is compiled:
+A wheel may bring kernels for some CPUs (scripts/release); where one is for this CPU, nothing is compiled:
 
     odyssey/_kernels/<cpu>/libodyssey.so    a folder of folder.py, which says of what sources and by which compiler
 

@@ -1,9 +1,7 @@
-"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler; and those
-with kernels alone that a wheel carries."""
+"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import json
 import os
@@ -21,7 +19,7 @@ import odyssey
 from odyssey.errors import BuildError, OutputError
 
 from ..base.files import exchange
-from . import compiler, folder, gpus, sources
+from . import compiler, folder, gpus
 from . import library as build
 
 # What odyssey imports besides numpy and mpi4py, which are compiled for a version of Python and bring an MPI: click for
@@ -79,10 +77,7 @@ def pack(
                 _dependencies(aside / "site")
             (aside / "odyssey").write_text(_LAUNCHER)
             (aside / "odyssey").chmod(0o755)
-            versions = odyssey.__version__, build.compiler_version(), folder.system()
-            hashed, digests = build.source_hash(build.source_root()), dict(_digests(aside))
-            manifest = folder.Manifest(*versions, cpu, tuple(names), hashed, glibc, digests)
-            (aside / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
+            manifest = seal(aside, folder.system(), cpu, names, glibc)
             _put(aside, output)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -90,6 +85,14 @@ def pack(
         what = f"{output} cannot be written: {problem.strerror}"
         raise OutputError(f"[build] {what}; choose another --output") from problem
     return Packed(output, len(manifest.files) + 1, _sizes(manifest))
+
+
+def seal(home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: tuple[int, ...]) -> folder.Manifest:
+    """Writes the manifest of a folder that has all its files; the arguments are the manifest's."""
+    versions, hashed = (odyssey.__version__, build.compiler_version()), build.source_hash(build.source_root())
+    manifest = folder.Manifest(*versions, system, cpu, tuple(accelerators), hashed, glibc, dict(_digests(home)))
+    (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
+    return manifest
 
 
 def _usable(output: Path) -> None:
@@ -148,44 +151,6 @@ def newest_glibc(library: bytes) -> tuple[int, ...]:
     """The highest version of glibc that a library names among the versions of symbols, such as (2, 34); () if none."""
     found = re.findall(rb"\0GLIBC_(\d+(?:\.\d+)*)(?=\0)", library)
     return max((tuple(map(int, version.split(b"."))) for version in found), default=())
-
-
-# -- for wheels -------------------------------------------------------------------------------------------------------
-
-# What a wheel has kernels for. compiler.host_cpu() says which are taken.
-SHIPPED = {
-    "linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "x86-64-v4+avx512bf16+amx-bf16"),
-    "linux-aarch64": ("generic",),
-}
-GLIBC = (2, 34)  # what the wheels of `max` ask for
-
-
-def ship(output: Path, system: str) -> None:
-    """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that has the compiler: the
-    bytes depend on sources, compiler and CPU alone.
-
-    output: a directory that is not there. system: one of `SHIPPED`.
-
-    Raises BuildError: it does not compile.
-    """
-    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:  # a compiler takes some GiB
-        list(pool.map(lambda cpu: _ship(output / cpu, system, cpu), SHIPPED[system]))
-
-
-def _ship(home: Path, system: str, cpu: str) -> None:
-    home.mkdir(parents=True)
-    root, objects = build.source_root(), home / "objects"
-    objects.mkdir()
-    triple = f"{system.partition('-')[2]}-unknown-linux-gnu"
-    for source in map(Path, sources.roots(sources.read(root, gpu=False))):
-        # With several threads the compiler makes one of two objects at random.
-        output = objects / f"{source.stem}.o"
-        compiler.compile_kernels(root, source, output, cpu, triple=triple, flags=("-j", "1"))
-    compiler.link(sorted(objects.iterdir()), home / build.LIBRARY, "--strip-all", apple=False)
-    shutil.rmtree(objects)
-    versions, hashed = (odyssey.__version__, build.compiler_version(), system), build.source_hash(root)
-    manifest = folder.Manifest(*versions, cpu, (), hashed, GLIBC, dict(_digests(home)))
-    (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
 
 
 def _package(target: Path) -> None:
