@@ -13,7 +13,7 @@ import bisect
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -399,6 +399,16 @@ def eliminate_dead_code(records: list[Record]) -> list[Record]:
 # --- fusion ----------------------------------------------------------------------------------
 
 
+def slot_users(records: Sequence[Record]) -> dict[int, list[int]]:
+    """The places of the records that have a slot among their arguments, by id(slot)."""
+    users: dict[int, list[int]] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                users.setdefault(id(a), []).append(i)
+    return users
+
+
 def fuse(records: list[Record]) -> list[Record]:
     """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
 
@@ -406,11 +416,7 @@ def fuse(records: list[Record]) -> list[Record]:
     part becomes part of that op's backward where that has one too, as a batch norm's, for which the output need not be
     kept; or of the backward of the only op that read its output, such as a max-pool, where that has a `relu of x`.
     """
-    users: dict[int, list[int]] = {}
-    for i, r in enumerate(records):
-        for a in r.args:
-            if isinstance(a, Slot):
-                users.setdefault(id(a), []).append(i)
+    users = slot_users(records)
     out: list[Record | None] = [r.changed(args=list(r.args)) for r in records]
     rectified: dict[int, Record] = {}  # ops with a ReLU, by output
     merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well

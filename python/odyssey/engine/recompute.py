@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.program import Record, Slot
+from ..core.program import Record, Slot, slot_users
 
 
 def recompute(records: list[Record]) -> list[Record]:
@@ -12,12 +12,9 @@ def recompute(records: list[Record]) -> list[Record]:
     record that reads it, if all that it is made of is there at that time anyway. Records that are changed are copies.
     """
     start = next((i for i, r in enumerate(records) if r.phase == "backward"), len(records))
-    uses: dict[int, list[int]] = {}
+    uses = slot_users(records)
     makers: dict[int, list[Record]] = {}
-    for i, r in enumerate(records):
-        for a in r.args:
-            if isinstance(a, Slot):
-                uses.setdefault(id(a), []).append(i)
+    for r in records:
         for a in r.args[: len(r.declared.outputs)]:
             makers.setdefault(id(a), []).append(r)
     dropped: set[int] = set()  # slots that are not kept

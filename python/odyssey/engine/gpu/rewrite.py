@@ -14,7 +14,7 @@ import numpy as np
 from ...core import native as host
 from ...core.arena import Arena
 from ...core.gpu_native import library
-from ...core.program import Range, Record, Slot, encode
+from ...core.program import Range, Record, Slot, encode, slot_users
 from ...errors import ConfigError
 
 
@@ -24,19 +24,10 @@ def fuse(records: list[Record]) -> list[Record]:
     return _with_reader(_with_gradient(records, fused), fused)
 
 
-def _users(records: Sequence[Record]) -> dict[int, list[int]]:
-    users: dict[int, list[int]] = {}
-    for i, r in enumerate(records):
-        for a in r.args:
-            if isinstance(a, Slot):
-                users.setdefault(id(a), []).append(i)
-    return users
-
-
 def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
     """An op with its ReLU and what alone reads it, such as a convolution and a max-pool: the large output is never
     written."""
-    users = _users(records)
+    users = slot_users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
         used = users.get(id(r.args[0]), [])
@@ -53,7 +44,7 @@ def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]
 
 def _with_gradient(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
     """A loss whose sum is what is differentiated: loss and gradient in one launch."""
-    users = _users(records)
+    users = slot_users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
         readers = [k for k in users.get(id(r.args[1]), []) if k != i] if len(r.declared.outputs) > 1 else []
