@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -178,8 +179,13 @@ def lightning(name: str, mark: Mark) -> Trained:
     import logging
     import warnings
 
-    import lightning as L
     import torch
+
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    importlib.import_module(
+        "pytorch.vision"
+    )  # imports torchvision, as Lightning does, also one built for another torch
+    import lightning as L
 
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -103,15 +103,17 @@ class Engine:
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
         ready = self._ready(batch, step)
-        sent, plain, wire = ready.bytes_sent, ready.bytes_plain, ready.bytes_wire
-        if self.layout.comm.size > 1:
+        several = self.layout.comm.size > 1
+        before = ready.traffic() if several or self.team is not None else None
+        if several:
             self._mark(ready)
         sums = ready.run()
         if ready.expected is not None:
             self.alike = sums.values[MARKS] == ready.expected
-        self.bytes_sent += ready.bytes_sent - sent
-        self.bytes_plain += ready.bytes_plain - plain
-        self.bytes_wire += ready.bytes_wire - wire
+        if before is not None:
+            sent, plain, wire = (now - was for now, was in zip(ready.traffic(), before, strict=True))
+            self.bytes_sent, self.bytes_plain = self.bytes_sent + sent, self.bytes_plain + plain
+            self.bytes_wire += wire
         if self.layout.execution != "replay":
             self._check_labels(batch.dataset)
         return sums

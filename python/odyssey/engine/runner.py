@@ -182,20 +182,12 @@ class Runner:
         self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
-        return self.bytes_moved + sum(r.bytes_sent for r in self.reductions)
-
-    @property
-    def bytes_wire(self) -> int:
-        """Bytes of them to other machines, by sums along the tree."""
-        return sum(getattr(r, "bytes_wire", 0) for r in self.reductions)
-
-    @property
-    def bytes_plain(self) -> int:
-        """The same if gradients were summed along the tree, uncompressed."""
-        return self.bytes_moved + sum(r.bytes_plain for r in self.reductions)
+    def traffic(self) -> tuple[int, int, int]:
+        """Bytes that this rank has sent so far, those that the tree would have sent uncompressed, and those of the sent
+        ones that went to other machines in sums along the tree."""
+        made, moved = self.reductions, self.bytes_moved
+        sent, plain = sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
+        return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in made)
 
     def mark(self, code: int) -> None:
         """Sets what this rank must have in common with the others in the next steps."""
