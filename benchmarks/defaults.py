@@ -182,9 +182,7 @@ def lightning(name: str, mark: Mark) -> Trained:
     import torch
 
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-    importlib.import_module(
-        "pytorch.vision"
-    )  # imports torchvision, as Lightning does, also one built for another torch
+    importlib.import_module("pytorch.vision")  # also a torchvision that is built for another torch
     import lightning as L
 
     warnings.simplefilter("ignore")
