@@ -63,6 +63,7 @@ class Communicator:
         ranks: world ranks of the members.
         name: of the backend.
         why: one line: which backend, and why this one.
+        timeout: seconds that its calls wait for other ranks; None: ODYSSEY_TIMEOUT.
     """
 
     rank: int = 0
@@ -72,6 +73,8 @@ class Communicator:
     ranks: tuple[int, ...] = (0,)
     name: str = "local"
     why: str = "local: one process"
+    timeout: float | None = None
+    until: float | None = None  # time.monotonic() at which a wait gives up; another thread may set it
     _crowded: bool = False
     _broken: BaseException | None = None
     _mark: tuple[int, str] = (0, "all")  # names the group in the status slot: the same number on all members, who
@@ -245,10 +248,15 @@ class Communicator:
         request = self._send(array, dest, tag, envelope)
         return request.wait() if wait else request
 
-    def recv(self, out: np.ndarray, source: int, tag: int = 0, *, wait: bool = True) -> Any:
-        """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it. Raises
-        CollectiveError: what was sent has another dtype or number of elements; it is lost."""
-        self._check_peer("recv", "source", source, tag)
+    def recv(self, out: np.ndarray, source: int | None, tag: int = 0, *, wait: bool = True) -> Any:
+        """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it.
+
+        source: None for whichever other rank has sent; `source` of the request says who, when it is complete ("mpi",
+        "gloo", and "shm" over them).
+
+        Raises CollectiveError: what was sent has another dtype or number of elements; it is lost.
+        """
+        self._check_peer("recv", "source", self.rank if source is None else source, tag)
         self._written("recv", out)
         envelope = self._envelope("recv", out, source, tag)
         if source == self.rank:
@@ -341,8 +349,8 @@ class Communicator:
         """Starts sending to another rank."""
         raise NotImplementedError
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> Request:
-        """Starts receiving from another rank."""
+    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> Request:
+        """Starts receiving from another rank, or from any."""
         raise NotImplementedError
 
     def _sub(self, members: tuple[int, ...]) -> Communicator:
@@ -401,9 +409,10 @@ class Communicator:
         self._sequence += 1
         return self._begin(call)
 
-    def _envelope(self, kind: str, array: np.ndarray, peer: int, tag: int) -> Header:
+    def _envelope(self, kind: str, array: np.ndarray, peer: int | None, tag: int) -> Header:
         """Returns what a receiver sees of a message: (dtype code, elements) in its tail."""
-        way = f"{'to' if kind == 'send' else 'from'} rank {self.ranks[peer]} tag {tag}"
+        who = "any rank" if peer is None else f"rank {self.ranks[peer]}"
+        way = f"{'to' if kind == 'send' else 'from'} {who} tag {tag}"
         _, text = describe(kind, (NAMES[array.dtype], array.shape, -1, None, way), *caller_location(3))
         return Header(0, 0, text, (CODES[array.dtype], array.size), kind)
 

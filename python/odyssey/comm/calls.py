@@ -13,6 +13,7 @@ import itertools
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -315,11 +316,21 @@ def piece_tail(array: np.ndarray | None, shape: tuple[int, ...]) -> tuple[int, .
     return (CODES[array.dtype], len(shape), *shape, *(0,) * (DIMENSIONS - len(shape)))
 
 
+class _Made(threading.local):
+    at: tuple[str, int] | None = None  # file and line that made the call that this thread carries out
+
+
+made = _Made()
+
+
 def caller_location(depth: int) -> tuple[str, int]:
     """File and line of the program that called odyssey: those of the nearest frame outside of the package.
 
-    Where nobody outside called it, in `odyssey train` and in threads of its own, the nearest outside of `comm`.
+    Where nobody outside called it, in `odyssey train` and in threads of its own, the nearest outside of `comm`; in a
+    thread that makes calls of another, `made.at`.
     """
+    if made.at is not None:
+        return made.at
     frame: Any = sys._getframe(depth)
     own = None
     while frame is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -60,6 +61,7 @@ from .requests import Message, Request, Waiting  # noqa: E402
 from .rounds import Heads, Roll  # noqa: E402
 from .staged import Headed, Met, Staged  # noqa: E402
 
+_receiving = threading.RLock()  # threads wait in groups of their own, and move on what others receive
 STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start.py)
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
@@ -332,8 +334,8 @@ class MPICommunicator(Staged):
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> _Sent:
         return _Sent(self, array, dest, tag, envelope)
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> _Received:
-        return _Received(self, out, source, tag, envelope)
+    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> _Received | _FromAny:
+        return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
 
     def exchange_memory(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
@@ -376,10 +378,11 @@ class MPICommunicator(Staged):
         for comm in self._exits.communicators:
             if not isinstance(comm, MPICommunicator):
                 continue  # shared memory carries its messages over one of these
-            comm.listen()
-            for line in comm._receives.values():
-                while line and line[0]._request.Test():
-                    line.popleft()._open()
+            with _receiving:
+                comm.listen()
+                for line in comm._receives.values():
+                    while line and line[0]._request.Test():
+                        line.popleft()._open()
 
     def close(self) -> None:
         if self._is_world or self not in self._exits.communicators:
@@ -465,21 +468,22 @@ class _Received(Message):
 
     def test(self) -> bool:
         line = self._line
-        while not self._complete and line and line[0]._request.Test():
-            line.popleft()._open()
-        if not self._complete and self._envelope is None and self._request.Test():
-            if self._wrong:
-                self._fail(CollectiveError(self._wrong))
-            else:
-                self._result, self._complete = self._out, True
-            self._out = None
+        with _receiving:
+            while not self._complete and line and line[0]._request.Test():
+                line.popleft()._open()
+            if not self._complete and self._envelope is None and self._request.Test():
+                if self._wrong:
+                    self._fail(CollectiveError(self._wrong))
+                else:
+                    self._result, self._complete = self._out, True
+                self._out = None
         return self._complete
 
     def _open(self) -> None:
         """Reads the envelope and has the data come into the array, or, if they do not fit, out of the way."""
         sent, text = unpack_envelope(self._envelope)
         self._envelope = None
-        comm, source = self._comm, self._peer
+        comm, source = self._comm, self.source
         self._wrong = check_envelope(sent, text, self._out, self._mine, comm.ranks[source], comm.ranks[comm.rank])
         if self._wrong:
             status = MPI.Status()
@@ -488,7 +492,28 @@ class _Received(Message):
         self._request = comm._data.Irecv([self._out, _WORDS[self._out.dtype.itemsize]], source, self._tag)
 
     def _late(self) -> Sequence[int]:
-        return () if self._envelope is None else (self._peer,)  # behind an envelope the data are on their way
+        return () if self._envelope is None else (self.source,)  # behind an envelope the data are on their way
+
+
+class _FromAny(Message):
+    """A message from the rank of which one arrives first: received from that one then."""
+
+    __slots__ = ("_found", "_more")
+
+    def __init__(self, comm: MPICommunicator, out: np.ndarray, source: None, tag: int, mine: Header) -> None:
+        super().__init__(comm, mine, source)
+        self._found, self._more = None, (out, tag, mine)
+
+    def test(self) -> bool:
+        with _receiving:
+            if self._found is None:
+                (out, tag, mine), status = self._more, MPI.Status()
+                if self._comm._data.Iprobe(MPI.ANY_SOURCE, 2 * tag + 1, status):
+                    self.source = status.Get_source()
+                    self._found = _Received(self._comm, out, self.source, tag, mine)
+            if self._found is not None and self._found.test():
+                self._result, self._error, self._complete = self._found._result, self._found._error, True
+        return self._complete
 
 
 class _Memory(Waiting):

@@ -32,7 +32,7 @@ def did_not_come(ranks: Sequence[int]) -> str:
         return "all ranks came, but the data did not"
     names = ", ".join(map(str, ranks))
     what = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-    return f"{what} did not come; see what they do instead, or set ODYSSEY_TIMEOUT=SECONDS to wait longer"
+    return f"{what} did not come; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
 
 
 def deadline() -> float:
@@ -125,7 +125,7 @@ class Waiting(Request):
         """Tests until complete, giving the core away and then sleeping in between."""
         test = self.test
         start = begun = time.monotonic()
-        timeout, patience = deadline(), 0.0
+        timeout, patience = self._comm.timeout or deadline(), 0.0
         look, nap = start + _LOOK_S, 20e-6
         while not test():
             self._comm._progress()
@@ -135,13 +135,18 @@ class Waiting(Request):
             if now - begun < patience:
                 os.sched_yield()
                 continue
-            if now - start > timeout:
-                self._give_up(self._timed_out(timeout))
+            if now - start > (allowed := self._allowed(timeout, start)):
+                self._give_up(self._timed_out(allowed))
                 return
             if now > look:
                 look = now + (_AGAIN_S if self._look() else 0.25)
             time.sleep(nap)
             nap = min(1.5 * nap, 200e-6 if now - start < 0.1 else 1e-3)
+
+    def _allowed(self, timeout: float, start: float) -> float:
+        """Seconds that the wait since `start` may take, as far as anybody has said by now."""
+        until = self._comm.until
+        return timeout if until is None else min(timeout, max(round(until - start, 1), 0.0))
 
     def _patience(self) -> float:
         """Seconds of giving the core away before sleeping; they start anew when the number changes."""
@@ -198,20 +203,25 @@ class Collective(Waiting):
 
 
 class Message(Waiting):
-    """A message to or from another rank of the group. envelope: what the receiver sees of it, or is to see."""
+    """A message to or from another rank of the group. envelope: what the receiver sees of it, or is to see.
 
-    __slots__ = ("_peer", "_kind")
+    source: the other rank; None as long as it may be any.
+    """
 
-    def __init__(self, comm: Communicator, envelope: Header, peer: int) -> None:
+    __slots__ = ("source", "_kind")
+
+    def __init__(self, comm: Communicator, envelope: Header, peer: int | None) -> None:
         super().__init__(comm, envelope.text)
-        self._peer, self._kind = peer, envelope.kind
+        self.source, self._kind = peer, envelope.kind
 
     def _waited_for(self) -> tuple[int, str]:
-        return 0, str(self._comm.ranks[self._peer])
+        return 0, slot.ranges(self._comm.ranks) if self.source is None else str(self._comm.ranks[self.source])
 
     def _absent(self) -> str:
+        if self.source is None:
+            return "no rank sent it; see what they do instead"
         did_not = "receive" if self._kind == "send" else "send"
-        return f"rank {self._comm.ranks[self._peer]} did not {did_not} it; see what it does instead"
+        return f"rank {self._comm.ranks[self.source]} did not {did_not} it; see what it does instead"
 
 
 # --- messages within this process ------------------------------------------------------------------------------------

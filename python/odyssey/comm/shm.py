@@ -60,7 +60,7 @@ _FLOAT = np.dtype(np.float32)
 # Groups with calls under way: whoever waits for one moves the others on as well, as MPI would.
 _active: set[ShmCommunicator] = set()
 _messages: weakref.WeakSet[_Carried] = weakref.WeakSet()  # not complete
-_lock = threading.RLock()
+_moving = threading.RLock()  # of these messages: each thread that waits moves on all of them
 
 
 class ShmCommunicator(SteppedCommunicator):
@@ -91,6 +91,8 @@ class ShmCommunicator(SteppedCommunicator):
                 f"[comm] backend 'shm' connects up to {MAX_RANKS} ranks, but {over.size} are running; use backend 'mpi'"
             )
         self._queue: deque[_Pending] = deque()
+        self._lock = threading.RLock()
+        self._attended = False  # a thread waits here, and moves its calls on
         self._library = native.library()
         self._signatures: dict[tuple[int, ...], tuple[int, str]] = {}
         self._windows: list[Any] = []
@@ -240,7 +242,7 @@ class ShmCommunicator(SteppedCommunicator):
         pending = _Pending(self, call)
         pending.steps = self._all_reduce_steps(call, job, state)
         pending.job = next(pending.steps)
-        with _lock:
+        with self._lock:
             self._queue.append(pending)
             _active.add(self)
         return pending.wait()
@@ -253,7 +255,7 @@ class ShmCommunicator(SteppedCommunicator):
         if call.send is not None:
             call.send = np.asarray(call.send)  # what was widened from no dimensions is no array
         pending = _Pending(self, call)
-        with _lock:
+        with self._lock:
             self._queue.append(pending)
             _active.add(self)
             self._advance()
@@ -266,7 +268,7 @@ class ShmCommunicator(SteppedCommunicator):
         """
         moved = False
         library, team = self._library, self._team_address
-        with _lock:
+        with self._lock:
             while self._queue:
                 head = self._queue[0]
                 state = DONE
@@ -323,7 +325,7 @@ class ShmCommunicator(SteppedCommunicator):
 
     def _broke(self, error: BaseException) -> None:
         self._broken = self._over._broken = error
-        with _lock:
+        with self._lock:
             for pending in self._queue:
                 pending._fail(error)
             _active.discard(self)
@@ -366,19 +368,26 @@ class _Pending(Collective):
         return self._complete
 
     def _test_on(self) -> None:
+        self._comm._attended = True
+        try:
+            self._move_on()
+        finally:
+            self._comm._attended = False
+
+    def _move_on(self) -> None:
         comm = self._comm
         start = time.monotonic()
-        timeout = deadline()
+        timeout = comm.timeout or deadline()
         look = start + 0.25
         while not self._complete:
-            alone = len(_active) == 1 and not _messages
+            alone = not _messages and all(other._attended for other in tuple(_active))
             if not alone:
                 _move()
             if comm._advance(nanoseconds=SLICE_NS if alone else SHORT_NS):
                 continue
             now = time.monotonic()
-            if now - start > timeout:
-                self._give_up(self._timed_out(timeout))
+            if now - start > (allowed := self._allowed(timeout, start)):
+                self._give_up(self._timed_out(allowed))
             elif now > look:
                 look = now + 0.25
                 self._look()
@@ -395,7 +404,12 @@ class _Carried(Waiting):
     def __init__(self, comm: ShmCommunicator, inner: Waiting) -> None:
         super().__init__(comm, inner.describe())
         self._inner = inner
-        _messages.add(self)
+        with _moving:
+            _messages.add(self)
+
+    @property
+    def source(self) -> int | None:
+        return self._inner.source
 
     def test(self) -> bool:
         if not self._complete:
@@ -420,6 +434,11 @@ class _Carried(Waiting):
 def _move() -> None:
     """Moves on what is under way in this process: a rank that waits for one thing must not hold up another."""
     for comm in tuple(_active):
-        comm._advance()
-    for message in tuple(_messages):
-        message._try()
+        if comm._lock.acquire(blocking=False):  # else another thread is at it
+            try:
+                comm._advance()
+            finally:
+                comm._lock.release()
+    with _moving:
+        for message in tuple(_messages):
+            message._try()

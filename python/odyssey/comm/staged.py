@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from .requests import YIELD_S, Collective, Request, Waiting
 _SLOWEST = 1e8
 
 
-_active: weakref.WeakSet[Staged] = weakref.WeakSet()  # those with calls whose headers have not come
+_active: set[Staged] = set()  # those with calls whose headers have not come
 
 
 class Met(NamedTuple):
@@ -65,8 +64,11 @@ class Staged(Communicator):
     def _progress(self) -> None:
         """Data of calls in other groups: a rank that waits there may be one that this one's wait is for."""
         for other in tuple(_active):
-            if other is not self:
-                other._post_all()
+            if other is not self and other._lock.acquire(blocking=False):  # else another thread is at it
+                try:
+                    other._post_all()
+                finally:
+                    other._lock.release()
 
     def _post_all(self) -> None:
         """Posts the data of the calls whose headers are there."""

@@ -44,6 +44,11 @@ class Work:
             self._result, self._done = self._finish(result), True
         return self._result
 
+    @property
+    def source(self) -> int:
+        """The place in the group of the rank from which a message came."""
+        return self._request.source
+
     def is_completed(self) -> bool:
         """Returns True if it is over, the result in its place or lost; also makes progress."""
         over = self._request.test()

@@ -53,6 +53,8 @@ def begin(world: Any) -> None:
     entry.listen()
     if world.size == 1 or world.name == "gloo":  # with MPI it tells the other ranks as well: comm/mpi.py
         atexit.register(_leave, os.getpid())
+        forked = getattr(sys.modules.get("multiprocessing.util"), "Finalize", lambda *_, **__: None)
+        forked(None, _leave, (os.getpid(),), exitpriority=0)  # which ends by os._exit, after these
     started = getattr(sys.modules.get("odyssey.comm.mpi"), "STARTED", (0, 0))
     me = [os.getpid(), descriptor, _node(), *started, *_addresses()]
     everyone = world.all_gather(np.array(me, np.int64)).tolist()

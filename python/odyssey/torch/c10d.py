@@ -1,8 +1,8 @@
 """The backend "odyssey" of torch.distributed: a process group over a communicator of `odyssey.comm`.
 
 So DDP, FSDP2, ZeroRedundancyOptimizer and whatever else calls torch.distributed get its matching of calls, its errors
-that name ranks and source lines, and sums in a fixed order. A collective is complete when it returns; its Work is for
-programs that wait for one. Messages (isend, irecv) are under way until they are waited for.
+that name ranks and source lines, and sums in a fixed order. Works are pending: pending.py. Messages (isend, irecv) are
+under way until they are waited for.
 
 What it is not: the same bits on any number of ranks. DDP over it adds one sum per rank; ddp.py adds fixed shards.
 """
@@ -29,64 +29,61 @@ from ..distributed import ProcessGroup, Work
 from ..errors import ConfigError
 from ..train import spread
 from .gloo import meet
+from .pending import Line, Pending, failed, within
 
 _OPERATIONS = [(getattr(dist.ReduceOp, name), name) for name in dist.ReduceOp.RedOpType.__members__]
 _OURS = dict(ReduceOp.__members__)
+_BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 
 
-def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str:
-    """The operation of torch's options of a call; without them, the sum. Raises ConfigError: odyssey has none such
-    (bitwise operations, PREMUL_SUM), or the dtype cannot be combined."""
+def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str | np.ufunc:
+    """The operation of torch's options of a call, a bitwise one as NumPy's; without them, the sum. Raises ConfigError:
+    odyssey has none such (PREMUL_SUM), or the dtype cannot be combined."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     for known, name in _OPERATIONS:
         if op == known:
+            if name in _BITWISE and not (tensor.is_floating_point() or tensor.is_complex()):
+                return _BITWISE[name]
             return distributed.operation(_OURS.get(name, name), tensor, "backend odyssey")
     return distributed.operation(op, tensor, "backend odyssey")
 
 
-class _Message(dist.Work):
+class _Message(Pending):
     """A message under way; what was received is in the user's tensor when it is waited for."""
 
-    def __init__(self, work: Work, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._work, self._tensors = work, tensors
+    def __init__(self, comm: Communicator, work: Work, tensors: Sequence[torch.Tensor]) -> None:
+        dist.Work.__init__(self)
+        self._comm, self._message, self._value = comm, work, tensors
+        self._error = None
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait()
+        with within(self._comm, timeout):
+            self._message.wait()
         return True
 
-    synchronize = wait
-
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        return self._message.is_completed()
 
     is_success = is_completed
 
     def get_future(self) -> Future:
         self.wait()
-        return _future(self._tensors)
+        future = Future()
+        future.set_result(self._value)
+        return future
 
+    def _source_rank(self) -> int:
+        return self._message.source
 
-def _future(value: Any) -> Future:
-    future = Future()
-    future.set_result(value)
-    return future
-
-
-def _done(value: Any, options: Any = None) -> Any:
-    """The Work of a call that is over; None where the caller said that it wants none."""
-    if options is not None and not getattr(options, "asyncOp", True):
-        return None
-    return torch._C._distributed_c10d._create_work_from_future(_future(value))
+    source_rank = _source_rank
 
 
 def _coalesced(single: Callable[..., Any]) -> Callable[..., Any]:
     """The form of a call that takes several pairs of tensors."""
 
     def coalesced(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        for out, t in zip(outputs, tensors, strict=True):
-            single(self, out, t, opts)
-        return _done(outputs, opts)
+        works = [single(self, out, t, opts) for out, t in zip(outputs, tensors, strict=True)]
+        return self._after(works, outputs, opts)
 
     return coalesced
 
@@ -101,11 +98,12 @@ class _Members(ProcessGroup):
 class OdysseyProcessGroup(dist.ProcessGroup):
     """A process group whose calls a communicator carries out. Methods are torch's; it calls them, not users."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm, self._members = comm, _Members(comm)
+        self.comm, self._members, self._line = comm, _Members(comm), Line(comm, timeout)
         self._name = self._desc = ""
         self._messages: list[_Message] = []  # sent and not waited for: their buffers must stay
+        self._together: list[Any] | None = None  # the Works since _start_coalescing
 
     # --- names, as torch asks for them ---
 
@@ -130,31 +128,91 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     pg_name = group_name
 
+    # --- what torch asks of a group's back end for a kind of device: it is one for all ---
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> OdysseyProcessGroup:
+        return self
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
     def shutdown(self) -> None:
         for message in self._messages:
             message.wait()
         self._messages.clear()
+        self._line.finish()
+
+    # --- the line of calls ---
+
+    def _run(self, work: Callable[[], Any], value: Any, opts: Any = None) -> Any:
+        """The Work of a call; None where the caller waits for it. Of tensors on a GPU it is over when it returns: what
+        a program's streams do meanwhile is not known to the thread that carries it out."""
+        later = getattr(opts, "asyncOp", True)
+        limit = getattr(opts, "timeout", None)
+        limit = None if limit is None or limit.total_seconds() <= 0 else limit.total_seconds()
+        made = self._line.run(work, value, later, limit)
+        if made is None:
+            return None
+        first = value
+        while isinstance(first, (list, tuple)):
+            first = first[0] if first else None
+        if first is not None and first.is_cuda:
+            made.wait()
+        if self._together is not None:
+            self._together.append(made)
+        return made
+
+    def _after(self, works: Sequence[Any], value: Any, opts: Any = None) -> Any:
+        """One Work for several that were made before it; it raises what one of them has."""
+        works = [work for work in works if work is not None]
+        return self._run(lambda: [work.wait() for work in works], value, opts)
 
     # --- one tensor of each rank, or one that holds those of all: over the communicator, which is faster ---
 
     def _into(self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]) -> Any:
         """Carries out a call for each of the tensors, which is given its memory to write to."""
-        for t in outputs:
-            place = distributed.Place(t, "backend odyssey")
-            call(place.memory)
-            place.filled()
-        return _done(outputs, opts)
+        places = [distributed.Place(t, "backend odyssey") for t in outputs]
+
+        def work() -> None:
+            for place in places:
+                call(place.memory)
+                place.filled()
+
+        return self._run(work, outputs, opts)
+
+    def _rows(self, a: np.ndarray, op: Any) -> np.ndarray:
+        """A bitwise operation on the arrays of all ranks."""
+        return op.reduce(self.comm.all_gather(a), axis=0)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        if tensors[0].is_sparse:
+            return self._run(lambda: [self._add_sparse(t, opts) for t in tensors], tensors, opts)
         op = operation(opts, tensors[0])
+        if isinstance(op, np.ufunc):
+            return self._into(tensors, opts, lambda a: np.copyto(a, self._rows(a, op)))
         return self._into(tensors, opts, lambda a: self.comm.all_reduce(a, op, a))
+
+    def _add_sparse(self, tensor: torch.Tensor, opts: Any) -> None:
+        """The sum of sparse tensors: the entries of all ranks, one after the other, of which torch adds the equal."""
+        mine = tensor.coalesce()
+        if operation(opts, mine.values()) is not ReduceOp.SUM:
+            raise ConfigError("[torch] backend odyssey adds sparse tensors, and combines them in no other way")
+        places = self.comm.all_gather_each(distributed.array_of(mine.indices().t()))
+        values = self.comm.all_gather_each(distributed.array_of(mine.values()))
+        found = torch.from_numpy(np.concatenate(places)).t(), distributed.like(mine.values(), np.concatenate(values))
+        tensor.copy_(torch.sparse_coo_tensor(*found, tensor.shape, check_invariants=False).coalesce())
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._into(tensors, opts, lambda a: self.comm.broadcast(a, opts.rootRank))
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        op, root = operation(opts, tensors[0]), opts.rootRank
-        return self._into(tensors, opts, lambda a: self.comm.reduce(a, op, root, a if self.comm.rank == root else None))
+        op, root, me = operation(opts, tensors[0]), opts.rootRank, self.comm.rank
+        if isinstance(op, np.ufunc):
+            return self._into(tensors, opts, lambda a: np.copyto(a, self._rows(a, op), where=me == root))
+        return self._into(tensors, opts, lambda a: self.comm.reduce(a, op, root, a if me == root else None))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         a = distributed.array_of(tensor)
@@ -162,37 +220,47 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         op, a = operation(opts, tensor), distributed.array_of(tensor).reshape(-1)
+        if isinstance(op, np.ufunc):
+            size, me = self.comm.size, self.comm.rank
+            return self._into([output], opts, lambda t: np.copyto(t, self._rows(a, op).reshape(size, *t.shape)[me]))
         return self._into([output], opts, lambda out: self.comm.reduce_scatter(a, op, out.reshape(-1)))
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> Any:
-        distributed.all_to_all_single(output, tensor, receive, send, self._members)
-        return _done([output], opts)
+        def work() -> None:
+            distributed.all_to_all_single(output, tensor, receive, send, self._members)
+
+        return self._run(work, [output], opts)
 
     # --- lists of tensors, one per rank ---
 
     def allgather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None):
-        for out, t in zip(outputs, tensors, strict=True):
-            distributed.all_gather(out, t, self._members)
-        return _done(outputs, opts)
+        def work() -> None:
+            for out, t in zip(outputs, tensors, strict=True):
+                distributed.all_gather(out, t, self._members)
+
+        return self._run(work, outputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
-        for out, given in zip(outputs, lists, strict=True):
-            distributed.reduce_scatter(out, given, operation(opts, out), self._members)
-        return _done(outputs, opts)
+        single = self.reduce_scatter_single
+        works = [single(out, torch.stack(list(t)), opts) for out, t in zip(outputs, lists, strict=True)]
+        return self._after(works, outputs, opts)
 
     def gather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        distributed.gather(tensors[0], outputs[0] if outputs else None, opts.rootRank, self._members)
-        return _done(outputs, opts)
+        def work() -> None:
+            distributed.gather(tensors[0], outputs[0] if outputs else None, opts.rootRank, self._members)
+
+        return self._run(work, outputs, opts)
 
     def scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
-        distributed.scatter(outputs[0], lists[0] if lists else None, opts.rootRank, self._members)
-        return _done(outputs, opts)
+        def work() -> None:
+            distributed.scatter(outputs[0], lists[0] if lists else None, opts.rootRank, self._members)
+
+        return self._run(work, outputs, opts)
 
     def alltoall(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        distributed.all_to_all(outputs, tensors, self._members)
-        return _done(outputs, opts)
+        return self._run(lambda: distributed.all_to_all(outputs, tensors, self._members), outputs, opts)
 
     # --- several calls in one: nothing is gained by keeping some back, each is carried out as it comes ---
 
@@ -203,27 +271,29 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     reduce_scatter_single_coalesced = _coalesced(reduce_scatter_single)
 
     def _start_coalescing(self, device: Any = None) -> None:
-        pass
+        self._together = []
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        return _done(None)
+        works, self._together = self._together or [], None
+        return self._after(works, None)
 
     # --- one to one ---
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        message = _Message(distributed.isend(tensors[0], rank, self._members, tag), tensors)
+        message = _Message(self.comm, distributed.isend(tensors[0], rank, self._members, tag), tensors)
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
         return message
 
     def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        return _Message(distributed.irecv(tensors[0], rank, self._members, tag), tensors)
+        return _Message(self.comm, distributed.irecv(tensors[0], rank, self._members, tag), tensors)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
-        raise ConfigError("[torch] backend odyssey receives from a rank that is named; give recv(tensor, src=RANK)")
+        place = distributed.Place(tensors[0], "backend odyssey")
+        request = self.comm.recv(place.memory, None, tag, wait=False)
+        return _Message(self.comm, Work(request, place.filled), tensors)
 
     def barrier(self, opts: Any = None) -> Any:
-        self.comm.barrier()
-        return _done(None, opts)
+        return self._run(self.comm.barrier, None, opts)
 
     # The names before torch 2.13, which calls either.
     allreduce_coalesced = allreduce
@@ -232,7 +302,8 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-_made: dict[tuple[int, ...], Communicator] = {}  # by their ranks: those of the present default group, which is ()
+_given: list[Communicator] = []  # all processes, as the default group has them
+_first: dict[tuple[int, ...], OdysseyProcessGroup] = {}  # by their ranks, the first group of each
 
 
 def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
@@ -240,18 +311,19 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     Raises CollectiveError: a rank did not come."""
     if not dist.is_initialized():
         world = _world(options)
-        _made.clear()
-        _made[()] = _made[world.ranks] = world
+        _first.clear()
+        _given[:] = [world]
         if launcher.rank() is not None:
             _show_errors()
-        return OdysseyProcessGroup(world)
-    ranks = tuple(options.global_ranks_in_group) or _made[()].ranks
-    if ranks not in _made:
-        _made[ranks] = _made[()]._part(ranks)  # only its members are here
-        return OdysseyProcessGroup(_made[ranks])
-    again = _made[ranks].group(range(len(ranks)))  # another group of the same ranks: apart from the first
-    assert again is not None
-    return OdysseyProcessGroup(again)
+    ranks = tuple(options.global_ranks_in_group) or _given[0].ranks
+    first, made = _first.get(ranks), []
+    if first is None:
+        made.append(_given[0]._part(ranks))  # only its members are here
+    else:  # another group of the same ranks: made by the first, whose calls they match
+        first._line.run(lambda: made.append(first.comm.group(range(len(ranks)))), later=False)
+    group = OdysseyProcessGroup(made[0], _seconds(options.timeout))
+    _first.setdefault(ranks, group)
+    return group
 
 
 def _world(options: Any) -> Communicator:
@@ -261,7 +333,7 @@ def _world(options: Any) -> Communicator:
     a_rank = os.environ.get(entry.MARK, str(os.getpid())) == str(os.getpid())  # not started by one, with its variables
     if found is not None and a_rank and (found.rank, found.size) == asked:
         return communication.world()
-    if met is not None and met is not _made.get(()) and (met.rank, met.size) == asked:
+    if met is not None and met not in _given and (met.rank, met.size) == asked:
         return met
     return meet(options.store, *asked, _seconds(options.timeout)) if asked[1] > 1 else communication.world("local")
 
@@ -277,9 +349,11 @@ def _show_errors() -> None:
     the other ranks, ends the process. It is given standard error back."""
     hook, stderr = sys.excepthook, sys.stderr
 
-    def shown(*error: Any) -> None:
+    def shown(kind: Any, error: Any, trace: Any) -> None:
         sys.stderr = stderr
-        hook(*error)
+        if failed and error is not failed[0] and str(failed[0]) in str(error):  # by way of a Future it is text
+            kind, error, trace = type(failed[0]), failed[0], failed[0].__traceback__
+        hook(kind, error, trace)
 
     sys.excepthook = shown
 
@@ -314,7 +388,7 @@ _SITE = os.path.dirname(os.path.dirname(torch.__file__))
 calls.libraries += [  # a call is its user's, not theirs
     os.path.join(_SITE, name, "")
     for name in ("torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
-]
+] + [os.path.dirname(os.path.dirname(communication.__file__)) + "_c10d.py"]
 set_environment()
 if "odyssey" not in dist.Backend.backend_list:  # else `import torch` has: python/odyssey_c10d.py
     dist.Backend.register_backend("odyssey", create, extended_api=True, devices=["cpu", "cuda"])

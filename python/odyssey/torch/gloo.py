@@ -77,7 +77,7 @@ class GlooCommunicator(Staged):
         self._parts: dict[tuple[int, ...], int] = {}
         self._path = "odyssey" if of is None else f"{of._path}/{of._parts[ranks]}:{'.'.join(map(str, ranks))}"
         self._data, self._head = self._connect("data"), self._connect("head")
-        self._lines: dict[tuple[str, int, int], ThreadPoolExecutor] = {}
+        self._lines: dict[tuple[str, int | None, int], ThreadPoolExecutor] = {}
         self._noted: set[int] = set()
         if of is None:
             self._nodes = self._machines()
@@ -184,7 +184,7 @@ class GlooCommunicator(Staged):
 
     # --- one to one: an envelope that says what follows, then the data; threads wait for them, in order ---
 
-    def _in_line(self, way: str, peer: int, tag: int, work: Callable[[], Any]) -> Future:
+    def _in_line(self, way: str, peer: int | None, tag: int, work: Callable[[], Any]) -> Future:
         line = self._lines.get((way, peer, tag))
         if line is None:
             line = self._lines[way, peer, tag] = ThreadPoolExecutor(1, f"odyssey {way} {peer} {tag}")
@@ -197,22 +197,31 @@ class GlooCommunicator(Staged):
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
 
-        return _Message(self, envelope, dest, self._in_line("send", dest, tag, work))
+        message = _Message(self, envelope, dest)
+        message.future = self._in_line("send", dest, tag, work)
+        return message
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> _Message:
+    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> _Message:
         def work() -> np.ndarray:
             paper = np.zeros(envelope_bytes(), np.uint8)
-            self._data.recv([torch.from_numpy(paper)], source, 2 * tag + 1).wait()
+            get, given = self._data.recv_anysource, (2 * tag + 1,)
+            if source is not None:
+                get, given = self._data.recv, (source, *given)
+            found = get([torch.from_numpy(paper)], *given)
+            found.wait()
+            message.source = peer = found._source_rank() if source is None else source
             sent, text = unpack_envelope(paper)
-            wrong = check_envelope(sent, text, out, envelope, self.ranks[source], self.ranks[self.rank])
+            wrong = check_envelope(sent, text, out, envelope, self.ranks[peer], self.ranks[self.rank])
             target = np.empty(sent[1], list(CODES)[sent[0]]) if wrong else out
             if target.size:
-                self._data.recv([_bytes(target)], source, 2 * tag).wait()
+                self._data.recv([_bytes(target)], peer, 2 * tag).wait()
             if wrong:
                 raise CollectiveError(wrong)
             return out
 
-        return _Message(self, envelope, source, self._in_line("recv", source, tag, work))
+        message = _Message(self, envelope, source)
+        message.future = self._in_line("recv", source, tag, work)
+        return message
 
     # --- groups and ends ---
 
@@ -236,17 +245,14 @@ class GlooCommunicator(Staged):
 
 
 class _Message(Message):
-    __slots__ = ("_future",)
-
-    def __init__(self, comm: GlooCommunicator, envelope: Header, peer: int, future: Future) -> None:
-        super().__init__(comm, envelope, peer)
-        self._future = future
+    __slots__ = ("future",)
+    future: Future
 
     def test(self) -> bool:
-        if not self._complete and self._future.done():
-            error = self._future.exception()
+        if not self._complete and self.future.done():
+            error = self.future.exception()
             if error is None:
-                self._result, self._complete = self._future.result(), True
+                self._result, self._complete = self.future.result(), True
             else:
                 self._fail(error if isinstance(error, CollectiveError) else _lost(error))
         return self._complete
