@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import parse_qsl, urlparse
 
 import numpy as np
 import torch
@@ -329,13 +330,17 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
 def _world(options: Any) -> Communicator:
     """All processes: MPI's where its launcher has started them; those of before, if they met without this group; else
     those that meet in the store that init_process_group was given, or has made of its address."""
-    asked, found, met = (options.group_rank, options.group_size), launcher.launched(), communication.met()
-    a_rank = os.environ.get(entry.MARK, str(os.getpid())) == str(os.getpid())  # not started by one, with its variables
-    if found is not None and a_rank and (found.rank, found.size) == asked:
+    asked, found, met = (options.group_rank, options.group_size), _launched(), communication.met()
+    if found is not None and (found.rank, found.size) == asked:
         return communication.world()
     if met is not None and met not in _given and (met.rank, met.size) == asked:
         return met
     return meet(options.store, *asked, _seconds(options.timeout)) if asked[1] > 1 else communication.world("local")
+
+
+def _launched() -> launcher.Launched | None:
+    """What a launcher says of this process; None where it started another, whose variables this one has."""
+    return launcher.launched() if os.environ.get(entry.MARK, str(os.getpid())) == str(os.getpid()) else None
 
 
 def _seconds(timeout: Any) -> float | None:
@@ -358,6 +363,10 @@ def _show_errors() -> None:
     sys.excepthook = shown
 
 
+_met: set[str] = set()  # ports at which env:// has met
+_chosen: set[str] = set()  # ports that were chosen here
+
+
 def set_environment() -> None:
     """Sets MASTER_ADDR and MASTER_PORT where mpirun or srun started this process and they are not set: with RANK and
     WORLD_SIZE, which `import odyssey` sets, what env:// and other programs look for. All ranks call it, as importing
@@ -365,16 +374,35 @@ def set_environment() -> None:
     if launcher.launched() is None or getattr(base.here, "world", None) is not None:
         return
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
-        world = communication.world()
+        _choose_port()
+
+
+def _choose_port(timeout: Any = None, use: bool = True) -> None:
+    """Waits for rank 0, which proposes a port of its machine, and has torch use it."""
+    world = communication.world()
+    with within(world, timeout):
         first, port = spread(world, [socket.gethostname(), launcher.free_port()])
+    if use:
         os.environ["MASTER_ADDR"] = "127.0.0.1" if world.local_size == world.size else first
         os.environ["MASTER_PORT"] = str(port)
+        _chosen.add(str(port))
+
+
+def _meet_apart(url: str, timeout: Any) -> None:
+    """Has ranks of MPI that met at MASTER_PORT before meet at another port, or, where a user gave that one, not before
+    rank 0 has left. It may still serve those of before: who met there would be waited for at its next store."""
+    found, port = _launched(), os.environ.get("MASTER_PORT", "")
+    size = dict(parse_qsl(urlparse(url).query)).get("world_size") or os.environ.get("WORLD_SIZE")
+    if found is not None and port in _met and size == str(found.size):
+        _choose_port(timeout, port in _chosen)
+    _met.add(os.environ.get("MASTER_PORT", ""))
 
 
 def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Returns what env:// finds: as torch has it, but a process that nobody has started as one of several is a world of
     one."""
     if launcher.launched() is not None or "?" in url or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
+        _meet_apart(url, options.get("timeout"))
         yield from _torchs(url, **options)
         return
     print("odyssey: [torch] a world of one: nobody started ranks; odyssey launch -n 4 script.py does", file=sys.stderr)

@@ -319,8 +319,9 @@ def meet(store: Any, rank: int, size: int, timeout: float | None = None) -> Comm
 
 
 def _together(store: Any, rank: int, size: int, timeout: float | None = None) -> GlooCommunicator:
-    # Of torchrun's restarts each has names of its own: the store outlives the ranks.
+    # Each restart of torchrun and each meeting has names of its own: the store outlives the ranks and their groups.
     store = dist.PrefixStore(f"odyssey {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store = dist.PrefixStore(f"{store.add(f'meetings/{rank}', 1)}", store)
     limit = min(timeout or deadline(), 1e6)
     here = [f"here/{p}" for p in range(size)]
     store.set(here[rank], "")
