@@ -6,8 +6,10 @@ Ranks tell each other by files when to go on, so that nothing is measured by the
 from __future__ import annotations
 
 import datetime
+import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -103,6 +105,75 @@ def mixed() -> None:
             assert (t == wanted).all()
     for work, t, wanted in open_works:
         assert (work is None or work.wait()) and (t == wanted).all()
+
+
+def some_groups() -> list[list[int]]:
+    """Ranks of groups: all, and pairs and trios that overlap, some of them again."""
+    found = [EVERYONE, EVERYONE]
+    for n in draw.choices([2, 3], k=5):
+        first = draw.randrange(SIZE)
+        found.append(sorted({(first + i) % SIZE for i in range(min(n, SIZE))}))
+    return draw.sample(found, len(found)) + [found[2], EVERYONE]
+
+
+def groups() -> None:
+    """Groups of the same and of overlapping ranks, made while calls of those before are under way."""
+    own = random.Random(RANK)
+    order = draw if os.environ.get("ODYSSEY_BACKEND") == "mpi" else own  # where calls are over when they return
+    for _ in range(4):
+        made, open_works = [(None, EVERYONE)], []
+        for k, ranks in enumerate(some_groups()):
+            n = draw.choice([1, 700, 60_000])
+            for group, members in order.sample(made, len(made)):
+                if RANK in members:
+                    t = torch.full((n,), float(RANK + k))
+                    work = dist.all_reduce(t, group=group, async_op=True)
+                    open_works.append((work, t, sum(r + k for r in members)))
+            made.append((dist.new_group(ranks), ranks))
+        for work, t, wanted in own.sample(open_works, len(open_works)):
+            work.wait()
+            assert (t == wanted).all()
+
+
+def threads() -> None:
+    """Threads of a program that each make calls in a group of their own, while another makes groups."""
+    own, failed = [dist.new_group(EVERYONE) for _ in range(2)], []
+
+    def calls(group: dist.ProcessGroup) -> None:
+        try:
+            for k in range(300):
+                t = torch.full((1 + 90 * k,), float(RANK + k))
+                dist.all_reduce(t, group=group)
+                assert (t == sum(r + k for r in EVERYONE)).all()
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    running = [threading.Thread(target=calls, args=(group,)) for group in own]
+    for thread in running:
+        thread.start()
+    for ranks in some_groups() + some_groups():
+        group, t = dist.new_group(ranks), torch.ones(3)
+        if RANK in ranks:
+            dist.all_reduce(t, group=group)
+            assert (t == len(ranks)).all()
+    for thread in running:
+        thread.join()
+    assert not failed
+
+
+def again() -> None:
+    """The default group left and made again, while rank 0 is late to leave the one of before."""
+    for k in range(3):
+        dist.all_reduce(t := torch.full((3,), float(RANK)))
+        assert (t == sum(EVERYONE)).all()
+        if RANK == 0:
+            for rank in EVERYONE[1:]:
+                hear(f"left {rank} {k}")
+            time.sleep(0.3)  # they look for the next group's store meanwhile
+        dist.destroy_process_group()
+        tell(f"left {RANK} {k}")
+        dist.init_process_group("odyssey")
 
 
 def timeout() -> None:

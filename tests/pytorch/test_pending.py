@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "c10d_pending.py"
-CASES = "pending order mixed anybody bits sparse device timeout".split()  # after the last its group is over
+CASES = (
+    "pending order mixed groups threads anybody bits sparse device again timeout".split()
+)  # after the last its group is over
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
 )
@@ -19,18 +21,18 @@ def as_expected(done, ranks: int, code: int = 0) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(f"{case} as expected" for case in CASES * ranks), done.stdout
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_works_under_mpirun(launch, ranks):
     """A rank that gave up waiting for another does not end MPI in order: the job's code is that of the error."""
     as_expected(launch.python("-W", "ignore", PROGRAM, launch.folder, *CASES, ranks=ranks), ranks, 76)
 
 
-@pytest.mark.long
-def test_other_calls_over_mpi_itself(launch):
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_other_calls_over_mpi_itself(launch, ranks):
     launch.environment["ODYSSEY_BACKEND"] = "mpi"
-    cases = "mixed", "anybody", "bits", "sparse", "device"
-    done = launch.python("-W", "ignore", PROGRAM, launch.folder, *cases, ranks=2)
-    assert done.returncode == 0 and done.stdout.count("as expected") == 2 * len(cases), done.stderr
+    cases = "mixed", "groups", "threads", "anybody", "bits", "sparse", "device", "again"
+    done = launch.python("-W", "ignore", PROGRAM, launch.folder, *cases, ranks=ranks)
+    assert done.returncode == 0 and done.stdout.count("as expected") == ranks * len(cases), done.stderr
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("", marks=pytest.mark.long)])

@@ -148,7 +148,8 @@ class _Repeated(Headed):
         slot.quick(self._sequence, comm._mark[0], self._text)
         self._result, self._error, self._complete, self.posted, self._suspect = None, None, False, False, 0
         comm._active.add(self)
-        MPI.Prequest.Startall(comm._meet(self._heads, self._header, self._sequence) + self._messages)
+        with comm._lock:
+            MPI.Prequest.Startall(comm._meet(self._heads, self._header, self._sequence) + self._messages)
         if self._own is not None:
             self._own[0][...] = self._own[1]
         return self
@@ -157,7 +158,8 @@ class _Repeated(Headed):
         if self._complete:
             return True
         if not self.posted:
-            met = self._comm._met(self._heads, self._header)
+            with self._comm._lock:
+                met = self._comm._met(self._heads, self._header)
             if met is None:
                 if self._comm._broken is None:
                     return False
@@ -244,7 +246,7 @@ class MPICommunicator(Staged):
             self.ranks = tuple(of.ranks[p] for p in theirs)
             self.why, self._exits, self._crowded = of.why, of._exits, of._crowded
         self._world_size = self._exits.size
-        self._exits.communicators.add(self)
+        self._exits.add(self)
 
     # --- headers ---
 
@@ -293,13 +295,19 @@ class MPICommunicator(Staged):
         return met
 
     def listen(self) -> None:
-        """Moves calls on that are under way, and tells others who ask which calls this rank has begun."""
-        if self._meeting:
-            self._move_on()
-        self._roll.listen(self._sequence)
+        """Moves calls on that are under way, and tells others who ask which calls this rank has begun; unless another
+        thread is at it, as none must test what another is testing."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._meeting:
+                    self._move_on()
+                self._roll.listen(self._sequence)
+            finally:
+                self._lock.release()
 
     def _missing(self, heads: Heads) -> list[int]:
-        return self._roll.missing(heads, self._sequence)
+        with self._lock:
+            return self._roll.missing(heads, self._sequence)
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
         return [p for p in ranks if self._exits.ended(self.ranks[p])]
@@ -335,7 +343,8 @@ class MPICommunicator(Staged):
         return _Sent(self, array, dest, tag, envelope)
 
     def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> _Received | _FromAny:
-        return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
+        with _receiving:
+            return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
 
     def exchange_memory(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
@@ -375,19 +384,19 @@ class MPICommunicator(Staged):
         """Calls in other groups go on. Receives that were started take their data when the envelope is there, or their
         senders could not go on."""
         super()._progress()
-        for comm in self._exits.communicators:
+        for comm in self._exits.communicators():
             if not isinstance(comm, MPICommunicator):
                 continue  # shared memory carries its messages over one of these
+            comm.listen()
             with _receiving:
-                comm.listen()
                 for line in comm._receives.values():
                     while line and line[0]._request.Test():
                         line.popleft()._open()
 
     def close(self) -> None:
-        if self._is_world or self not in self._exits.communicators:
+        if self._is_world or self not in self._exits.communicators():
             return  # it ends with the process, or was closed before
-        self._exits.communicators.discard(self)
+        self._exits.discard(self)
         for heads in self._heads:
             for request in heads.requests:
                 request.Free()

@@ -56,7 +56,7 @@ class Staged(Communicator):
 
     def _advance(self, pending: _Staged) -> None:
         with self._lock:
-            self._post_all()
+            self._post_all(pending)
             if pending.posted and not pending._complete and self._posted(pending.handle):
                 pending._result, pending._complete = pending.call.result(), True
                 pending.handle = pending.call = None
@@ -70,11 +70,14 @@ class Staged(Communicator):
                 finally:
                     other._lock.release()
 
-    def _post_all(self) -> None:
-        """Posts the data of the calls whose headers are there."""
+    def _post_all(self, mine: _Staged | None = None) -> None:
+        """Posts the data of the calls whose headers are there; that of a call that a thread waits for by that thread
+        (`mine`): if two threads had one another's in the library, each would hold up what other ranks wait for."""
         with self._lock:
             while self._queue:
                 head = self._queue[0]
+                if head.call.header.blocking and head is not mine:
+                    return
                 met = self._headers(head.handle, head.call.header)
                 if met is None:
                     return
