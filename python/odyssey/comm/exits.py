@@ -40,7 +40,7 @@ class Exits:
     def __init__(self, world: MPICommunicator, finalized: Callable[[], bool], abort: Callable[[int], None]) -> None:
         self.owner, self._finalized, self._abort = weakref.ref(world), finalized, abort
         self.rank, self.size = world.rank, world.size
-        self._communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+        self.communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
         self._hearing = threading.Lock()  # of what is probed and then received: one thread at a time
         self._alarm = world._data.Dup()
         self._asked: set[int] = set()
@@ -49,17 +49,9 @@ class Exits:
         if self.size > 1:
             atexit.register(self._leave, os.getpid())
 
-    def add(self, comm: Communicator) -> None:
-        """Has a communicator's calls end before the process does."""
-        self._communicators[id(comm)] = comm
-
-    def discard(self, comm: Communicator) -> None:
-        """Forgets a communicator that is closed."""
-        self._communicators.pop(id(comm), None)
-
-    def communicators(self) -> list[Communicator]:
-        """The communicators that are there now; other threads may make more meanwhile."""
-        return [comm for ref in self._communicators.valuerefs() if (comm := ref()) is not None]
+    def open(self) -> list[Communicator]:
+        """The communicators that are open now; other threads may make more meanwhile."""
+        return [comm for ref in self.communicators.valuerefs() if (comm := ref()) is not None]
 
     def ended(self, rank: int) -> bool:
         """Returns whether this world rank has said that it ends, in order; it is asked the first time."""
@@ -83,7 +75,7 @@ class Exits:
         code, why = entry.leaving()
         # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
         until = time.monotonic() + (ALONE_S if code else deadline())
-        for comm in self.communicators():
+        for comm in self.open():
             known = comm._broken is not None
             if not known:
                 self._wait_for_last(comm, until)
@@ -119,7 +111,7 @@ class Exits:
             asks = np.zeros(1, np.int64)
             self._alarm.Recv(asks, tag=_ASK)
             self._tell(int(asks[0]), _ENDED)
-        for comm in self.communicators():
+        for comm in self.open():
             if isinstance(comm, Staged):
                 comm.listen()
 

@@ -246,7 +246,7 @@ class MPICommunicator(Staged):
             self.ranks = tuple(of.ranks[p] for p in theirs)
             self.why, self._exits, self._crowded = of.why, of._exits, of._crowded
         self._world_size = self._exits.size
-        self._exits.add(self)
+        self._exits.communicators[id(self)] = self
 
     # --- headers ---
 
@@ -384,7 +384,7 @@ class MPICommunicator(Staged):
         """Calls in other groups go on. Receives that were started take their data when the envelope is there, or their
         senders could not go on."""
         super()._progress()
-        for comm in self._exits.communicators():
+        for comm in self._exits.open():
             if not isinstance(comm, MPICommunicator):
                 continue  # shared memory carries its messages over one of these
             comm.listen()
@@ -394,9 +394,8 @@ class MPICommunicator(Staged):
                         line.popleft()._open()
 
     def close(self) -> None:
-        if self._is_world or self not in self._exits.communicators():
+        if self._is_world or self._exits.communicators.pop(id(self), None) is None:
             return  # it ends with the process, or was closed before
-        self._exits.discard(self)
         for heads in self._heads:
             for request in heads.requests:
                 request.Free()

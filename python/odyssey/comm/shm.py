@@ -104,7 +104,7 @@ class ShmCommunicator(SteppedCommunicator):
             self._core_count, self._crowded, self.why = of._core_count, of._crowded, of.why
         self._world_size = over._world_size
         if over._exits is not None:
-            over._exits.add(self)
+            over._exits.communicators[id(self)] = self
         self._lay_out()
 
     def _all_cores(self) -> int:
@@ -314,7 +314,7 @@ class ShmCommunicator(SteppedCommunicator):
             window.free()
         self._windows.clear()
         if self._over._exits is not None:
-            self._over._exits.discard(self)
+            self._over._exits.communicators.pop(id(self), None)
         self._over.close()
         self._closed()
 
