@@ -6,7 +6,6 @@ Ranks tell each other by files when to go on, so that nothing is measured by the
 from __future__ import annotations
 
 import datetime
-import os
 import random
 import sys
 import threading
@@ -119,12 +118,11 @@ def some_groups() -> list[list[int]]:
 def groups() -> None:
     """Groups of the same and of overlapping ranks, made while calls of those before are under way."""
     own = random.Random(RANK)
-    order = draw if os.environ.get("ODYSSEY_BACKEND") == "mpi" else own  # where calls are over when they return
     for _ in range(4):
         made, open_works = [(None, EVERYONE)], []
         for k, ranks in enumerate(some_groups()):
             n = draw.choice([1, 700, 60_000])
-            for group, members in order.sample(made, len(made)):
+            for group, members in own.sample(made, len(made)):
                 if RANK in members:
                     t = torch.full((n,), float(RANK + k))
                     work = dist.all_reduce(t, group=group, async_op=True)

@@ -40,7 +40,7 @@ class Line:
         """Has a call carried out after those before it: its Work, whose result is `value`; None if it is over."""
         call = Pending(self, work, value, timeout)
         self._calls.append(call)
-        if later and self.comm.name != "mpi":  # whose calls are for one thread at a time
+        if later:
             self._call_thread()
             return call
         call.wait()
