@@ -251,9 +251,7 @@ class Communicator:
     def recv(self, out: np.ndarray, source: int | None, tag: int = 0, *, wait: bool = True) -> Any:
         """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it.
 
-        source: None for whichever other rank has sent; `source` of the request says who, when it is complete ("mpi",
-        "gloo", and "shm" over them).
-
+        source: None for whichever other rank has sent; `source` of the complete request says who (not of "mock").
         Raises CollectiveError: what was sent has another dtype or number of elements; it is lost.
         """
         self._check_peer("recv", "source", self.rank if source is None else source, tag)

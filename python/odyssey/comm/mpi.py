@@ -295,8 +295,7 @@ class MPICommunicator(Staged):
         return met
 
     def listen(self) -> None:
-        """Moves calls on that are under way, and tells others who ask which calls this rank has begun; unless another
-        thread is at it, as none must test what another is testing."""
+        """Moves calls on, and tells who asks which this rank has begun; unless another thread is testing them."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._meeting:

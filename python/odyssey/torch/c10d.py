@@ -229,19 +229,14 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> Any:
-        def work() -> None:
-            distributed.all_to_all_single(output, tensor, receive, send, self._members)
-
-        return self._run(work, [output], opts)
+        call = distributed.all_to_all_single
+        return self._run(lambda: call(output, tensor, receive, send, self._members), [output], opts)
 
     # --- lists of tensors, one per rank ---
 
     def allgather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None):
-        def work() -> None:
-            for out, t in zip(outputs, tensors, strict=True):
-                distributed.all_gather(out, t, self._members)
-
-        return self._run(work, outputs, opts)
+        pairs = list(zip(outputs, tensors, strict=True))
+        return self._run(lambda: [distributed.all_gather(*pair, self._members) for pair in pairs], outputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
         single = self.reduce_scatter_single
@@ -249,16 +244,12 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         return self._after(works, outputs, opts)
 
     def gather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        def work() -> None:
-            distributed.gather(tensors[0], outputs[0] if outputs else None, opts.rootRank, self._members)
-
-        return self._run(work, outputs, opts)
+        found, root = outputs[0] if outputs else None, opts.rootRank
+        return self._run(lambda: distributed.gather(tensors[0], found, root, self._members), outputs, opts)
 
     def scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
-        def work() -> None:
-            distributed.scatter(outputs[0], lists[0] if lists else None, opts.rootRank, self._members)
-
-        return self._run(work, outputs, opts)
+        given, root = lists[0] if lists else None, opts.rootRank
+        return self._run(lambda: distributed.scatter(outputs[0], given, root, self._members), outputs, opts)
 
     def alltoall(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._run(lambda: distributed.all_to_all(outputs, tensors, self._members), outputs, opts)
@@ -344,8 +335,7 @@ def _launched() -> launcher.Launched | None:
 
 
 def _seconds(timeout: Any) -> float | None:
-    """Returns the seconds of a `timeout=` that was given; None for torch's default, in whose place ODYSSEY_TIMEOUT
-    is."""
+    """Returns the seconds of a `timeout=` that was given; None for torch's default: ODYSSEY_TIMEOUT."""
     return None if timeout is None or timeout == default_pg_timeout else timeout.total_seconds()
 
 
@@ -363,17 +353,15 @@ def _show_errors() -> None:
     sys.excepthook = shown
 
 
-_met: set[str] = set()  # ports at which env:// has met
-_chosen: set[str] = set()  # ports that were chosen here
+_met, _chosen = set[str](), set[str]()  # ports at which env:// has met; that were chosen here
 
 
 def set_environment() -> None:
     """Sets MASTER_ADDR and MASTER_PORT where mpirun or srun started this process and they are not set: with RANK and
     WORLD_SIZE, which `import odyssey` sets, what env:// and other programs look for. All ranks call it, as importing
     `odyssey.torch` does: they agree on a port."""
-    if launcher.launched() is None or getattr(base.here, "world", None) is not None:
-        return
-    if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+    there = os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")
+    if not there and launcher.launched() is not None and getattr(base.here, "world", None) is None:
         _choose_port()
 
 
@@ -391,9 +379,9 @@ def _choose_port(timeout: Any = None, use: bool = True) -> None:
 def _meet_apart(url: str, timeout: Any) -> None:
     """Has ranks of MPI that met at MASTER_PORT before meet at another port, or, where a user gave that one, not before
     rank 0 has left. It may still serve those of before: who met there would be waited for at its next store."""
-    found, port = _launched(), os.environ.get("MASTER_PORT", "")
+    port, world = os.environ.get("MASTER_PORT", ""), communication.met()
     size = dict(parse_qsl(urlparse(url).query)).get("world_size") or os.environ.get("WORLD_SIZE")
-    if found is not None and port in _met and size == str(found.size):
+    if port in _met and _launched() is not None and world is not None and size == str(world.size):
         _choose_port(timeout, port in _chosen)
     _met.add(os.environ.get("MASTER_PORT", ""))
 
