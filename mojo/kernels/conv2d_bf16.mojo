@@ -48,7 +48,26 @@ def _pack_weights(
 ):
     """Pairs of neighbours along B of the weights at a a_stride + b b_stride + i, i < n."""
     var to = y.unsafe_bitcast[UInt32]()
-    for a in range(A):
+    var pairs = (B + 1) // 2
+    var a0 = 0
+    if n == 1 and b_stride == 1:
+        for a in range(A):
+            pack_row(y.unsafe_offset(2 * a * pairs), w.unsafe_offset(a * a_stride), B)
+        return
+    if n == 1 and a_stride == 1:  # pairs of sixteen a are neighbours
+        while a0 + LANES <= A:
+            for i in range(0, pairs, LANES):
+                var v = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
+                for j in range(min(LANES, pairs - i)):
+                    var b = 2 * (i + j)
+                    var p = w.unsafe_offset(b * b_stride + a0)
+                    v[j] = words(pair(load(p, 0), load(p, b_stride) if b + 1 < B else Vec(0)))
+                transpose(v)
+                for j in range(LANES):
+                    masked_store[LANES](v[j], to.unsafe_offset((a0 + j) * pairs + i), first(pairs - i))
+            a0 += LANES
+        to = to.unsafe_offset(a0 * pairs)
+    for a in range(a0, A):
         for b in range(0, B, 2):
             var p = w.unsafe_offset(a * a_stride + b * b_stride)
             for i in range(0, n, LANES):
