@@ -106,7 +106,7 @@ BLOCKS: dict[str, Block] = {
     "001:10": Block(
         TORCH,
         {"from deepspeed import DeepSpeedConfig\n": "DeepSpeedConfig = dict\n"},
-        refused="use zero_stage=1, 2 or 3",
+        refused="use zero_stage.*: 1 for torch modules",
     ),
     "001:11": Block(TORCH, {}, MOVED),
     "001:12": Block(TORCH, {"zero_stage=3": "zero_stage=1"}, FITS),

@@ -43,6 +43,7 @@ def test_names_of_other_platforms(tmp_path, capsys):
     from odyssey import distributed as dist
 
     world = dist.World()
+    assert world.clone() is world and dist.Backend.Mock is dist.Backend.MOCK
     even, odd = (dist.ProcessGroup(range(first, world.world_size(), 2)) for first in (0, 1))
     assert even.is_member and not odd.is_member and odd.size() == 0
     assert dist.all_reduce_sum_group(np.ones(2), even).tolist() == [1, 1]

@@ -36,6 +36,7 @@ class Backend(str, enum.Enum):
     Mpi = "mpi"
     Gloo = "gloo"
     Nccl = "nccl"
+    Mock = "mock"
 
     def __str__(self) -> str:
         return self.value
@@ -135,6 +136,10 @@ class World(ProcessGroup):
 
     def __init__(self) -> None:
         """Made by init_process_group()."""
+
+    def clone(self) -> World:
+        """Returns the world itself: it is one per process, and nobody owns it."""
+        return self
 
 
 def _world() -> World:
