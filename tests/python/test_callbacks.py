@@ -13,7 +13,7 @@ from odyssey.checkpoints import Snapshot
 from odyssey.checkpoints.trainable import Evaluation, Mode, Step
 from odyssey.comm import Communicator
 from odyssey.core.fingerprint import of
-from odyssey.errors import Stopped
+from odyssey.errors import ConfigError, Stopped
 from odyssey.train.fit import Trainer
 from odyssey.train.numerics import NonFinite
 
@@ -108,6 +108,18 @@ def test_an_exception_and_a_step_outside_of_fit():
     listener.heard.clear()
     trainer.train_step(next(iter(loader())))
     assert listener.heard == ["step_end 0"]
+
+
+def test_a_step_is_not_its_number():
+    """`if context.step == 10` would never be true, and nobody would know."""
+    trainer, seen = engine(), []
+    trainer.callbacks.append(
+        type("Tenth", (Callback,), {"on_step_end": lambda _, context: seen.append(context.step)})()
+    )
+    trainer.fit(loader(), steps=2)
+    assert seen[0] == seen[0] != seen[1]
+    with pytest.raises(ConfigError, match=r"its number is context\.steps"):
+        _ = seen[0] == 1
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -154,7 +154,7 @@ def test_a_config_is_the_options_of_a_trainer():
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"learning_rate": -1}, "learning_rate is -1"),
         ({"zero_stage": 4}, "from 0 to 3"),
-        ({"mixed_precision": "fp8"}, "choose from False, True, 'fp16', 'bf16'"),
+        ({"mixed_precision": "fp8"}, "use True, False, 'fp16' or 'bf16'"),
     ],
 )
 def test_a_setting_that_is_not_allowed(settings, message):

@@ -146,6 +146,13 @@ class Step(NamedTuple):
     updates: Any
     metrics: dict[str, float]
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int):  # would be False for ever
+            raise ConfigError("[callback] context.step has a step's sums and rate; its number is context.steps")
+        return tuple.__eq__(self, other)
+
+    __hash__ = tuple.__hash__
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Saving:

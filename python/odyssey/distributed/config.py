@@ -104,12 +104,9 @@ class DistributedConfig:
         if not isinstance(self.resume_from_checkpoint, (bool, str, Path)):
             raise ConfigError(f"[config] resume_from_checkpoint is {self.resume_from_checkpoint!r}; give a path")
         if self.mixed_precision not in (True, False, "fp16", "bf16"):
-            raise ConfigError(
-                f"[config] mixed_precision={self.mixed_precision!r}; choose from False, True, 'fp16', 'bf16'"
-            )
-        by_node = None
-        if self.num_nodes is not None or self.gpus_per_node is not None:
-            by_node = (self.num_nodes or 1) * (self.gpus_per_node or 1)
+            raise ConfigError(f"[config] mixed_precision={self.mixed_precision!r}; use True, False, 'fp16' or 'bf16'")
+        by_node = (self.num_nodes or 1) * (self.gpus_per_node or 1)
+        by_node = None if self.num_nodes is self.gpus_per_node is None else by_node
         if None not in (by_node, self.num_gpus) and by_node != self.num_gpus:
             raise ConfigError(
                 f"[config] num_nodes({self.num_nodes or 1}) x gpus_per_node({self.gpus_per_node or 1}) = {by_node}, "
@@ -121,10 +118,7 @@ class DistributedConfig:
         """Workers of all ranks together. Raises ConfigError: they cannot be shared out evenly over so many ranks."""
         total = ranks if self._workers is None else self._workers
         if total % ranks:
-            raise ConfigError(
-                f"[config] {total} workers on {ranks} ranks; start a number of ranks that divides them, or change "
-                "num_gpus"
-            )
+            raise ConfigError(f"[config] {total} workers on {ranks} ranks; start ranks that divide it or set num_gpus")
         return total
 
     def global_batch_size(self, ranks: int) -> int:
@@ -138,12 +132,10 @@ class DistributedConfig:
 
     def trainer_options(self, ranks: int) -> dict[str, Any]:
         """Keywords of a DistributedTrainer on so many ranks."""
-        mixed = self.mixed_precision
-        precision = "fp16" if mixed is True else mixed or "fp32"
         return {
             **self.settings(_SETTINGS),
             "num_gpus": None if self._workers is None else self.workers(ranks) // ranks,
-            "precision": precision,
+            "precision": {True: "fp16", False: "fp32"}.get(self.mixed_precision, self.mixed_precision),
         }
 
     def settings(self, keys: Iterable[str]) -> dict[str, Any]:

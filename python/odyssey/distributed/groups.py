@@ -99,9 +99,7 @@ class ProcessGroup:
         """Number of members."""
         return len(self.ranks)
 
-    def world_size(self) -> int:
-        """Same as size()."""
-        return self.size()
+    world_size = size
 
     def backend(self) -> str:
         """Name of the transport."""

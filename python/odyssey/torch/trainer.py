@@ -474,10 +474,7 @@ def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: An
             f"precision is {made.precision!r}; use 'fp32', or 'bf16' for autocast",
         ),
         (made.device == "gpu", "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'"),
-        (
-            made.zero > 1,
-            f"zero is {made.zero}; torch modules have 0 and 1; fully_shard (docs/migration.md) has the rest",
-        ),
+        (made.zero > 1, f"zero is {made.zero}; torch modules have 0 and 1, fully_shard (docs/migration.md) the rest"),
         (
             made.zero and not type(optimizer).__module__.startswith("torch.optim"),
             f"zero=1 with {name}: only torch.optim's optimizers are known to go by parameter; use zero=0",
