@@ -24,6 +24,8 @@ def ops() -> List[Op]:
     external_call["odyssey_convolutions", NoneType](Pointer(to=all))
     external_call["odyssey_linear", NoneType](Pointer(to=all))
     external_call["odyssey_text", NoneType](Pointer(to=all))
-    all.append(Op("tiles", "; ; table, program, records, rest, records of the rest, tile, n, gaps, how many, at, runs", tiles))
+    all.append(
+        Op("tiles", "; ; table, program, records, rest, records of the rest, tile, n, gaps, how many, at, runs", tiles)
+    )
     all.append(Op("unknown", "", _unknown))
     return all^

@@ -324,7 +324,26 @@ def test_a_closure_that_is_set_elsewhere_is_refused(event, tmp_path):
         fit(made(prepare), change, folder=tmp_path, every=2)
 
 
-def test_a_program_that_is_kept_sees_a_closure_that_has_changed_since():
+@pytest.mark.parametrize("what", ["an attribute changes after it", "the last batch is smaller"])
+def test_a_closure_that_changes_within_an_epoch_is_refused_though_the_last_program_has_it(what):
+    """By then another program has been recorded, in which the closure has the new value; the step before had not."""
+    box = [1.0]
+
+    def act(context: Context) -> None:
+        if context.steps == 1:
+            box[0] = 0.5
+        if context.steps == 2 and what.startswith("an attribute"):
+            context.trainer.model.drop.p = 0.1
+
+    trainer = made(lambda net: setattr(net, "outside", lambda: box[0]))
+    n = len(X) - (0 if what.startswith("an attribute") else 14)
+    loader = data.DataLoader(data.arrays(X[:n], Y[:n], classes=3), batch_size=16)
+    with pytest.raises(ConfigError, match="computes something else than in the steps before"):
+        trainer.fit(loader, epochs=1, callbacks=[LambdaCallback(on_step_end=act)], verbose=False)
+
+
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+def test_a_program_that_is_kept_does_not_hide_a_closure_that_has_changed_since(execution):
     """Settings come back for a step, in the middle of an epoch, after the closure was set together with others."""
     other = types.SimpleNamespace(gain=1.0)
 
@@ -335,7 +354,13 @@ def test_a_program_that_is_kept_sees_a_closure_that_has_changed_since():
         context.trainer.model.gain = {1: 2.0, 7: 1.0, 8: 3.0}.get(context.steps, context.trainer.model.gain)
         other.gain = 1.5 if context.steps == 1 else other.gain
 
-    change = LambdaCallback(on_step_end=act)
+    with pytest.raises(ConfigError, match="reads a value outside of its modules"):
+        fit(made(prepare, execution=execution), LambdaCallback(on_step_end=act))
+
+    def begin(context: Context) -> None:
+        context.trainer.model.gain, other.gain = (1.0, 2.0, 1.0)[context.epoch - 1], (1.0, 1.0, 1.5)[context.epoch - 1]
+
+    change = LambdaCallback(on_epoch_start=begin)
     assert fit(made(prepare), change) == fit(made(prepare, execution="eager"), change)
 
 

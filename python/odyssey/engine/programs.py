@@ -94,6 +94,8 @@ class Programs:
         self.eager = eager
         self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
         self._used = 0  # the settings that it was computed with
+        self._ran: dict[tuple[int, int, Form], None] = {}  # settings and shapes since `astray` was asked last
+        self._strayed = ""  # what it has to say of those that are not known any more
         self._of_metrics = 0, 0  # records of metrics, in the latest recording
         self.metric_at: dict[str, int] = {}
         self.outputs: int | None = None
@@ -140,7 +142,11 @@ class Programs:
             met = Setting(next(self._numbers), list(snapshot.values()), frozen)
         self._known[key], self.setting = met, met.number
         while len(self._known) > KEPT:
-            gone = self._known.pop(next(iter(self._known)))
+            gone = self._known[next(iter(self._known))]
+            for ran in [ran for ran in self._ran if ran[0] == gone.number]:
+                self._strayed = self._strayed or self._differs(*ran)
+                del self._ran[ran]
+            self._known = {key: met for key, met in self._known.items() if met is not gone}
             self._kept = {k: r for k, r in self._kept.items() if k[0] != gone.number}
 
     def _is_stale(self, number: int) -> bool:
@@ -262,18 +268,26 @@ class Programs:
     def ran(self, n: int, form: Form) -> None:
         """A batch is run, with the program of the present settings."""
         self.shape, self._used = (n, form), self.setting
+        self._ran[self.setting, n, form] = None
 
     def astray(self) -> str:
-        """The first op of the last batch's program that is another one when it is recorded again with the settings of
-        that batch, in words; empty: none is, or there was no such program."""
-        kept = None if self.shape is None else self._kept.get((self._used, self.shape[0], False, *self.shape[1]))
-        met = next((met for met in self._known.values() if met.number == self._used), None)
+        """The first op of a program, of the last batch or one since this was asked last, that is another one when it is
+        recorded again with the settings of that batch, in words; empty: none is, or there was no such program."""
+        found, self._strayed = self._strayed, ""
+        for ran in self._ran:
+            found = found or self._differs(*ran)
+        self._ran = {} if self.shape is None else {(self._used, *self.shape): None}
+        return found
+
+    def _differs(self, number: int, n: int, form: Form) -> str:
+        kept = self._kept.get((number, n, False, *form))
+        met = next((met for met in self._known.values() if met.number == number), None)
         if kept is None or met is None:
             return ""
         with self._set_to(met):
-            made, _, _ = self._recorded_once(*self.shape)
+            made, _, _ = self._recorded_once(n, form)
             at = first_difference(kept.lines, made.lines)
-            return "" if at is None else f"op {at + 1}, {self.told(made, at, *self.shape)}"
+            return "" if at is None else f"op {at + 1}, {self.told(made, at, n, form)}"
 
     @contextlib.contextmanager
     def _set_to(self, met: Setting) -> Iterator[None]:
@@ -316,7 +330,8 @@ class Programs:
         """Drops all programs: the model computes something else now, though its settings are the same."""
         self._known.clear()
         self._kept.clear()
-        self._seen = -1
+        self._ran.clear()
+        self._seen, self._strayed = -1, ""
 
     def told(self, made: Recording, at: int, n: int, form: Form) -> str:
         """Op number `at` of a program in words, with its layer and source line."""
