@@ -16,7 +16,7 @@ ROOT = build.source_root()
 #: Lines of code (no blanks, comments, docstrings): what there was when the borders were drawn, and 3 %. "mojo" is
 #: all of the Mojo face.
 CEILINGS = {
-    "core": 31_818,
+    "core": 31_835,
     "kernels": 13_307,
     "torch": 3_272,
     "mojo": 1_100,

@@ -83,8 +83,8 @@ def shards(found: Rehearsed, ranks: int, per_node: int) -> str:
 
 
 def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
-    """Of a step whose stages take so much: the slowest is busy with all its micro-batches, the others with one more
-    before and after. Transfers are counted as if nothing overlapped them."""
+    """Returns the seconds of a step whose stages take so much: the slowest is busy with all its micro-batches, the
+    others with one more before and after. Transfers are counted as if nothing overlapped them."""
 
     def whole(r: Rehearsed) -> float:
         calls, *sent = r.traffic
@@ -153,7 +153,7 @@ class Planner:
         return planned
 
     def _rehearsed(self, layout: str, rank: int, folder: Path) -> Rehearsed | str:
-        """Of one rank; or the line that says why it cannot be."""
+        """Returns what one rank has, or the line that says why it cannot be."""
         file = folder / f"{rank}.json"
         told: dict[str, Any] = {"layout": layout, "rank": rank, "per_node": self.per_node, "limit": self.memory}
         variables = {VARIABLE: json.dumps({**told, "file": str(file), "folder": str(folder)})}

@@ -335,7 +335,7 @@ def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[s
 
 
 def ran(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str], timeout: float) -> str | None:
-    """As `failure`; it also says that a command could not be started, or was not over in time."""
+    """Returns the same as `failure`, or that a command could not be started, or was not over in time."""
     try:
         return failure(words, variables, without, timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What a file of the user's own code defines, as a command line names it: FILE.py:NAME."""
+"""Objects that a file of the user's own code defines, as a command line names it: FILE.py:NAME."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def _world(options: Any) -> Communicator:
 
 
 def _launched() -> launcher.Launched | None:
-    """What a launcher says of this process; None where it started another, whose variables this one has."""
+    """Returns what a launcher says of this process; None where it started another, whose variables this one has."""
     return launcher.launched() if os.environ.get(entry.MARK, str(os.getpid())) == str(os.getpid()) else None
 
 
