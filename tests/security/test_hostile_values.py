@@ -61,7 +61,7 @@ def train(monkeypatch, capsys, *arguments):
     from odyssey.cli.commands import train as command
 
     monkeypatch.setattr(
-        command, "run", lambda made, verbose: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))
+        command, "run", lambda made, **_: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))
     )
     with pytest.raises(SystemExit) as end:
         cli.main(["train", *arguments])

@@ -75,7 +75,7 @@ class Rehearsal(Callback):
         said: Said = {}
         path = Path(self.folder) / "said.npz"
         if path.exists():
-            with np.load(path) as file:
+            with np.load(path, allow_pickle=False) as file:
                 said = dict(file)
         self.comm = StandIn(self.rank, verify.ranks(options), self.per_node, said)
         threads = {"threads": given.get("threads") or max(1, cores() // min(self.per_node, self.comm.size))}
