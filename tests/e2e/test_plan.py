@@ -89,7 +89,6 @@ def test_a_training_takes_the_best_layout(launch):
     [
         (("train", "--layout", "auto", "--pp", 2), "--layout auto and --pp 2 are both given; leave one of them out"),
         (("train", "--layout", "best"), "'best' is not 'auto'"),
-        (("tune", "--param", "lr:0.1:1", "--layout", "auto"), "--layout auto is of one training; give --dp"),
     ],
 )
 def test_a_layout_that_is_not_taken(launch, words, said):

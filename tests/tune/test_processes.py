@@ -83,6 +83,7 @@ def test_the_command(launch):
         ("--param lr:1:2 --stepps 3", "No such option '--stepps'"),
         ("--param lr:1:2 --ranks 2", "--ranks is of one training"),
         ("--param lr:1:2 --save-weights x", "--save-weights is of one training"),
+        ("--param lr:1:2 --layout auto", "--layout auto is of one training; give --dp"),
         ("--param momentum:-3:-2", "--momentum"),
         ("--param lr:1:2 --trials 0", "num_samples"),
         ("--param lr:1:2 --lr 3", "--param lr draws what is given a second time"),

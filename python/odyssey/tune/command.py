@@ -88,6 +88,8 @@ def _parameter(tune: Any, text: str) -> tuple[str, Any]:
             return name, tune.randint(int(given[1]), int(given[2]) + 1)
         if len(given) == 2:
             return name, tune.uniform(float(given[0]), float(given[1]))
+    except ConfigError:  # a ValueError too: Optuna is not installed
+        raise
     except ValueError:  # no number, or low is above high
         pass
     raise ConfigError(f"[tune] --param {text}; give NAME:LOW:HIGH, NAME:log:LOW:HIGH, NAME:int:LOW:HIGH or NAME:a,b,c")
