@@ -13,8 +13,7 @@ from .strided import Strided
 
 @always_inline
 def _exp[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """e^x, 0 where that is below the normal numbers: there vectors and single floats do not have the same bits."""
-    return x.lt(-87.33654).select(SIMD[F32, w](0), exp(x))
+    return exp(x)
 
 
 @always_inline
@@ -46,7 +45,7 @@ def _divide[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
 @always_inline
 def _power[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
     """e^(b log a): its error grows with b log a. 1 for b = 0, NaN for a < 0."""
-    return b.eq(0).select(SIMD[F32, w](1), _exp(b * log(a)))
+    return b.eq(0).select(SIMD[F32, w](1), exp(b * log(a)))
 
 
 @always_inline

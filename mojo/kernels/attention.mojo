@@ -38,7 +38,7 @@ from .attention_tiles import (
     drop,
     last_seen,
 )
-from .functions import exp, log
+from .functions import exp_of_vectors as exp, log
 from .lanes import F32, LANES, Ptr, Vec, load, madd, store
 from .layout import transpose
 from .panels import Panel, clear_rest, panel_of, put_group

@@ -20,7 +20,24 @@ comptime I32 = DType.int32
 
 @always_inline
 def exp[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """e^x; NaN stays NaN.
+    """e^x, to the ends of float32: infinity from 88.73 on, 0 below the normal numbers; NaN stays NaN.
+
+    The library's has other bits in vectors than of single floats at both ends, and its vectors stay at e^88.376. A
+    number above 88 is taken as e^(x - 0.6875) e^0.6875, of which the difference is exact.
+    """
+    comptime if is_nvidia_gpu():
+        return exp_of_vectors(x)
+    else:
+        var large = x.gt(88)
+        var y = _exp(large.select(x - Float32(0.6875), x))
+        y = large.select(y * Float32(1.9887374695822918), y)
+        y = x.lt(-87.33654).select(SIMD[F32, w](0), y)
+        return isnan(x).select(x, y)
+
+
+@always_inline
+def exp_of_vectors[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """e^x for kernels whose numbers stand in whole vectors and are at most 88, as in softmax; NaN stays NaN.
 
     NVIDIA's hardware has 2^y. y = x / ln 2 is rounded; what that loses, at most 2^-17, is multiplied in.
     """

@@ -8,7 +8,7 @@ without a sample; it counts nowhere and its gradient is 0.
 from std.memory import bitcast
 from std.utils.numerics import inf, isnan, nan
 
-from .functions import exp, log, rounded
+from .functions import exp_of_vectors as exp, log, rounded
 from .lanes import F32, Ptr, madd
 from .op import Device, OpOf
 from .record import Source

@@ -7,7 +7,7 @@ from std.utils.numerics import inf
 
 from ..attention_tiles import Attention, HIDDEN, QUERIES
 from ..dropout import stays
-from ..functions import exp, log
+from ..functions import exp_of_vectors as exp, log
 from ..lanes import F32, LANES, Ptr
 from ..record import sizes_of
 from .launch import (
