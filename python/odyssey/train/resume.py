@@ -215,7 +215,7 @@ def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
-    """Raises what goes wrong inside on one rank on all of them, if they `agree`: a collective call then."""
+    """Raises what goes wrong inside on one rank, the first of them, on all, if they `agree`: a collective call then."""
     if not agree or comm.size == 1:
         yield
         return
@@ -228,7 +228,7 @@ def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
     said = next((text for text in comm.all_gather_each(np.frombuffer(mine, np.uint8)) if text.size), None)
     if said is not None:
         kind, text = json.loads(said.tobytes())
-        raise (error or getattr(errors, kind)(text)).on_all_ranks()
+        raise (error if said.tobytes() == mine else getattr(errors, kind)(text)).on_all_ranks()
 
 
 def shared(
