@@ -9,6 +9,7 @@ import csv as tables
 import dataclasses
 import math
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ class Table:
             if target:
                 raise DataError(f"{fault}; write it as a number, or leave the line out")
             advice = "fill it (--fill mean, fill='mean')" if missing[row] else "write it as a number"
-            raise DataError(f"{fault}; {advice}, or leave the line or the column out (--drop-columns {name})")
+            raise DataError(f"{fault}; {advice}, or leave the line or the column out (--drop-columns {shlex.quote(name)})")
         return values
 
 
@@ -136,7 +137,7 @@ class Columns:
                     count = f"{len(found.categories[name]):,} different texts"
                     raise DataError(
                         f"{table.path}, column {name}: {count}, and at most {MOST} become categories; leave the column "
-                        f"out (--drop-columns {name}, drop_columns=)"
+                        f"out (--drop-columns {shlex.quote(name)}, drop_columns=)"
                     )
                 found.fill.update({name: 0.0} if fill is not None else {})
                 continue
