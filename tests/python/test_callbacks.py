@@ -149,3 +149,18 @@ def test_a_trainer_without_an_engine_goes_on_and_has_a_step_log(tmp_path, monkey
     records = {r.step: r for log in logs for r in steplog.decoded(steplog.history(steplog.load(log)))}
     assert sorted(records) == [1, 2, 3, 4, 5, 6]
     assert records[6].weights == of(second.weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "said"),
+    [
+        ("on_step_end", lambda self, trainer, context: None, "does not take the context alone"),
+        ("on_train_batch_end", lambda self, context: None, "is no event of a training; events are on_fit_plan, on_fit"),
+    ],
+)
+def test_methods_as_other_libraries_have_them_are_named(name, method, said):
+    trainer = engine()
+    given = type("Timer", (Callback,), {name: method})()
+    with pytest.raises(ConfigError, match=rf"\[train\] Timer\.{name} {said}"):
+        trainer.fit(loader(), callbacks=[given])
+    assert trainer.steps == 0

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base import registry
 from ..checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
+from ..errors import ConfigError
 from ..settings.declarations import brief
 
 if TYPE_CHECKING:
@@ -189,6 +190,21 @@ class Callback:
 
     def on_fit_end(self, context: Context) -> None:
         """fit() ends, finished or not."""
+
+
+def check_events(callback: Callback) -> None:
+    """Raises ConfigError where a method is called like an event and is none, or does not take a context alone."""
+    events, kind = [name for name in vars(Callback) if name.startswith("on_")], type(callback).__name__
+    for name in (name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))):
+        if name not in events:
+            raise ConfigError(f"[train] {kind}.{name} is no event of a training; events are {', '.join(events)}")
+        try:
+            inspect.signature(getattr(callback, name)).bind(None)
+        except TypeError:
+            raise ConfigError(
+                f"[train] {kind}.{name} does not take the context alone, with which it is called: def {name}(self, "
+                "context); the trainer is context.trainer"
+            ) from None
 
 
 def joining() -> list[Callback]:

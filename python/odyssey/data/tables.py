@@ -79,7 +79,9 @@ class Table:
             if target:
                 raise DataError(f"{fault}; write it as a number, or leave the line out")
             advice = "fill it (--fill mean, fill='mean')" if missing[row] else "write it as a number"
-            raise DataError(f"{fault}; {advice}, or leave the line or the column out (--drop-columns {shlex.quote(name)})")
+            raise DataError(
+                f"{fault}; {advice}, or leave the line or the column out (--drop-columns {shlex.quote(name)})"
+            )
         return values
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from .. import data as datasets
 from ..base import registry, slot
 from ..callbacks import Callback, Context, LearningRateMonitor
+from ..callbacks.base import check_events
 from ..checkpoints.trainable import KEEP, SENT, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
@@ -484,6 +485,8 @@ def _callbacks(given: Any) -> list[Callback]:
         raise ConfigError(f"[train] callbacks has {what}; give objects of subclasses of callbacks.Callback")
     if len({id(one) for one in given}) < len(given):
         raise ConfigError("[train] callbacks has one object twice; give each once")
+    for one in given:
+        check_events(one)
     return given
 
 
