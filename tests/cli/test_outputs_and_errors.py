@@ -10,7 +10,7 @@ import pathlib
 import pytest
 
 import odyssey
-from odyssey.build import gpus, pack, targets
+from odyssey.build import gpus, pack
 from odyssey.build import library as build
 from odyssey.comm import Request
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
@@ -255,27 +255,8 @@ def test_build_makes_a_folder(odyssey_command, monkeypatch, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("failures", "code"), [(0, 0), (1, 69)])
-def test_build_check_targets(odyssey_command, monkeypatch, failures, code):
-    monkeypatch.setattr(targets, "check_cpus", lambda report: report("x86-64 1 s") or failures)
-    done = odyssey_command("build", "--check-targets")
-    assert (done.code, done.out) == (code, "x86-64 1 s\n")
-    monkeypatch.setattr(targets, "check_accelerators", lambda report: report("sm_90 1 s") or failures)
-    done = odyssey_command("build", "--check-targets", "--accelerators")
-    assert (done.code, done.out) == (code, "sm_90 1 s\n")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--check-targets", "--target-cpu", "x86-64"],
-        ["--check-targets", "--target", "sm_90"],
-        ["--accelerators"],
-        ["--with-dependencies"],
-    ],
-)
-def test_options_of_build_that_do_not_go_together(odyssey_command, words):
-    assert odyssey_command("build", *words).code == 64
+def test_dependencies_go_into_a_folder(odyssey_command):
+    assert odyssey_command("build", "--with-dependencies").code == 64
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------

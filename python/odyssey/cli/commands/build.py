@@ -1,4 +1,4 @@
-"""`odyssey build`: kernels compiled before they are needed, folders for machines without the compiler, checks."""
+"""`odyssey build`: kernels compiled before they are needed, folders for machines without the compiler."""
 
 from __future__ import annotations
 
@@ -32,31 +32,12 @@ from . import FILE, HELP
     "DIR/odyssey. ODYSSEY_KERNELS=DIR uses its kernels in another odyssey. (default: into the cache only)",
 )
 @click.option("--with-dependencies", is_flag=True, help="Put click, rich and safetensors into DIR too. (default: off)")
-@click.option("--check-targets", is_flag=True, help="Compile for every supported CPU, keep nothing. (default: off)")
-@click.option("--accelerators", is_flag=True, help="With --check-targets: for the GPUs instead. (default: off)")
-def command(
-    target_cpu: str | None, targets: tuple[str, ...], output: Path | None, with_dependencies: bool,
-    check_targets: bool, accelerators: bool,
-) -> None:  # fmt: skip
+def command(target_cpu: str | None, targets: tuple[str, ...], output: Path | None, with_dependencies: bool) -> None:
     """Compile the kernels now, instead of at first use, and print where the library is."""
-    from odyssey.errors import BuildError, ConfigError
+    from odyssey.errors import ConfigError
 
     from ...build import library as build
 
-    if check_targets:
-        if target_cpu is not None or output is not None or targets or with_dependencies:
-            raise ConfigError("[build] --check-targets keeps nothing; leave the options other than --accelerators out")
-        from ...build import targets as check
-
-        if accelerators:
-            failures, number = check.check_accelerators(click.echo), len(check.ACCELERATORS)
-        else:
-            failures, number = check.check_cpus(click.echo), len(check.CPUS)
-        if failures:
-            raise BuildError(f"[build] {failures} of {number} targets do not compile; see above")
-        return
-    if accelerators:
-        raise ConfigError("[build] --accelerators belongs to --check-targets; --target sm_90 compiles for one")
     if output is None:
         if with_dependencies:
             raise ConfigError("[build] --with-dependencies belongs to --output DIR")

@@ -1,18 +1,25 @@
-"""Does everything compile for processors that are not here? CPUs to object files, GPUs to the code of each kernel."""
+#!/usr/bin/env python3
+"""Compiles the kernels for every CPU that they are written for, or with --accelerators for the GPUs, and keeps nothing.
+
+CPUs to object files, GPUs to the code of each kernel; a line for each. Ends with 1 if one does not compile.
+"""
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from odyssey.errors import BuildError
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from . import compiler, sources
-from . import library as build
+from odyssey.build import compiler, sources  # noqa: E402
+from odyssey.build import library as build  # noqa: E402
+from odyssey.errors import BuildError  # noqa: E402
 
 # (triple, CPU)
 CPUS: tuple[tuple[str, str], ...] = (
@@ -71,3 +78,10 @@ def _check(report: Callable[[str], None], names: Sequence[str], compile_for: Cal
                 failures += line.startswith("failed")
                 report(f"{name:<22} {line}")
     return failures
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerators", action="store_true", help="for the GPUs instead")
+    check = check_accelerators if parser.parse_args().accelerators else check_cpus
+    sys.exit(check(print) > 0)
