@@ -25,7 +25,7 @@ def rank(options: Any) -> None:
     import numpy as np
 
     from odyssey import DistributedTrainer, comm, data, nn, optim
-    from odyssey.data.trees import Form
+    from odyssey.data.nested import Form
     from odyssey.parallel import costs, schedule
     from odyssey.parallel.mesh import Mesh
     from odyssey.parallel.stages import partition

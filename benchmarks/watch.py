@@ -75,7 +75,7 @@ class Switch:
 
 def watcher() -> int | None:
     """The pid of the watcher that this process has started, which is no child of it; None of the other ranks."""
-    from odyssey.base.entry import MARK
+    from odyssey.base.exits import MARK
 
     mine = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):

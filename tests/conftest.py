@@ -77,7 +77,7 @@ TIMED = (
     "tests/launch/test_wrapper.py",
     "tests/pytorch/test_ray.py",
     "tests/watch/test_ends.py",
-    "tests/watch/test_entry.py",
+    "tests/watch/test_exits.py",
     "tests/watch/test_slot.py",
     "tests/watch/test_top.py",
     "tests/watch/test_watcher.py",

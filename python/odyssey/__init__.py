@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-_HOMES = {  # what is loaded from where; front ends, such as torch.names, by what they need
+_HOMES = {  # what is loaded from where; front ends, such as torch.ray, by what they need
     "core.offload": "offload",
     "core.own_ops": "load_ops",
     "core.placement": "Device device",
@@ -23,12 +23,14 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.names, by wha
     "nn": "PipelineParallel Stage checkpoint manual_seed",
     "inexact.compression": "GradientCompression",
     "parallel.mesh": "Mesh",
-    "train.saved": "export load load_checkpoint load_model predict save_checkpoint save_model",
+    "train.trained_models": "export load load_checkpoint load_model predict save_checkpoint save_model",
     "train.trainer": "DistributedTrainer History",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _SHORT = {  # modules by the names that users import them by: `import odyssey.functional as F`
     "functional": "core.functional",
+    "parallel.auto": "parallel.auto_placement",
+    "parallel.tensor": "parallel.tensor_parallel",
     "placement": "core.placement",
     "steplog": "audit.steplog",
     "watch": "base",
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
     from .parallel.mesh import Mesh
     from .train import trainer
-    from .train.saved import export, load, load_checkpoint, load_model, predict, save_checkpoint, save_model
+    from .train.trained_models import export, load, load_checkpoint, load_model, predict, save_checkpoint, save_model
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
@@ -96,7 +98,7 @@ def __dir__() -> list[str]:
 def _home(name: str) -> str:
     """The module that a short name stands for; "": it is none."""
     package, _, short = name.partition(".")
-    if package != __name__ or "." in short:
+    if package != __name__:
         return ""
     from .base import registry
 
@@ -120,17 +122,17 @@ class _Short:
 
 def _enter() -> None:
     """Lets rooms hear of each other that do not know each other, and a process that a launcher started as one of
-    several ranks end as one: base/entry.py."""
+    several ranks end as one: base/exits.py."""
     from .base import hooks, launcher
 
     sys.meta_path.append(_Short())
-    hooks.on_world.append(lambda world: importlib.import_module(".run.start", __name__).begin(world))
+    hooks.on_world.append(lambda world: importlib.import_module(".run.start_watcher", __name__).begin(world))
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     launcher.announce()
     if launcher.rank() is not None:
-        from .base import entry
+        from .base import exits
 
-        entry.install()
+        exits.install()
     else:
         hooks.end_with_exit_codes()
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core import changes, native
 from .core import functional as F
+from .core import native, setting_versions
 from .core.arena import Arena
-from .core.guarded import guarded
+from .core.partial_arrays import guarded
 from .core.rule import MOST, Recorded
 from .core.tensor import Parameter, Tensor
 from .errors import ConfigError, NumericsError, check_number
@@ -69,7 +69,7 @@ class Group(MutableMapping[str, Any]):
         raise TypeError(f"an optimizer keeps its {name}")
 
 
-class Optimizer(changes.Watched):
+class Optimizer(setting_versions.Watched):
     """Base: binds to an arena, keeps state of the arena's layout, updates both by a `rule` (docs/tour.md).
 
     Args:

@@ -59,7 +59,7 @@ def parts_for_ever(folder: Path, attempt: int) -> None:
     from odyssey import comm
     from odyssey.checkpoints.header import Run
     from odyssey.checkpoints.snapshot import Piece
-    from odyssey.train import parts
+    from odyssey.train import checkpoint_parts
 
     world = comm.world()
     store = Store(folder, attempt=attempt) if world.rank == 0 else None
@@ -73,7 +73,7 @@ def parts_for_ever(folder: Path, attempt: int) -> None:
             for name, array in some.items():
                 lo, hi = (array.size * (world.rank + i) // world.size for i in (0, 1))
                 pieces.append(Piece(stem, name, array.shape, Run(lo, hi - lo, hi - lo, 1), array, 0))
-        assert parts.save(world, store, Snapshot(step, {}, whole.values, pieces=pieces))
+        assert checkpoint_parts.save(world, store, Snapshot(step, {}, whole.values, pieces=pieces))
         if store is not None:
             with (folder.parent / "returned").open("ab") as file:
                 file.write(step.to_bytes(8, "little"))

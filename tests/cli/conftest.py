@@ -124,7 +124,7 @@ def fake(monkeypatch):
         home, _, last = f"odyssey.{name}".rpartition(".")
         monkeypatch.setattr(__import__("importlib").import_module(home), last, module, raising=False)
     # a rank that cannot join the others ends after a while whatever it does then: here it would be the tests
-    monkeypatch.setattr("odyssey.base.entry._end_in", lambda seconds, code: None)
+    monkeypatch.setattr("odyssey.base.exits._end_in", lambda seconds, code: None)
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     return record

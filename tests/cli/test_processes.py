@@ -174,8 +174,8 @@ def test_ranks_that_come_to_the_same_error_have_one_line_without_a_rank(message,
     program = f"""
 from odyssey import comm
 from odyssey.errors import DataError
-from odyssey.base import entry
-entry.TOGETHER_S = 3
+from odyssey.base import exits
+exits.TOGETHER_S = 3
 world = comm.world("mpi")
 world.barrier()
 raise DataError({message})

@@ -18,8 +18,8 @@ import numpy as np
 
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.comm import mock
+from odyssey.comm.call_checks import WORD, distances
 from odyssey.comm.calls import envelope_bytes
-from odyssey.comm.rounds import WORD, distances
 
 
 class Count(NamedTuple):

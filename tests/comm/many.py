@@ -1,4 +1,4 @@
-"""Run under mpirun by test_rounds.py: calls of many ranks, alike, different on one, and many in flight."""
+"""Run under mpirun by test_call_checks.py: calls of many ranks, alike, different on one, and many in flight."""
 
 from __future__ import annotations
 

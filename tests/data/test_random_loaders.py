@@ -10,8 +10,8 @@ import pytest
 
 from odyssey import data
 from odyssey.data import transforms
+from odyssey.data.nested import leaves, mapped
 from odyssey.data.reader import array
-from odyssey.data.trees import leaves, mapped
 
 sys.path.insert(0, str(Path(__file__).parent))
 import own_data  # noqa: E402

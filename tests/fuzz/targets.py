@@ -31,7 +31,7 @@ from odyssey.cli.configfile import parse_config  # noqa: E402
 from odyssey.data.datasets import _read_records  # noqa: E402
 from odyssey.data.idx import read_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
-from odyssey.run import judge, link
+from odyssey.run import diagnosis, messages
 from odyssey.run.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
 from odyssey.settings.declarations import settings  # noqa: E402
 
@@ -231,12 +231,12 @@ def _lines(data: bytes, sealed: bool) -> list[Any]:
     """What a watcher makes of bytes from a socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        lines = link.Sealed(ours, b"k" * 32, caller=False) if sealed else link.Lines(ours)
+        lines = messages.Sealed(ours, b"k" * 32, caller=False) if sealed else messages.Lines(ours)
         theirs.sendall(data + b"\n")
         theirs.shutdown(socket.SHUT_WR)
         try:
             return lines.receive()
-        except link.Closed as refusal:
+        except messages.Closed as refusal:
             raise DataError(str(refusal)) from None
 
 
@@ -273,7 +273,7 @@ TARGETS: dict[str, Target] = {
     "manifest": Target(manifest.parse_manifest, _manifests(), json_spans),
     "manifest sealed": Target(_sealed_manifest, _manifests()[::2], json_spans, _CHECKPOINT_WORDS),
     "status slot": Target(_slot, [_slot_bytes()]),
-    "watch lines": Target(lambda data: [_some(judge.seen_of(v)) for v in _lines(data, False)], _SEEN, json_spans),
+    "watch lines": Target(lambda data: [_some(diagnosis.seen_of(v)) for v in _lines(data, False)], _SEEN, json_spans),
     "watch hello": Target(lambda data: _lines(data, True), [b"odyssey watch 1 " + b"0123456789abcdef" * 4]),
     "hosts": Target(
         _hosts,

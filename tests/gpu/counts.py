@@ -20,7 +20,7 @@ import numpy as np
 from emulated import counts
 from trainings import loader, trainer
 
-from odyssey.audit.records import Records
+from odyssey.audit.step_recorder import Records
 from odyssey.engine.gpu import group
 
 CASES: dict[str, Callable[[], list[dict[str, int]]]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gpu import emulated, emulated_nccl
 
-from odyssey.engine.gpu import exchange
+from odyssey.engine.gpu import reduction
 from odyssey.parallel import plan as planning
 
 HERE = Path(__file__).parent
@@ -191,18 +191,18 @@ def test_one_launch_adds_along_the_tree_where_the_nodes_allow(shards, ranks):
     plan = planning.exchange(shards, ranks, 1, 1000)
     nodes = [node for own in plan.nodes for node in own]
     adds = [(a.a, a.b) for a in plan.adds]
-    assert len(exchange.tree_adds(len(nodes))) == len(adds) == len(nodes) - 1
+    assert len(reduction.tree_adds(len(nodes))) == len(adds) == len(nodes) - 1
     if shards % ranks == 0 and ranks & (ranks - 1) == 0 and shards & (shards - 1) == 0:
-        assert adds == exchange.tree_adds(len(nodes))
+        assert adds == reduction.tree_adds(len(nodes))
     sums = {i: {i} for i in range(len(nodes))}
-    for a, b in exchange.tree_adds(len(nodes)):
+    for a, b in reduction.tree_adds(len(nodes)):
         assert a < b
         sums[a] |= sums.pop(b)
     assert sums == {0: set(range(len(nodes)))}
 
 
 def test_where_a_part_has_its_floats():
-    part = exchange.Part(1 << 20, 32, (0, 2, 3), 64, 96)
+    part = reduction.Part(1 << 20, 32, (0, 2, 3), 64, 96)
     assert part.at(0, 64) == 1 << 20
     assert part.at(1, 70) == (1 << 20) + 4 * (64 + 6)
     assert part.at(2, 95) == (1 << 20) + 4 * (96 + 31)

@@ -18,7 +18,7 @@ import numpy as np
 
 from odyssey import DistributedTrainer, comm, nn, optim
 from odyssey.comm import device as devices
-from odyssey.engine.gpu import exchange
+from odyssey.engine.gpu import reduction
 from odyssey.errors import CollectiveError
 
 CASES: dict[str, Callable[[], Any]] = {}
@@ -36,16 +36,16 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def asked(gpu_mpi: bool = True, piece: int = exchange.PIECE) -> Iterator[None]:
+def asked(gpu_mpi: bool = True, piece: int = reduction.PIECE) -> Iterator[None]:
     """With ODYSSEY_GPU_MPI, and host-staged sums in pieces of so many floats."""
-    before = exchange.PIECE
+    before = reduction.PIECE
     os.environ[devices.GPU_MPI] = str(int(gpu_mpi))
-    exchange.PIECE = piece
+    reduction.PIECE = piece
     try:
         yield
     finally:
         del os.environ[devices.GPU_MPI]
-        exchange.PIECE = before
+        reduction.PIECE = before
 
 
 def make(backend: str, **settings: Any) -> DistributedTrainer:
@@ -62,7 +62,9 @@ def make(backend: str, **settings: Any) -> DistributedTrainer:
     )
 
 
-def train(backend: str, kind: type[exchange.Exchange] | None = None, **settings: Any) -> tuple[str, DistributedTrainer]:
+def train(
+    backend: str, kind: type[reduction.Exchange] | None = None, **settings: Any
+) -> tuple[str, DistributedTrainer]:
     """The weights after a training over this backend, whose sums went the way of `kind`."""
     trainer = make(backend, **settings)
     trainer.fit(BATCHES, epochs=1)
@@ -94,10 +96,10 @@ def staged() -> dict[str, str]:
     """One piece and several, over MPI and shared memory, and every reduction with the bits of the tree."""
     found = {}
     for backend in ("mpi", "shm"):
-        found[backend] = train(backend, exchange.StagedExchange)[0]
-        for reduction in ("tree", "hierarchical" if backend == "mpi" else "parameter_server"):
+        found[backend] = train(backend, reduction.StagedExchange)[0]
+        for kind in ("tree", "hierarchical" if backend == "mpi" else "parameter_server"):
             with asked(False, 9000):
-                found[f"{backend} {reduction}"] = train(backend, exchange.StagedExchange, reduction=reduction)[0]
+                found[f"{backend} {kind}"] = train(backend, reduction.StagedExchange, reduction=kind)[0]
     return found
 
 
@@ -113,16 +115,16 @@ def other_sums() -> None:
         ("shm", {"compression": "topk", "compression_ratio": 0.5}),
     ):
         with asked(False, 9000):
-            _, trainer = train(backend, exchange.StagedExchange, **settings)
+            _, trainer = train(backend, reduction.StagedExchange, **settings)
         far = max(float(np.abs(a - wanted[k]).max()) for k, a in trainer.state_dict().items())
         assert far < (5e-2 if "compression" in settings else 1e-5), (settings, far)
 
 
 @case
 def nccl() -> dict[str, str]:
-    found = {"direct": train("nccl", exchange.DirectExchange)[0]}
+    found = {"direct": train("nccl", reduction.DirectExchange)[0]}
     with asked(False, 30_000):
-        found["hierarchical"], trainer = train("nccl", exchange.StagedExchange, reduction="hierarchical")
+        found["hierarchical"], trainer = train("nccl", reduction.StagedExchange, reduction="hierarchical")
     (said,) = trainer._train.ownership.warnings
     assert said == "reduction='hierarchical' goes through the host: only reduction='tree' goes from GPU to GPU"
     return found
@@ -133,7 +135,7 @@ def gpu_mpi() -> dict[str, str]:
     found = {}
     for backend in ("mpi", "shm"):
         with asked():
-            found[backend], trainer = train(backend, exchange.DirectExchange)
+            found[backend], trainer = train(backend, reduction.DirectExchange)
         assert not trainer._train.ownership.warnings
     return found
 
@@ -152,7 +154,7 @@ def wrong_bits() -> dict[str, str]:
     devices.MpiTransport.exchange = wrong
     try:
         with asked():
-            found, trainer = train("mpi", exchange.StagedExchange)
+            found, trainer = train("mpi", reduction.StagedExchange)
     finally:
         devices.MpiTransport.exchange = right
     (said,) = trainer._train.ownership.warnings
@@ -193,7 +195,7 @@ def a_rank_is_gone() -> None:
     """NCCL of one rank ends in a step: the others say so, with exit code 76, and nobody waits for ever."""
     world = comm.world("nccl")
     _, trainer = train("nccl")
-    (links,) = exchange._known[trainer._train.team].values()
+    (links,) = reduction._known[trainer._train.team].values()
     if world.rank == world.size - 1:
         stops_in_its_next_step(trainer, links[0].abort)
     try:

@@ -20,7 +20,7 @@ import odyssey
 from odyssey.base import runs
 from odyssey.errors import ConfigError, LaunchError, OutputError
 from odyssey.launch import LaunchConfig, parse
-from odyssey.run import attempt, decide, leftovers, output, starting, supervisor, users
+from odyssey.run import attempt, leftovers, output, restart_policy, root_user, starting, supervisor
 from odyssey.run import lock as lock_file
 from odyssey.run.hosts import parse_hosts, place
 from odyssey.run.lock import Lock, holder
@@ -264,13 +264,13 @@ def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path,
 
 def test_root_where_others_work(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(users, "working", lambda: [1001])
-    monkeypatch.delenv(users.ALLOW, raising=False)
+    monkeypatch.setattr(root_user, "working", lambda: [1001])
+    monkeypatch.delenv(root_user.ALLOW, raising=False)
     with pytest.raises(ConfigError, match="user 1001 works on this machine too"):
-        users.check(False)
-    users.check(True)
-    monkeypatch.setenv(users.ALLOW, "1")
-    users.check(False)
+        root_user.check(False)
+    root_user.check(True)
+    monkeypatch.setenv(root_user.ALLOW, "1")
+    root_user.check(False)
 
 
 def test_names_of_run_directories(tmp_path, monkeypatch):
@@ -442,7 +442,7 @@ def test_a_start_of_srun_that_cannot_meet_is_made_again(tmp_path, monkeypatch, s
         config, run, words, environment, 2, (), [], lines.append, scancel=shutil.which("true"), meets=meets
     )()
     assert outcome.unmet
-    action = decide.decide(outcome, decide.Past(), config, ())
+    action = restart_policy.decide(outcome, restart_policy.Past(), config, ())
     assert action.code is None and action.delay == 0
     assert "the ranks that srun started have not met; restarting" in action.line
     outcome = attempt.Attempt(config, run, words[:2] + ["sleep 1"], environment, 2, (), [], print, scancel="true")()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import odyssey
 from odyssey.launch import LaunchConfig
-from odyssey.run import decide, ends, leftovers, starting
+from odyssey.run import leftovers, rank_ends, restart_policy, starting
 
 WRAPPER = Path(odyssey.__file__).parent / "run" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
@@ -46,10 +46,10 @@ def test_a_rank_s_own_word_is_kept(tmp_path):
     script = f"mkdir -p ends; echo '{json.dumps(said)}' > {tmp_path}/ends/3.reason.json; kill -KILL $$"
     code, record = kept(tmp_path, "sh", "-c", script)
     assert code == -9 and (record["signal"], record["own"], record["reason"], record["step"]) == (9, 65, "why", 9)
-    end = ends.ended(tmp_path / "ends", 2)[3]
+    end = rank_ends.ended(tmp_path / "ends", 2)[3]
     assert (end.code, end.signal, end.reason, end.step) == (65, None, "why", 9)  # MPI_Abort killed it
-    assert ends.ended(tmp_path / "ends", 1) == {}
-    assert ends.started(tmp_path / "ranks", 2)[3].pid == record["pid"]
+    assert rank_ends.ended(tmp_path / "ends", 1) == {}
+    assert rank_ends.started(tmp_path / "ranks", 2)[3].pid == record["pid"]
 
 
 def test_a_rank_wrapper_leaves_the_record_of_a_later_attempt(tmp_path):
@@ -104,7 +104,7 @@ def test_records_that_are_garbage_are_not_there(tmp_path):
     for name, text in {"0.json": "", "1.json": "[]", "2.json": '{"attempt": 9}', "x.json": "{}", "3.json": "{"}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "4.json").write_text(json.dumps({"attempt": 1, "code": "x", "signal": [], "host": 5, "reason": {}}))
-    found = ends.ended(tmp_path, 1)
+    found = rank_ends.ended(tmp_path, 1)
     assert set(found) == {4} and found[4].code is None and found[4].host == "?"
 
 
@@ -120,15 +120,18 @@ def test_a_signal_that_only_the_watcher_tells_is_no_exit_code(tmp_path):
         "reason": "was killed by SIGKILL",
     }
     (tmp_path / "1.reason.json").write_text(json.dumps(said))
-    (end,) = ends.ended(tmp_path, 1).values()
+    (end,) = rank_ends.ended(tmp_path, 1).values()
     assert (end.code, end.signal, end.step) == (None, 9, 12) and "was killed by SIGKILL at step 12" in str(end)
-    lost = ends.End(2, "h3", 69, None, 0.0)
+    lost = rank_ends.End(2, "h3", 69, None, 0.0)
     layout = (("h1", 1), ("h2", 1), ("h3", 1))
-    assert decide.in_doubt(decide.Outcome(1, 3, layout, ended={1: end, 2: lost}))
-    config, past = LaunchConfig(nproc_per_node=3, max_restarts=3), decide.Past()
+    assert restart_policy.in_doubt(restart_policy.Outcome(1, 3, layout, ended={1: end, 2: lost}))
+    config, past = LaunchConfig(nproc_per_node=3, max_restarts=3), restart_policy.Past()
     for _ in range(2):  # a second time is no reason to give up: that is for exit codes
-        action = decide.decide(
-            decide.Outcome(1, 3, layout, {1: ends.Started(1, "h2", 5)}, {1: end}, step=12), past, config, ()
+        action = restart_policy.decide(
+            restart_policy.Outcome(1, 3, layout, {1: rank_ends.Started(1, "h2", 5)}, {1: end}, step=12),
+            past,
+            config,
+            (),
         )
         assert action.code is None and "restarting" in action.line
         past = action.past

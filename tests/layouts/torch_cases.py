@@ -18,7 +18,7 @@ from torch_draws import ALONE, Layout, Training
 
 from odyssey import data
 from odyssey.comm import Communicator
-from odyssey.data.trees import mapped
+from odyssey.data.nested import mapped
 from odyssey.nn import settings
 from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
 

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler as schedulers
 import odyssey.torch
 from odyssey import callbacks, data
 from odyssey.comm import Communicator
-from odyssey.data.trees import mapped
+from odyssey.data.nested import mapped
 
 RANKS = 4  # of the largest layout
 

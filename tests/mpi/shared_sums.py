@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from odyssey import comm
-from odyssey.parallel import plan, reduction, shared, strategy
+from odyssey.parallel import plan, reduction, shared_memory_tree, strategy
 
 world = comm.world()
 assert world.name == "shm"
@@ -16,7 +16,7 @@ for shards in (1, 2, 3, 5, 8, 13):
             made = plan.make(shards, world.rank, world.size, workers, threads)
             near = strategy.make(strategy.Strategy("tree"), world, made, floats, workers, scatter=scatter)
             sent = reduction.TreeReduction(world, made, floats, workers, scatter=scatter)
-            assert isinstance(near, shared.SharedReduction)
+            assert isinstance(near, shared_memory_tree.SharedReduction)
             for step in range(3):
                 for kind in (near, sent):
                     kind.buffers[:] = np.nan  # what is no partial sum must not matter

@@ -12,7 +12,7 @@ from odyssey.core import native
 from odyssey.core.arena import Arena
 from odyssey.core.program import Range, Record, Slot
 from odyssey.core.tensor import Parameter
-from odyssey.data.trees import Form
+from odyssey.data.nested import Form
 from odyssey.parallel import buckets
 from odyssey.parallel.buckets import Bucket
 from odyssey.train.trainer import DistributedTrainer

@@ -1,5 +1,5 @@
 """Attention whose heads are shared by ranks: random GPTs have the bits of one process on every layout, also where
-they go on from another's checkpoint. One shard's program is in test_tensor.py."""
+they go on from another's checkpoint. One shard's program is in test_tensor_parallel.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from odyssey.comm import mock
 from odyssey.core.arena import Arena
 from odyssey.core.program import Recorder, using
 from odyssey.core.tensor import empty
-from odyssey.parallel import tensor as tp
+from odyssey.parallel import tensor_parallel as tp
 from odyssey.parallel.mesh import Mesh
 from odyssey.train.trainer import DistributedTrainer
 

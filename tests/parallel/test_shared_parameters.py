@@ -15,7 +15,7 @@ from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.core.native import GRADS
 from odyssey.core.program import Range
-from odyssey.data.trees import Form
+from odyssey.data.nested import Form
 from odyssey.errors import ConfigError, DeviceError
 from odyssey.nn import PipelineParallel, Stage
 from odyssey.parallel import costs

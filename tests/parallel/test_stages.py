@@ -10,7 +10,7 @@ from each_case import each
 from odyssey import device, nn, optim
 from odyssey import functional as F
 from odyssey.core.program import Record, Slot
-from odyssey.data.trees import Form
+from odyssey.data.nested import Form
 from odyssey.errors import ConfigError
 from odyssey.parallel import schedule as schedules
 from odyssey.parallel.stages import Part, edges, partition

@@ -98,7 +98,7 @@ def test_the_sources_are_found():
                 "comm/nccl.py",
                 "base/files.py",
                 "run/die_with_parent.py",
-                "base/entry.py",
+                "base/exits.py",
             },
         ),
         ("safetensors", {"base/outputs.py"}),
@@ -214,12 +214,18 @@ def test_what_is_provided_is_there():
 
 
 def test_plans_and_the_rows_of_ops_know_no_processes():
-    for file in ("parallel/plan.py", "parallel/schedule.py", "parallel/auto.py", "comm/base.py", "comm/mpi.py"):
+    for file in (
+        "parallel/plan.py",
+        "parallel/schedule.py",
+        "parallel/auto_placement.py",
+        "comm/base.py",
+        "comm/mpi.py",
+    ):
         names = imported(FILES[file])
         assert not any(re.match(r"odyssey\.core\.(native|program|tensor)(\.|$)", m) for m in names), file
 
 
-@pytest.mark.parametrize("plan", ["plan", "schedule", "auto"])
+@pytest.mark.parametrize("plan", ["plan", "schedule", "auto_placement"])
 def test_a_plan_is_plain_python(plan):
     assert not any(m.split(".")[0] in ("numpy", "mpi4py", "ctypes") for m in imported(FILES[f"parallel/{plan}.py"]))
 
@@ -266,11 +272,12 @@ HEAVY = ("mpi4py", "rich", "click", "max", "mojo", "safetensors", "torch")
 #: What a training of one process with one bucket has no use for: imported where it is used, so that a start is short.
 LAZY = tuple(
     "numpy.ma multiprocessing concurrent.futures odyssey.audit.verify odyssey.audit.replay odyssey.comm.mock "
-    "odyssey.audit.steplog odyssey.checkpoints.store odyssey.checkpoints.manifest odyssey.train.requests "
+    "odyssey.audit.steplog odyssey.checkpoints.store odyssey.checkpoints.manifest odyssey.train.stop_requests "
     "odyssey.engine.bucketed odyssey.engine.pipeline odyssey.engine.gpu odyssey.inexact.compression "
-    "odyssey.parallel.exchange odyssey.parallel.hierarchical odyssey.parallel.meetings odyssey.parallel.ring "
-    "odyssey.parallel.schedule odyssey.parallel.shared odyssey.parallel.stages odyssey.parallel.tensor "
-    "odyssey.inexact.asynchronous odyssey.run.judge odyssey.run.process".split()
+    "odyssey.parallel.tensor_exchange odyssey.parallel.hierarchical odyssey.parallel.tensor_collectives "
+    "odyssey.parallel.ring odyssey.parallel.schedule odyssey.parallel.shared_memory_tree odyssey.parallel.stages "
+    "odyssey.parallel.tensor_parallel odyssey.inexact.asynchronous odyssey.run.diagnosis "
+    "odyssey.run.rank_process".split()
 )
 
 
@@ -302,7 +309,8 @@ import os, odyssey
 for name, home in odyssey._SHORT.items():
     child = os.fork()  # in each nothing else of odyssey was imported
     if not child:
-        exec(f"import odyssey.{name} as a; from odyssey import {name} as b; import odyssey.{home} as c")
+        package, _, short = f"odyssey.{name}".rpartition(".")
+        exec(f"import odyssey.{name} as a; from {package} import {short} as b; import odyssey.{home} as c")
         assert a is b is c and c.__name__ == c.__spec__.name == f"odyssey.{home}", name
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name

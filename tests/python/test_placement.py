@@ -11,7 +11,7 @@ from odyssey import functional as F
 from odyssey.comm import Communicator, mock
 from odyssey.core.arena import Arena
 from odyssey.core.placement import Device
-from odyssey.data.trees import Form
+from odyssey.data.nested import Form
 from odyssey.engine.engine import Engine, Layout
 from odyssey.errors import ConfigError, DeviceError
 from odyssey.train.trainer import DistributedTrainer

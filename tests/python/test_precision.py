@@ -12,7 +12,7 @@ import odyssey
 from odyssey import DistributedTrainer, GradScaler, data, nn, optim
 from odyssey import functional as F
 from odyssey.core import precision
-from odyssey.data.trees import Form
+from odyssey.data.nested import Form
 from odyssey.errors import ConfigError, NumericsError
 
 

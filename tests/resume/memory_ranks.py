@@ -1,4 +1,4 @@
-"""Ranks whose memory is measured while a checkpoint is written, read and its digest taken; see test_parts.py.
+"""Ranks whose memory is measured while a checkpoint is written, read and digested; see test_checkpoint_parts.py.
 
 `python memory_ranks.py FOLDER FLOATS LAYOUT` prints JSON: by what is done, MB of each rank's peak above what it had in
 steps (VmHWM, which Linux sets back when it is asked to).

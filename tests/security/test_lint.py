@@ -20,7 +20,7 @@ ALLOWED = {
     "tests/cli/conftest.py": "call of __import__",
     "benchmarks/faults/anchors/savers.py": "call of torch.load",  # what odyssey is compared with; reads its own files
     "benchmarks/faults/anchors/train_ddp.py": "call of torch.load",
-    "tests/e2e/test_saved.py": "call of torch.load",  # weights_only=True
+    "tests/e2e/test_trained_models.py": "call of torch.load",  # weights_only=True
     "python/odyssey/torch/objects.py": "pickle",  # where the caller wrote allow_pickle=True
     "python/odyssey/torch/horovod.py": "allow_pickle of",  # hands it on
     "tests/pytorch/hvd_names.py": "allow_pickle of",

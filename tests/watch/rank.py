@@ -9,12 +9,12 @@ from __future__ import annotations
 import select
 import sys
 
-from odyssey.base import entry, slot
+from odyssey.base import exits, slot
 
 rank, world = map(int, sys.argv[1:3])
 slot.describe(rank, world)
 descriptor = slot.publish()
-entry.listen()
+exits.listen()
 slot.phase("compute")
 import os  # noqa: E402
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from odyssey.base.proc import attach
-from odyssey.run import link, watcher
+from odyssey.run import messages, watcher
 from odyssey.view import top as view
 
 HERE = Path(__file__).parent
@@ -88,7 +88,7 @@ class Machines:
 
     def top(self) -> view.Job:
         connection = socket.create_connection(tuple(self.address), timeout=5)
-        return view.Job(link.Sealed(connection, self.secret, caller=True, role="top"))
+        return view.Job(messages.Sealed(connection, self.secret, caller=True, role="top"))
 
     def together(self) -> dict:
         """What the main watcher shows when it has heard from both."""

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from odyssey.errors import DataError, LaunchError
-from odyssey.run import judge
+from odyssey.run import diagnosis
 from odyssey.view import top as view
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
@@ -106,7 +106,7 @@ def test_as_json(job, launch_once):
     shown(job, lambda now: now["ranks"][0].step > 5)
     done = launch_once.python("-m", "odyssey", "top", job[1], "--once", "--json")
     value = json.loads(done.stdout)
-    assert [judge.seen_of(item).rank for item in value["ranks"]] == [0, 1]
+    assert [diagnosis.seen_of(item).rank for item in value["ranks"]] == [0, 1]
 
 
 SYSTEM = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")  # one that any user can run
@@ -157,11 +157,11 @@ def test_runs_that_cannot_be_shown(tmp_path, monkeypatch):
 
 def test_a_table_of_anything_that_ranks_can_do():
     seen = [
-        judge.Seen(0, "a", state="R", phase="compute", doing="compute", times=(0, 0, 1, 2, 1, 0, 0, 0), note="x"),
-        judge.Seen(1, "a", state="S", doing="wait", waited=3.21, wait_text="barrier at t.py:1", missing="0"),
-        judge.Seen(2, "b", state="T", doing="compute"),
-        judge.Seen(3, "b", state="gone"),
-        judge.Seen(4, "b", state="S", ended=True, code=3),
+        diagnosis.Seen(0, "a", state="R", phase="compute", doing="compute", times=(0, 0, 1, 2, 1, 0, 0, 0), note="x"),
+        diagnosis.Seen(1, "a", state="S", doing="wait", waited=3.21, wait_text="barrier at t.py:1", missing="0"),
+        diagnosis.Seen(2, "b", state="T", doing="compute"),
+        diagnosis.Seen(3, "b", state="gone"),
+        diagnosis.Seen(4, "b", state="S", ended=True, code=3),
     ]
     now = {
         "ranks": seen,

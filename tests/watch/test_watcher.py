@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from odyssey.base import proc
-from odyssey.run import link, watcher, writer
+from odyssey.run import messages, watcher, watcher_output
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
 
@@ -83,18 +83,18 @@ def test_a_defect_of_the_watcher_leaves_no_heartbeat(make, tmp_path, monkeypatch
 
 
 def test_a_write_that_blocks_blocks_nobody_else():
-    w, gate, done = writer.Writer(), threading.Event(), []
+    w, gate, done = watcher_output.Writer(), threading.Event(), []
     w.put(gate.wait)
     for i in range(5):
         w.put(lambda i=i: done.append(i), "heartbeat")
     w.put(lambda: 1 // 0)
     w.put(lambda: done.append("words"))
-    for _ in range(2 * writer.QUEUE):
+    for _ in range(2 * watcher_output.QUEUE):
         w.put(lambda: done.append("more"))
     assert not w.drain(0.1) and not done
     gate.set()
     assert w.drain(20)
-    assert done[:2] == [4, "words"] and 2 < len(done) <= writer.QUEUE  # the latest of one name; not all of many
+    assert done[:2] == [4, "words"] and 2 < len(done) <= watcher_output.QUEUE  # the latest of one name; not all of many
 
 
 def test_the_watcher_goes_on_when_nobody_reads_its_words(make, tmp_path):
@@ -138,7 +138,7 @@ def test_who_calls_and_says_nothing_is_dropped(make, monkeypatch):
     assert len(w.peers) == len(w.unauthenticated) == 2  # the third is one too many
     w._tick_main(time.monotonic() + 3)
     assert not w.peers and not w.unauthenticated
-    friend = link.Sealed(socket.create_connection(address), bytes(32), caller=True, role="node")
+    friend = messages.Sealed(socket.create_connection(address), bytes(32), caller=True, role="node")
     while not friend.ready and time.monotonic() < until:
         w.pump(0.05)
         friend.receive()

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..parallel import routes
 from ..parallel.mesh import PARTS, Mesh
 from ..parallel.plan import busy
-from . import links, verify
+from . import measure_link, verify
 from .rehearsal import VARIABLE, Rehearsed
 
 ALONE = (*VARIABLES, runs.RUN_DIR, runs.ATTEMPT, runs.EXPECTED_RANKS)  # what a rank that is rehearsed is not told
@@ -174,7 +174,7 @@ def machine_memory() -> int:
 
 def measured(launcher: str | None) -> tuple[Link, bool]:
     """The link between two ranks that a launcher starts, and whether they share a machine. Raises ConfigError."""
-    words = verify.started([sys.executable, "-m", links.__name__], 2, verify.launcher_words(launcher, "plan"))
+    words = verify.started([sys.executable, "-m", measure_link.__name__], 2, verify.launcher_words(launcher, "plan"))
     with tempfile.TemporaryDirectory(prefix="odyssey-plan-") as folder:
         file = Path(folder) / "link.json"
         problem = verify.ran([*words, str(file)], {}, ALONE, 120)

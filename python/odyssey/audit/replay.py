@@ -29,7 +29,7 @@ from ..callbacks import Callback, Context
 from ..comm import Communicator
 from ..errors import ConfigError, DataError, OdysseyError, OutputError
 from . import steplog, verify
-from .records import Records
+from .step_recorder import Records
 from .steplog import Record, difference
 
 REPLAY = "ODYSSEY_REPLAY"

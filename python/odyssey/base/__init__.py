@@ -8,7 +8,7 @@ from .lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "base.entry": "entry",
+        "base.exits": "exits",
         "base.files": "files parse_json read_json",
         "base.hooks": "machine",
         "base.lazy": "attach",

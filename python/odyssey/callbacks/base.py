@@ -13,7 +13,7 @@ replay are callbacks, as are those that are given to fit(). The order of events:
 
 All ranks call all of them at the same steps (but on_exception and on_server_update), so a callback may call
 collectives, and must then call them on all ranks. A callback is called with a `Context`. What one rank alone wishes,
-all do: train/requests.py.
+all do: train/stop_requests.py.
 """
 
 from __future__ import annotations

@@ -111,12 +111,12 @@ def _unwritable(error: OSError) -> str:
 
 
 def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False) -> int:
-    """Says what happened and takes the other ranks along, which may be waiting for this one: base/entry.py."""
+    """Says what happened and takes the other ranks along, which may be waiting for this one: base/exits.py."""
     if "odyssey.train.completion" in sys.modules:
         sys.modules["odyssey.train.completion"].incomplete()
-    from ..base import entry
+    from ..base import exits
 
-    return entry.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=_world())
+    return exits.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=_world())
 
 
 def _world() -> Any:

@@ -72,7 +72,7 @@ def examine(plan: Plan) -> list[Check]:
 
 
 def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
-    from ..run import users
+    from ..run import root_user
 
     return [
         python,
@@ -87,7 +87,7 @@ def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check |
         cache,
         gpus,
         lambda: limits(plan.ranks, _limits()),
-        lambda: user(os.geteuid(), users.working()),
+        lambda: user(os.geteuid(), root_user.working()),
         *[lambda host=host: reach(host) for host in plan.hosts],
     ]
 

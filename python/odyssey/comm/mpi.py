@@ -1,8 +1,8 @@
 """Ranks connected by MPI. The only file that imports mpi4py; buffer calls only, nothing is pickled.
 
 Each group has two MPI communicators of its own, one for headers and one for data, so that neither meets calls that a
-program makes on COMM_WORLD. The ranks learn in rounds of persistent messages (rounds.py; docs/communication.md has what
-it costs) whether they make the same call; if so, the data follow by the library's own collective.
+program makes on COMM_WORLD. The ranks learn in rounds of persistent messages (call_checks.py; its costs are in
+docs/communication.md) whether they make the same call; if so, the data follow by the library's own collective.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ if not MPI.Is_initialized():
     MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
 _started = time.time_ns()
 
-from ..base import entry, slot  # noqa: E402
+from ..base import exits, slot  # noqa: E402
 from ..base.proc import mapped  # noqa: E402
 from ..errors import CollectiveError, ConfigError  # noqa: E402
 from .base import Repeated  # noqa: E402
+from .call_checks import Heads, Roll  # noqa: E402
 from .calls import (  # noqa: E402
     Call,
     Header,
@@ -55,14 +56,13 @@ from .calls import (  # noqa: E402
     unpack_envelope,
 )
 from .cores import cores  # noqa: E402
-from .exits import Exits  # noqa: E402
-from .links import Links  # noqa: E402
+from .finalize import Exits  # noqa: E402
+from .link_times import Links  # noqa: E402
 from .requests import Message, Request, Waiting  # noqa: E402
-from .rounds import Heads, Roll  # noqa: E402
 from .staged import Headed, Met, Staged  # noqa: E402
 
 _receiving = threading.RLock()  # threads wait in groups of their own, and move on what others receive
-STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start.py)
+STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start_watcher.py)
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
 _NUMBERS = {
@@ -86,7 +86,7 @@ _FUNCTIONS = {  # of a kind of call: at once, and when it is done
     "all_gather_v": (MPI.Comm.Iallgatherv, MPI.Comm.Allgatherv),
 }
 MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
-DATA_TAG = 200  # of calls made again and again, beside the headers: above those of rounds.py
+DATA_TAG = 200  # of calls made again and again, beside the headers: above those of call_checks.py
 # Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
 NEAR = 32
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
@@ -414,7 +414,7 @@ def _abort(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     _unname("mpich_shm_", "sm_segment.")
-    if entry.hydra_abort(code):
+    if exits.hydra_abort(code):
         time.sleep(1)  # it ends this process
     MPI.COMM_WORLD.Abort(code)
 
@@ -577,6 +577,6 @@ def connect() -> MPICommunicator:
 
 
 def finalize() -> None:
-    """Ends MPI in a process whose end is not that of its interpreter (base/entry.py); nothing is called after."""
+    """Ends MPI in a process whose end is not that of its interpreter (base/exits.py): the last call."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()

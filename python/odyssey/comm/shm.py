@@ -1,6 +1,6 @@
 """Ranks of one machine, connected by memory that all of them see: a communicator over one of MPI or Gloo.
 
-Each rank has a segment of a window (memory.py); all segments look alike:
+Each rank has a segment of a window (shared_memory.py); all segments look alike:
 
     two headers     64 bytes each: number of the barrier, sequence and signature of the call (Header)
     the counter     64 bytes, and 64 for the number of sleepers; only those of rank 0 are used
@@ -35,13 +35,13 @@ from ..base import slot
 from ..base.hooks import process_space
 from ..core import native
 from ..errors import CollectiveError, ConfigError
-from . import memory
+from . import shared_memory
 from .base import Communicator
 from .calls import Call, Header, ReduceOp, caller_location, describe, header_bytes
 from .cores import cores
-from .memory import LINE, PAGE, up
 from .requests import Collective, Request, Waiting, deadline
-from .steps import DIRECT, DONE, SLOT, WAITING, SteppedCommunicator
+from .shared_memory import LINE, PAGE, process_ended, up
+from .shm_collectives import DIRECT, DONE, SLOT, WAITING, SteppedCommunicator
 
 # How long a wait stays in the kernel before Python looks at signals, other requests and the deadline.
 SLICE_NS = 50_000_000
@@ -160,13 +160,13 @@ class ShmCommunicator(SteppedCommunicator):
         """
         size = int(nbytes)
         self._run(Call("group", described=("", None, -1, None, f"shared {size} bytes")), True)
-        found = memory.files(self, self._processes, size)
+        found = shared_memory.files(self, self._processes, size)
         if found is None:  # a window, which lives as long as the group
             found = [native.memory(base, size) for base in self._window(size)]
         return found
 
     def _window(self, size: int) -> list[int]:
-        window, addresses = memory.window(self._over, self._processes, size)
+        window, addresses = shared_memory.window(self._over, self._processes, size)
         self._windows.append(window)
         return addresses
 
@@ -342,9 +342,7 @@ class ShmCommunicator(SteppedCommunicator):
     def _gone(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that have said that they end, or whose processes are gone."""
         said = self._over._gone(ranks)
-        return [
-            p for p in ranks if p in said or (p != self.rank and memory.process_ended(*self._processes[p].tolist()))
-        ]
+        return [p for p in ranks if p in said or (p != self.rank and process_ended(*self._processes[p].tolist()))]
 
 
 class _Pending(Collective):

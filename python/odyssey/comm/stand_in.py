@@ -14,9 +14,9 @@ import numpy as np
 
 from ..core import native
 from .base import Communicator
+from .call_checks import WORD, distances
 from .calls import Call, Header
 from .requests import Request
-from .rounds import WORD, distances
 
 Said = dict[str, np.ndarray]
 SAID_BYTES = 1 << 16  # larger broadcasts are weights, which are the same for the same seed

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from . import changes, native
+from . import native, setting_versions
 from .offload import maker
 from .program import Range
 from .tape import Parameter, Watcher
@@ -136,7 +136,7 @@ class Arena:
     @property
     def frozen(self) -> list[tuple[int, int]]:
         """Runs (first, one past the last) of parameters that are not to be trained, in order."""
-        stamp = changes.models.value, self.size, self.trained
+        stamp = setting_versions.models.value, self.size, self.trained
         if self._frozen[0] != stamp:  # an update asks in every step
             sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
             self._frozen = stamp, [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained]

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import DeviceError, ShapeError
-from . import changes, native, program
-from .guarded import guarded
+from . import native, program, setting_versions
 from .offload import maker
+from .partial_arrays import guarded
 from .placement import FIRST, Device, different_places, elsewhere, place_of_op
 from .program import Block, Memory, Range, Slot
 
@@ -272,7 +272,7 @@ class Parameter(Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if getattr(self, "requires_grad", None) != bool(value):
-            changes.models.rise()
+            setting_versions.models.rise()
         _requires_grad.__set__(self, bool(value))
 
     @property

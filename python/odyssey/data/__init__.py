@@ -7,11 +7,11 @@ from odyssey.data import transforms
 from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
 from odyssey.data.idx import read_idx
 from odyssey.data.loader import DataLoader, Part, Pieces
+from odyssey.data.nested import leaves, mapped
 from odyssey.data.reader import Batch
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.data.sources import ImageFolder, columns, npy, npz, opened, shakespeare, split, text, tokens
 from odyssey.data.tables import csv
-from odyssey.data.trees import leaves, mapped
 from odyssey.data.vocabulary import Vocabulary
 
 __all__ = [

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from odyssey.data.idx import read_idx, read_unpacked
-from odyssey.data.trees import Form, Leaf, leaves, mapped
+from odyssey.data.nested import Form, Leaf, leaves, mapped
 from odyssey.errors import ConfigError, DataError, check_integer, printable
 
 from ..build.library import cache_dir
@@ -91,7 +91,7 @@ class Gathered(Described):
 class ArrayDataset(Gathered):
     """Samples and targets in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
 
-    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (trees.py) of C-contiguous
+    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (nested.py) of C-contiguous
         float32 or int32 arrays (N, ...).
     labels: (N,) int32, 0 <= label < classes; or, if `classes` is 0, any tree of float32 or int32 arrays (N, ...).
     classes: number of classes; 0: the targets are no classes.

@@ -16,7 +16,7 @@ import numpy as np
 
 from odyssey.data import transforms
 from odyssey.data.datasets import ArrayDataset, arrays, outside
-from odyssey.data.trees import leaves, mapped, places
+from odyssey.data.nested import leaves, mapped, places
 from odyssey.errors import DataError
 
 Tree = Any  # an array, or a tuple or dict of trees

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, digest, load
+from odyssey.data.nested import leaves, mapped
 from odyssey.data.sampler import permutation
 from odyssey.data.tables import Columns, Table, csv
-from odyssey.data.trees import leaves, mapped
 from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError, check_integer
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core import changes, fingerprint, native
+from ..core import fingerprint, native, setting_versions
 from ..core.arena import Arena
 from ..core.program import Record, fuse
 from ..core.tensor import layout_of
 from ..data import Batch
-from ..data.trees import Form
+from ..data.nested import Form
 from ..errors import ConfigError, OdysseyError
 from ..nn import Module
 from ..optim import Optimizer, Update
@@ -120,7 +120,7 @@ class Engine:
 
     def _mark(self, ready: Runner) -> None:
         """Sees to it that the exchange of this step compares what ranks must have alike."""
-        stamp, self.alike = (ready, changes.updates.value), True
+        stamp, self.alike = (ready, setting_versions.updates.value), True
         if stamp != self._stamp:
             self._stamp, self._code = stamp, fingerprint.hash_of((ready.fingerprint, self.also()))
             if self.team is not None:  # whose sums are not the host's until the step is taken
@@ -368,10 +368,10 @@ class Engine:
         """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
         records = self._fused(n, form, lanes)
         if self.layout.mesh.tp > 1:
-            from ..parallel import tensor
+            from ..parallel import tensor_parallel
 
             pieces = self.ownership.pieces
-            records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, pieces).records
+            records = tensor_parallel.rewrite(records, self.groups.t, self.layout.mesh.tp, pieces).records
         return records
 
     def _fused(self, n: int, form: Form, lanes: bool = False) -> list[Record]:

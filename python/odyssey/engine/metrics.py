@@ -14,7 +14,7 @@ from typing import Any
 from ..core import functional as F
 from ..core.program import Recorder, ShardEager
 from ..core.tensor import Tensor, no_grad
-from ..data.trees import Form
+from ..data.nested import Form
 from ..errors import ConfigError, OdysseyError
 
 Metric = Callable[[Any, Any], Tensor]

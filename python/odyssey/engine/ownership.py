@@ -28,7 +28,7 @@ from .layout import Layout
 from .runner import Sums
 
 if TYPE_CHECKING:
-    from ..parallel import tensor
+    from ..parallel import tensor_parallel
     from .gpu.group import DeviceGroup
 
 
@@ -72,7 +72,7 @@ class Owned(NamedTuple):
     counted: bool
 
 
-def owned(offset: int, shape: tuple[int, ...], piece: tensor.Piece | None, t: int) -> Owned:
+def owned(offset: int, shape: tuple[int, ...], piece: tensor_parallel.Piece | None, t: int) -> Owned:
     """The share of rank t of a tensor-parallel group in a parameter; without a piece it is everybody's."""
     floats = -(-math.prod(shape) // 16) * 16
     if piece is None or piece.axis is None:
@@ -97,7 +97,7 @@ class Ownership:
     def __init__(self, arena: Arena, layout: Layout, groups: Groups, team: DeviceGroup | None) -> None:
         self.arena, self.layout, self.groups, self._team = arena, layout, groups, team
         self.settled = False
-        self.pieces: dict[str, tensor.Piece] = {}  # of tensor parallelism: what this rank trains
+        self.pieces: dict[str, tensor_parallel.Piece] = {}  # of tensor parallelism: what this rank trains
         self.counted: list[tuple[int, int]] = []  # runs that are this rank's share of the global norm
         self.warnings: list[str] = []  # once it is settled: what the user should know,
         self.plans: list[str] = []  # and how the model was cut
@@ -196,10 +196,10 @@ class Ownership:
         self._several = {n: places[0] for n, places in where.items() if len(set(places)) > 1}
         here = [n for n, places in where.items() if places[0] == self.groups.p]
         if self.layout.mesh.tp > 1:
-            from ..parallel import tensor
+            from ..parallel import tensor_parallel
 
-            whole = dict.fromkeys(self._several, tensor.Piece())
-            split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, whole)
+            whole = dict.fromkeys(self._several, tensor_parallel.Piece())
+            split = tensor_parallel.rewrite(records, self.groups.t, self.layout.mesh.tp, whole)
             self.pieces = split.ownership
             self.plans.append(
                 f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"

@@ -21,9 +21,9 @@ from ..errors import ConfigError
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import schedule as schedules
-from ..parallel import strategy, tensor
-from ..parallel.exchange import Exchange
+from ..parallel import strategy, tensor_parallel
 from ..parallel.stages import Part, Transfer, edges, partition
+from ..parallel.tensor_exchange import Exchange
 from .runner import Program, Recorded, Runner, Sums
 
 
@@ -159,7 +159,7 @@ class PipelineRunner(Runner):
                 run.clear()
 
         for r in part.records:
-            if isinstance(r, tensor.Pseudo):
+            if isinstance(r, tensor_parallel.Pseudo):
                 flush()
                 steps.append([Exchange(self.groups.tp, r, [work]) for work in self._work])
             else:

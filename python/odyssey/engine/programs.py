@@ -1,6 +1,6 @@
 """Programs of a model, its loss and metrics for a shard: recorded, and kept for the settings they were recorded with.
 
-    number      core/changes.py: one comparison a step says whether a module's attribute, mode or requires_grad changed
+    number      core/setting_versions.py: one comparison a step; an attribute, mode or requires_grad changed
     settings    all of these (nn/settings.py); for each that was met a program per form of a shard is kept
     lines       of a program (listing.py): what it is, to be compared with another recording, rank or checkpoint
 
@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import changes, native
+from ..core import native, setting_versions
 from ..core.arena import Arena
 from ..core.fingerprint import hash_of
 from ..core.placement import FIRST, Device
 from ..core.program import Range, Record, Recorder, ShardEager, using
 from ..core.tensor import Parameter, Tensor, empty, layout_of, no_grad
-from ..data.trees import Form, Leaf, leaves, mapped
+from ..data.nested import Form, Leaf, leaves, mapped
 from ..errors import ConfigError, OdysseyError
 from ..nn import Module, settings
 from ..nn.module import in_mode
@@ -112,13 +112,13 @@ class Programs:
 
     def current(self) -> int:
         """The number of what the model is set to now. Raises ConfigError: it has other parameters or submodules."""
-        if changes.models.value != self._seen or any(value != copied for value, copied in self._inside):
+        if setting_versions.models.value != self._seen or any(value != copied for value, copied in self._inside):
             self.look()
         return self.setting
 
     def look(self) -> None:
         """Looks at all settings once more."""
-        self._seen = changes.models.value
+        self._seen = setting_versions.models.value
         self._check_structure()
         snapshot: dict[int, tuple[Any, dict[str, Any]]] = {}
         found: list[tuple[str, Any]] = []
@@ -294,7 +294,7 @@ class Programs:
         """Within it the model is set to what it was then; nobody notices."""
         before = [(vars(owner), dict(vars(owner))) for owner, _ in met.snapshot]
         trained = {name: p.requires_grad for name, p in self.arena.named}
-        number = changes.models.value
+        number = setting_versions.models.value
         try:
             for owner, values in met.snapshot:
                 own = vars(owner)
@@ -313,7 +313,7 @@ class Programs:
                 if p.requires_grad != trained[name]:
                     p.requires_grad = trained[name]
             if self._seen == number:
-                self._seen = changes.models.value
+                self._seen = setting_versions.models.value
 
     def _is_setting(self, owner: Any, name: str) -> bool:
         """True for an attribute of a module that programs depend on."""
@@ -354,7 +354,7 @@ class Programs:
         """Runs the model once with an executor; returns the attributes of modules that this has set."""
         executor.conv_algorithm = self.conv_algorithm
         with self._modes(), using(executor), contextlib.nullcontext() if self.train else no_grad():
-            with changes.unnoticed() as written:
+            with setting_versions.unnoticed() as written:
                 self._pass(executor, n, form)
         self.outputs = executor.outputs
         self.by_forward.update((id(owner), name) for owner, name in written)

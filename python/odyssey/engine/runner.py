@@ -12,7 +12,7 @@ from ..core import native
 from ..core.arena import Arena
 from ..core.program import Record
 from ..data import ArrayDataset, Batch
-from ..data.trees import Form
+from ..data.nested import Form
 from ..optim import Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning

@@ -24,7 +24,7 @@ from ..comm.calls import bfloat16, narrow, widen
 from ..errors import ConfigError
 from ..parallel.plan import ranges
 from ..parallel.reduction import Phased, TreeReduction
-from ..parallel.shared import SharedReduction
+from ..parallel.shared_memory_tree import SharedReduction
 
 WARMUP_RATIO = 0.25  # where the ratio of a warm-up begins (Lin et al. 2018)
 

@@ -21,7 +21,7 @@ import odyssey as package  # for Mojo, by its public names
 
 from .. import DistributedTrainer, History, Tensor, data, optim
 from .. import functional as F
-from ..base import entry
+from ..base import exits
 from ..comm import Communicator
 from ..errors import ConfigError, DataError, OdysseyError
 from ..nn import Module, Sequential
@@ -51,7 +51,7 @@ def call(target: Any, name: str, arguments: Sequence[Any], settings: dict[str, A
         _latest = error
         raise
     finally:
-        entry.leave_with_c()
+        exits.leave_with_c()
 
 
 class ProgramError(OdysseyError):
@@ -74,7 +74,7 @@ def stop(text: str) -> int:
     error = _error(text)
     if text.startswith("[usage]") and isinstance(error, OdysseyError):
         error.on_all_ranks()
-    return entry.stop(error)
+    return exits.stop(error)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import changes
+from ..core import setting_versions
 from ..core.arena import Buffer
 from ..core.placement import Device
 from ..core.placement import device as place_of
@@ -89,14 +89,14 @@ def limited(numbers: int) -> Iterator[None]:
 @contextlib.contextmanager
 def in_mode(model: Any, training: bool) -> Iterator[None]:
     """A model, also torch's, in the mode of training or that of evaluation; afterwards each layer is in its own. No
-    change of a setting (core/changes.py): what is recorded for a mode stays."""
+    change of a setting (core/setting_versions.py): what is recorded for a mode stays."""
     before, mode = [(vars(m), vars(m).get("training")) for m in model.modules()], model.training
     try:
-        with changes.unnoticed():  # a model may have a train() of its own
+        with setting_versions.unnoticed():  # a model may have a train() of its own
             model.train(training)
         yield
     finally:
-        with changes.unnoticed():
+        with setting_versions.unnoticed():
             if model.training != mode:
                 model.train(mode)
         for own, was in before:
@@ -129,11 +129,11 @@ class Module:
             cls.__init__ = _noting(cls.__init__)  # type: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        changes.noted(self, name, value)
+        setting_versions.noted(self, name, value)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        changes.noted(self, name)
+        setting_versions.noted(self, name)
         object.__delattr__(self, name)
 
     def forward(self, *args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Costs of a model's ops here: measures a recorded program record by record, for automatic placement (auto.py).
+"""Costs of a model's ops here: measures a recorded program record by record, for auto_placement.py.
 
 Rank 0 measures and tells the others, so all make the same cuts. The times depend on the machine; where a model is cut
 changes no bit of its training, but with a compression or an order of additions that depends on the layout: there bytes
@@ -17,7 +17,7 @@ from ..comm import Communicator
 from ..core import native
 from ..core.arena import Arena
 from ..core.program import Record, Slot, plan_memory, serialize
-from . import auto
+from .auto_placement import Op, Plan, cut
 from .buckets import touched
 from .stages import together
 
@@ -55,8 +55,8 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     return best
 
 
-def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[auto.Op]]:
-    """The forward ops of a program with their costs: the first tag of each, and what auto.cut wants to know.
+def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[Op]]:
+    """The forward ops of a program with their costs: the first tag of each, and what `cut` wants to know.
 
     Backward records count for the op they belong to; what fusion has taken away, for the op before it. A parameter of
     several ops counts for the first, and is sent between them as a value is: as its gradient, for each shard.
@@ -93,14 +93,13 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
         for j in range(i, last[a]):
             crossing[j] += nbytes[a] / samples
     return tags, [
-        auto.Op(names[i] or f"op {tags[i]}", time_of[i], weights[i], round(kept[i]), round(crossing[i]))
-        for i in range(n)
+        Op(names[i] or f"op {tags[i]}", time_of[i], weights[i], round(kept[i]), round(crossing[i])) for i in range(n)
     ]
 
 
 def stages(
     records: list[Record], arena: Arena, samples: int, count: int, comm: Communicator, *, measured: bool
-) -> tuple[Callable[[Record], int], auto.Plan]:
+) -> tuple[Callable[[Record], int], Plan]:
     """Cuts a program into `count` stages by cost; a function from records to stages, and the plan.
 
     measured: by time on this machine; else by bytes that are touched, which are the same in every run.
@@ -121,6 +120,6 @@ def stages(
             float,
         )
     tags, found = ops(records, arena, samples, costs)
-    plan = auto.cut(found, count)
+    plan = cut(found, count)
     firsts = [tags[c] for c in plan.cuts]
     return (lambda r: bisect.bisect_right(firsts, r.tag)), plan

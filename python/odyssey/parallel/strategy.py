@@ -156,7 +156,7 @@ def make(
         if comm.size == 1:
             where = "reduction.Reduction"
         elif where == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
-            where = "shared.SharedReduction"  # the same tree, in memory that all ranks see
+            where = "shared_memory_tree.SharedReduction"  # the same tree, in memory that all ranks see
         module, _, name = where.partition(".")
         kind = getattr(importlib.import_module(f".{module}", __package__), name)
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "run.config": "MOST",
-        "run.judge": "judge",
-        "run.link": "link",
+        "run.diagnosis": "diagnosis",
+        "run.messages": "messages",
     },
 )

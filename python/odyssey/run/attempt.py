@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 from ..base import runs
 from ..base.files import private_directory, read_json, write_json
 from ..errors import DataError, LaunchError
-from . import ends, judge, leftovers
+from . import diagnosis, leftovers, rank_ends
 from .config import LaunchConfig
-from .decide import Outcome
 from .hosts import capacity
 from .output import Pump
+from .restart_policy import Outcome
 from .starting import TOKEN
 
 SILENT = 10.0  # seconds without a heartbeat, after there was one, that mean a lost host
@@ -203,7 +203,7 @@ class Attempt:
             fields["code"] = code
         seen = {rank["rank"]: rank["step"] for rank in self._beating() if type(rank.get("step")) is int}
         checkpoint = newest_step(self.run.checkpoints)
-        ended = ends.ended(self.run.ends, self.run.attempt)
+        ended = rank_ends.ended(self.run.ends, self.run.attempt)
         steps = [*seen.values(), *(end.step for end in ended.values() if end.step is not None)]
         steps += [] if checkpoint is None else [checkpoint]
         return Outcome(
@@ -221,9 +221,9 @@ class Attempt:
     # -- what there is to see ---------------------------------------------------------------------
 
     @property
-    def _started(self) -> dict[int, ends.Started]:
+    def _started(self) -> dict[int, rank_ends.Started]:
         """The ranks that a wrapper has started."""
-        return ends.started(self.run.ranks, self.run.attempt)
+        return rank_ends.started(self.run.ranks, self.run.attempt)
 
     @property
     def _meeting(self) -> float:
@@ -249,7 +249,7 @@ class Attempt:
         there = {int(record.partition(".")[0]) for record in _numbers(self.run.ranks)}
         away = [rank for rank in range(self.ranks) if rank not in there]
         if away:
-            what = f"{judge.name(away)} {'has' if len(away) == 1 else 'have'} not been started"
+            what = f"{diagnosis.name(away)} {'has' if len(away) == 1 else 'have'} not been started"
         else:
             what = "the ranks have not met: they are in MPI_Init or before, or the program does not use odyssey"
         self.say(f"attempt {self.run.attempt}: after {seconds:.0f} s {what}")
@@ -272,12 +272,12 @@ class Attempt:
             log = self.run.logs / "output.log"
             self.say(f"[output] standard output cannot be written: {pump.problem}; what ranks print is in {log}")
 
-    def _ended(self) -> tuple[ends.End | None, bool]:
+    def _ended(self) -> tuple[rank_ends.End | None, bool]:
         """The failure that came first, and whether all ranks have ended."""
         if not _numbers(self.run.ends):
             return None, False
-        ended = ends.ended(self.run.ends, self.run.attempt)
-        return ends.first(ended), len(ended) >= self.ranks
+        ended = rank_ends.ended(self.run.ends, self.run.attempt)
+        return rank_ends.first(ended), len(ended) >= self.ranks
 
     def _silence(self, now: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.
@@ -319,7 +319,7 @@ class Attempt:
         while self._handled < len(self.signals):
             number = self.signals[self._handled]
             self._handled += 1
-            name = ends.signal_name(number)
+            name = rank_ends.signal_name(number)
             if self._stop is not None:
                 if number != signal.SIGINT or signal.SIGINT not in self.signals[: self._handled - 1]:
                     continue  # a service manager may send several; a person presses Ctrl-C twice

@@ -13,7 +13,7 @@ from typing import Any
 from ..base import runs
 from ..base.files import read_json, write_json
 from ..errors import ConfigError, DataError, LaunchError, OutputError, printable
-from . import ends, lock
+from . import lock, rank_ends
 from .config import MOST
 
 
@@ -48,7 +48,7 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
     number = now["attempt"]
     if now.get("ranks") == ranks:
         raise ConfigError(f"[scale] {name} runs on {ranks} ranks already (attempt {number})")
-    if not ends.started(run.ranks, number):
+    if not rank_ends.started(run.ranks, number):
         raise LaunchError(f"[scale] attempt {number} of {name} is only being started; try again in a moment")
     try:
         write_json(run.control, {"stop": "scale", "ranks": ranks, "attempt": number})
@@ -62,7 +62,7 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
             say(f"{name} was complete before that")
             return number
         then = _attempt(run)
-        if then["attempt"] > number and len(ends.started(run.ranks, then["attempt"])) == then.get("ranks"):
+        if then["attempt"] > number and len(rank_ends.started(run.ranks, then["attempt"])) == then.get("ranks"):
             if then.get("ranks") != ranks:
                 raise LaunchError(f"[scale] attempt {then['attempt']} runs on {then.get('ranks')} ranks, not {ranks}")
             say(f"attempt {then['attempt']} runs on {ranks} ranks")

@@ -3,7 +3,7 @@
     DistributedLauncher(LaunchConfig(nproc_per_node=4, max_restarts=3)).launch("train.py", "--epochs", "100")
 
 It holds the run's lock, gives each attempt its number before it starts (so that one of before can no longer write a
-checkpoint), cleans up after it, and does what decide.py says. It imports neither NumPy nor MPI.
+checkpoint), cleans up after it, and does what restart_policy.py says. It imports neither NumPy nor MPI.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ..base import limits, runs
 from ..base.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
 from ..base.launcher import launched
 from ..errors import ConfigError, DataError, OutputError, printable
-from . import leftovers, starting, users
+from . import leftovers, root_user, starting
 from .attempt import Attempt
 from .config import LaunchConfig
-from .decide import Action, Outcome, decide, in_doubt, taken_back
-from .ends import signal_name
 from .hosts import Host, capacity, place
 from .lock import Lock
+from .rank_ends import signal_name
+from .restart_policy import Action, Outcome, decide, in_doubt, taken_back
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROBE = 30.0  # seconds that a host has to start a process, when it is asked whether it is there
@@ -75,7 +75,7 @@ class DistributedLauncher:
         """
         words = starting.plain([os.fspath(script), *map(str, arguments)])
         _check(words)
-        users.check(self.config.allow_root)
+        root_user.check(self.config.allow_root)
         probe_seconds()  # a wrong value is refused now, not when a host is lost
         starter = starting.find(self.config, os.environ)
         if self.config.nnodes > 1 and not self.config.hosts and starter.kind != "srun":

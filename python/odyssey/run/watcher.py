@@ -4,8 +4,8 @@ It is no thread of a rank, as a rank that is stopped, or that holds the interpre
 itself. That of rank 0's machine, the main one, hears from the others, says what hangs, ends the job, keeps the
 heartbeat of a run, and answers `odyssey top`. A watcher ends with the last rank of its machine, and leaves nothing.
 
-Started by start.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only. Nothing that
-happens to it can hurt the ranks, unless machines lose each other.
+Started by start_watcher.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only.
+Nothing that happens to it can hurt the ranks, unless machines lose each other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if __name__ == "__main__":  # -I: the package is found by its place alone, and i
     sys.modules["odyssey"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
 from odyssey.base import runs  # noqa: E402
-from odyssey.run import judge, link, writer
-from odyssey.run.process import Watched  # noqa: E402
+from odyssey.run import diagnosis, messages, watcher_output
+from odyssey.run.rank_process import Watched  # noqa: E402
 
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
@@ -45,7 +45,7 @@ UNAUTHENTICATED_LIMIT = 64  # callers that may be about to
 
 
 class Watcher:
-    """See the head of this file. `settings`: as start.py makes them."""
+    """See the head of this file. `settings`: as start_watcher.py makes them."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.world, self.limit = int(settings["world"]), float(settings["watchdog"])
@@ -57,10 +57,10 @@ class Watcher:
         self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
         self.ranks = {rank: Watched(rank, *process) for rank, *process in settings["ranks"]}
         self.nodes = [set(ranks) for ranks in settings["nodes"]]
-        self.writer = writer.Writer()
+        self.writer = watcher_output.Writer()
         self.host = os.uname().nodename
         self.pid = self.ranks[0].pid if 0 in self.ranks else 0  # of rank 0, which a job is known by
-        self.seen: dict[int, judge.Seen] = {}
+        self.seen: dict[int, diagnosis.Seen] = {}
         self.poll = select.poll()
         self.floor = self.last_tick = self.begun = time.monotonic()
         self.next_beat = self.next_file = self.next_maps = 0.0
@@ -72,8 +72,8 @@ class Watcher:
             if watched.handle >= 0:
                 self._listen_to(watched.handle, watched)
         # Between machines. Of the main one: who has called; of the others: their connection.
-        self.peers: dict[int, link.Lines] = {}
-        self.unauthenticated: dict[link.Lines, float] = {}  # who has called and not yet shown the secret, and when
+        self.peers: dict[int, messages.Lines] = {}
+        self.unauthenticated: dict[messages.Lines, float] = {}  # who has called and not yet shown the secret, and when
         self.heard: dict[int, float] = {}  # index of a node -> when it was last heard of
         self.left: set[int] = set()  # nodes whose ranks have all ended
         self.answers: dict[int, str] = {}
@@ -131,7 +131,7 @@ class Watcher:
                 self._gone([what, *self._also_gone()])
             elif what is self.listener or what is self.local:
                 self._accept(what)
-            elif isinstance(what, link.Lines):
+            elif isinstance(what, messages.Lines):
                 self._hear(what)
 
     def tick(self) -> None:
@@ -150,7 +150,7 @@ class Watcher:
             self.told_unseen = True
             unseen = sorted(w.rank for w in self.ranks.values() if w.alive and w.last is None)
             if unseen:
-                self._say(f"odyssey: [watch] {judge.name(unseen)} cannot be watched: no slot of theirs can be opened\n")
+                self._say(f"odyssey: [watch] {diagnosis.name(unseen)} cannot be watched: no slot of theirs opens\n")
         if now >= self.next_maps:
             self.next_maps = now + 5
             for watched in self.ranks.values():
@@ -182,9 +182,9 @@ class Watcher:
             self.told_unwatched = True
             away = sorted(r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks)
             if away:
-                self._say(f"odyssey: [watch] {judge.name(away)} cannot be watched: their machines did not call\n")
+                self._say(f"odyssey: [watch] {diagnosis.name(away)} cannot be watched: their machines did not call\n")
         if self.limit:
-            found = judge.hang(self.seen, self.world, self.limit, self.preparing)
+            found = diagnosis.hang(self.seen, self.world, self.limit, self.preparing)
             if found is not None:
                 self._hang(found)
                 return
@@ -192,10 +192,10 @@ class Watcher:
 
     def _look_for_stragglers(self, now: float) -> None:
         seen = list(self.seen.values())
-        slow = sorted(judge.stragglers(seen), key=lambda found: -found[1])
-        lines = {rank: judge.slow_line(self.seen[rank], times, where) for rank, times, where in slow}
-        if (late := judge.slow_link(seen)) is not None and late.link[0] in self.seen:
-            lines[~late.link[0]] = judge.link_line(late, self.seen[late.link[0]].host)
+        slow = sorted(diagnosis.stragglers(seen), key=lambda found: -found[1])
+        lines = {rank: diagnosis.slow_line(self.seen[rank], times, where) for rank, times, where in slow}
+        if (late := diagnosis.slow_link(seen)) is not None and late.link[0] in self.seen:
+            lines[~late.link[0]] = diagnosis.link_line(late, self.seen[late.link[0]].host)
         self.slow = {key: self.slow.get(key, 0) + 1 for key in lines}
         if now < self.next_slow:
             return
@@ -205,17 +205,17 @@ class Watcher:
                 self._say(line)
                 return
 
-    def _hang(self, found: judge.Hang) -> None:
+    def _hang(self, found: diagnosis.Hang) -> None:
         stacks = self._gather_stacks()
         for rank, watched in self.ranks.items():
             self.seen[rank] = watched.look(time.monotonic(), self.floor)
-        if judge.hang(self.seen, self.world, self.limit, self.preparing) is None:
+        if diagnosis.hang(self.seen, self.world, self.limit, self.preparing) is None:
             return  # it went on while the stacks were gathered
         path = self._write_stacks(stacks)
-        text = judge.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
+        text = diagnosis.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
         self._say(text)
         for rank in found.culprits:
-            self._write_reason(rank, HUNG, f"hang: {judge.about(self.seen[rank], stacks.get(rank, ''))}")
+            self._write_reason(rank, HUNG, f"hang: {diagnosis.about(self.seen[rank], stacks.get(rank, ''))}")
         self._end(HUNG, avoid=set(found.culprits))
 
     def _gather_stacks(self) -> dict[int, str]:
@@ -251,15 +251,15 @@ class Watcher:
         name = "stacks.txt" if folder else f"odyssey-stacks-{self.ranks[0].pid}.txt"
         parts = []
         for rank in sorted(self.seen):
-            about = judge.about(self.seen[rank], "")
+            about = diagnosis.about(self.seen[rank], "")
             parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
         path, text, done = os.path.join(folder, name), "\n".join(parts), []
-        self.writer.put(lambda: done.append(writer.write(path, text)))
+        self.writer.put(lambda: done.append(watcher_output.write(path, text)))
         self.writer.drain(WORDS_S)
         return path if any(done) else ""
 
     def _say(self, text: str) -> None:
-        self.writer.put(lambda: writer.say(text))
+        self.writer.put(lambda: watcher_output.say(text))
 
     def _also_gone(self) -> list[Watched]:
         """Other ranks of which the kernel says at this moment that they are gone."""
@@ -287,7 +287,7 @@ class Watcher:
         how, code, number = "was killed by a signal, or called os._exit", None, None
         if status is not None and status & 0x7F:
             number = status & 0x7F
-            how = f"was killed by {judge.signal_name(number)}"
+            how = f"was killed by {diagnosis.signal_name(number)}"
         elif status is not None:
             how, code = f"exited without reporting an error (exit code {status >> 8}; os._exit?)", status >> 8 or DEFECT
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
@@ -326,7 +326,7 @@ class Watcher:
             self._tell(peer, {"bye": True})
             peer.close()
         if self.main and self.run_dir:
-            if writer.is_of(os.path.join(self.run_dir, "heartbeat.json"), attempt=self.attempt):
+            if watcher_output.is_of(os.path.join(self.run_dir, "heartbeat.json"), attempt=self.attempt):
                 self._write_heartbeat()
                 self.writer.drain(WORDS_S)
                 time.sleep(LAST_LOOK)
@@ -334,18 +334,18 @@ class Watcher:
             for name, mine in zip(("heartbeat.json", "watch.json"), whose, strict=True):
                 # No heartbeat: these ranks are not watched any more.
                 path = os.path.join(self.run_dir, name)
-                self.writer.put(functools.partial(writer.remove, path, **mine))
+                self.writer.put(functools.partial(watcher_output.remove, path, **mine))
         self.writer.drain(WORDS_S)
 
     def _write(self, name: str, value: Any) -> None:
         path = os.path.join(self.run_dir, name)
-        self.writer.put(lambda: writer.write(path, json.dumps(value) + "\n"))
+        self.writer.put(lambda: watcher_output.write(path, json.dumps(value) + "\n"))
 
     def _write_heartbeat(self) -> None:
         ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
         value = {"attempt": self.attempt, "time": time.time(), "ranks": ranks}
         path = os.path.join(self.run_dir, "heartbeat.json")
-        self.writer.put(lambda: writer.renew(path, value, attempt=self.attempt), "heartbeat")
+        self.writer.put(lambda: watcher_output.renew(path, value, attempt=self.attempt), "heartbeat")
 
     def _write_address(self) -> None:
         if self.main and self.run_dir:
@@ -371,13 +371,13 @@ class Watcher:
         local = listener is self.local
         full = len(self.peers) > 2 * len(self.nodes) + 16
         if local:
-            refused = full or link.user_of(connection) not in (os.getuid(), 0)
+            refused = full or messages.user_of(connection) not in (os.getuid(), 0)
         else:
             refused = full or len(self.unauthenticated) >= UNAUTHENTICATED_LIMIT
-        peer: link.Lines | None = None
+        peer: messages.Lines | None = None
         if not refused:
-            with contextlib.suppress(link.Closed):
-                peer = link.Lines(connection) if local else link.Sealed(connection, self.secret, caller=False)
+            with contextlib.suppress(messages.Closed):
+                peer = messages.Lines(connection) if local else messages.Sealed(connection, self.secret, caller=False)
         if peer is None:
             connection.close()
             return
@@ -386,10 +386,10 @@ class Watcher:
         self.peers[peer.fileno()] = peer
         self._listen_to(peer.fileno(), peer)
 
-    def _tell(self, peer: link.Lines, value: Any) -> None:
+    def _tell(self, peer: messages.Lines, value: Any) -> None:
         try:
             peer.send(value)
-        except link.Closed:
+        except messages.Closed:
             self._drop(peer)
 
     def _tell_nodes(self, value: Any) -> None:
@@ -397,7 +397,7 @@ class Watcher:
         for peer in [peer for peer in self.peers.values() if peer.role == "node"]:
             self._tell(peer, value)
 
-    def _drop(self, peer: link.Lines) -> None:
+    def _drop(self, peer: messages.Lines) -> None:
         handle = peer.fileno()
         self._forget(handle)
         self.peers.pop(handle, None)
@@ -406,10 +406,10 @@ class Watcher:
             self.up = None
         peer.close()
 
-    def _hear(self, peer: link.Lines) -> None:
+    def _hear(self, peer: messages.Lines) -> None:
         try:
             values = peer.receive()
-        except link.Closed:
+        except messages.Closed:
             self._drop(peer)
             return
         if peer.ready:
@@ -427,20 +427,20 @@ class Watcher:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns what `odyssey top` shows."""
-        slow = {str(rank): [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
+        slow = {str(rank): [times, where] for rank, times, where in diagnosis.stragglers(list(self.seen.values()))}
         ranks = [brief(s) for _, s in sorted(self.seen.items())]
         job = {"host": self.host, "pid": self.pid, "world": self.world, "attempt": self.attempt, "run": self.run_dir}
         return {**job, "watchdog": self.limit, "ranks": ranks, "slow": slow}
 
     # --- the main watcher and the others ---
 
-    def _from_node(self, peer: link.Lines, value: dict[str, Any]) -> None:
+    def _from_node(self, peer: messages.Lines, value: dict[str, Any]) -> None:
         node = value.get("node")
         if not isinstance(node, int) or not 0 < node < len(self.nodes):
             return
         self.heard[node] = time.monotonic()
         items = value.get("seen")
-        for seen in map(judge.seen_of, items if isinstance(items, list) else ()):
+        for seen in map(diagnosis.seen_of, items if isinstance(items, list) else ()):
             if seen is not None and seen.rank in self.nodes[node]:
                 self.seen[seen.rank] = seen
         stacks = value.get("answer")
@@ -457,7 +457,7 @@ class Watcher:
         ranks = sorted(self.nodes[node])
         host = next((self.seen[r].host for r in ranks if r in self.seen), "?")
         self._say(
-            f"odyssey: [watch] no sign of life from {host} ({judge.name(ranks)}) for {seconds:.0f} s: "
+            f"odyssey: [watch] no sign of life from {host} ({diagnosis.name(ranks)}) for {seconds:.0f} s: "
             "it is dead or cut off; all ranks are ended\n"
         )
         for rank in ranks:
@@ -477,7 +477,7 @@ class Watcher:
             self._tell(up, {"node": self._node, "seen": ranks})
         # late alone is not cut off: as long as that machine answers, its kernel keeps the connection
         if self.up is None and self.up_heard and now - self.up_heard > self.patience and not self.ending:
-            ended = f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended"
+            ended = f"{diagnosis.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended"
             what = f"is cut off from rank 0's machine for {now - self.up_heard:.0f} s"
             self._say(f"odyssey: [watch] {self.host} {what}; {ended}\n")
             for rank in self.ranks:
@@ -496,8 +496,8 @@ class Watcher:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.patience))
         try:
             connection.connect((self.address[0], int(self.address[1])))
-            self.up = link.Sealed(connection, self.secret, caller=True, role="node")
-        except (OSError, link.Closed):
+            self.up = messages.Sealed(connection, self.secret, caller=True, role="node")
+        except (OSError, messages.Closed):
             connection.close()
             return
         self._listen_to(self.up.fileno(), self.up)
@@ -519,9 +519,9 @@ class Watcher:
             self.up_heard, self.address = 0.0, None  # rank 0's machine has ended in order
 
 
-def brief(seen: judge.Seen) -> dict[str, Any]:
+def brief(seen: diagnosis.Seen) -> dict[str, Any]:
     """A `Seen` as JSON, without what is as it is when nothing is said."""
-    default = judge.Seen(0)
+    default = diagnosis.Seen(0)
     return {k: v for k, v in seen._asdict().items() if k == "rank" or v != getattr(default, k)}
 
 
@@ -539,9 +539,9 @@ def main() -> None:
         Watcher(settings).run()
     except Exception as problem:
         host = os.uname().nodename
-        last = writer.Writer()
+        last = watcher_output.Writer()
         line = f"odyssey: [watch] defect: the ranks on {host} go on unwatched: {type(problem).__name__}: {problem}\n"
-        last.put(lambda: writer.say(line))
+        last.put(lambda: watcher_output.say(line))
         last.drain(WORDS_S)
 
 

@@ -19,7 +19,7 @@ except ImportError as e:
 if TYPE_CHECKING:
     from .data import DataLoader
     from .ddp import DistributedDataParallel
-    from .names import HorovodTrainer, PyTorchDDPTrainer
+    from .foreign_trainers import HorovodTrainer, PyTorchDDPTrainer
     from .trainer import DistributedTrainer
     from .weights import load_torch, to_torch
 
@@ -27,7 +27,7 @@ _HOMES = {
     "data": "DataLoader",
     "ddp": "DistributedDataParallel",
     "trainer": "DistributedTrainer",
-    "names": "HorovodTrainer PyTorchDDPTrainer",
+    "foreign_trainers": "HorovodTrainer PyTorchDDPTrainer",
     "weights": "load_torch to_torch",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from .. import comm as communication
 from .. import distributed
-from ..base import entry, launcher
+from ..base import exits, launcher
 from ..comm import Communicator, ReduceOp, base, calls
 from ..distributed import ProcessGroup, Work
 from ..errors import ConfigError
@@ -331,7 +331,7 @@ def _world(options: Any) -> Communicator:
 
 def _launched() -> launcher.Launched | None:
     """Returns what a launcher says of this process; None where it started another, whose variables this one has."""
-    return launcher.launched() if os.environ.get(entry.MARK, str(os.getpid())) == str(os.getpid()) else None
+    return launcher.launched() if os.environ.get(exits.MARK, str(os.getpid())) == str(os.getpid()) else None
 
 
 def _seconds(timeout: Any) -> float | None:

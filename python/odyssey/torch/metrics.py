@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..engine import metrics as ours
 from ..errors import ConfigError
-from . import outputs
+from . import huggingface
 
 Metric = Callable[[Any, Any], Any]
 
@@ -21,7 +21,7 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
     The classes are dimension 1 of outputs, as for torch's losses, or the last where targets have all others' shape. Of
     equal entries the first counts as larger.
     """
-    out, y = outputs.compared(out, y)
+    out, y = huggingface.compared(out, y)
     if not _of_classes(out, y):
         raise ConfigError("[torch] accuracy and top5 are of targets that are class numbers; give metrics of your own")
     out = out.movedim(-1 if out.shape[:-1] == y.shape else 1, -1)
@@ -34,7 +34,7 @@ def accuracy(out: Any, y: Any) -> Any:
     it. Of a dict batch only where samples have one label each: those of tokens are shifted or masked, each model in its
     way."""
     if isinstance(y, dict):
-        out, y = outputs.field(out, "logits"), y.get("labels")
+        out, y = huggingface.field(out, "logits"), y.get("labels")
         if not isinstance(y, torch.Tensor) or y.dim() != 1:
             return torch.tensor(-1.0)
     return top_k(out, y) if _of_classes(out, y) else torch.tensor(-1.0)
@@ -42,8 +42,8 @@ def accuracy(out: Any, y: Any) -> Any:
 
 NAMED: dict[str, Metric] = {
     "accuracy": top_k,
-    "mae": lambda out, y: F.l1_loss(*outputs.compared(out, y)),
-    "mse": lambda out, y: F.mse_loss(*outputs.compared(out, y)),
+    "mae": lambda out, y: F.l1_loss(*huggingface.compared(out, y)),
+    "mse": lambda out, y: F.mse_loss(*huggingface.compared(out, y)),
 }
 
 

@@ -2,7 +2,7 @@
 
 torch's, NumPy's and Python's generators are saved once per shard. A data set that has not drawn in its first shard is
 read without seeding and the generators are compared after each: a shard in which a sample did draw is read once more,
-seeded, as all are from then on. What it is not: for generators that a data set has of its own (a loader's: orders.py).
+seeded, as all are from then on. Not for generators that a data set has of its own (a loader's: generators.py).
 """
 
 from __future__ import annotations

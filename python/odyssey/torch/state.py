@@ -21,7 +21,7 @@ from ..settings import Training, of_checkpoint
 from ..train import Sharing, as_json, check_replicas, resume
 from .arena import Arena
 from .changing import Settings
-from .orders import Orders
+from .generators import Orders
 from .shards import Shards, described, environment
 
 

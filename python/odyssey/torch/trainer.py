@@ -28,14 +28,14 @@ from ..parallel import MODES, Mesh, Part, Strategy
 from ..settings import Training
 from ..settings import declarations as declaration
 from ..train import in_batches, own_steps, spread
+from . import huggingface, separable
 from . import metrics as metric_sums
-from . import outputs, separable
 from .changing import Settings
 from .data import DataLoader, Shared, batches, part, tree_of
-from .gathered import Joined, Outputs
-from .orders import Orders, generators
+from .generators import Orders, generators
 from .shards import Shards, Share, Sums
 from .state import TorchState
+from .whole_batch_loss import Joined, Outputs
 
 OURS = (
     "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling conv_algorithm offload"
@@ -213,10 +213,10 @@ class DistributedTrainer(TorchState):
     def _output(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Returns what forward() makes of a shard, and what the loss compares it with."""
         with slot.span("forward"), self._autocast():
-            return self._forward(x), x if outputs.is_whole(x, y) else y
+            return self._forward(x), x if huggingface.is_whole(x, y) else y
 
     def _loss_of(self, out: Any, y: Any) -> torch.Tensor:
-        loss = self.loss(out, y) if self._own_loss or not isinstance(y, dict) else outputs.loss(out)
+        loss = self.loss(out, y) if self._own_loss or not isinstance(y, dict) else huggingface.loss(out)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
@@ -403,7 +403,7 @@ class DistributedTrainer(TorchState):
             for number, batch in enumerate(self._evaluated(loader, targets=False)):
                 for lo, hi in self.shards(n := len(batch.indices), number, train=False):
                     with self._autocast():
-                        out = outputs.predictions(self._forward(part(batch, lo, hi, targets=False)[0]))
+                        out = huggingface.predictions(self._forward(part(batch, lo, hi, targets=False)[0]))
                     if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
                         found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
                         raise ConfigError(

@@ -28,7 +28,7 @@ from ..nn import Module
 from ..nn import settings as of_modules
 from ..optim import Optimizer
 from . import agreement
-from .sharing import Sharing
+from .trainer_base import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

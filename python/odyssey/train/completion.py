@@ -6,7 +6,7 @@ import atexit
 import sys
 from typing import Any
 
-from ..base import entry
+from ..base import exits
 from ..base.files import read_json, write_json
 from ..base.runs import Run
 from ..errors import DataError, OdysseyError
@@ -44,7 +44,7 @@ def _write_complete() -> None:
     no record.
     """
     found = _complete.pop("record", None)
-    if found is None or getattr(sys, "last_type", None) is not None or entry.leaving()[0]:
+    if found is None or getattr(sys, "last_type", None) is not None or exits.leaving()[0]:
         return
     run, record = found
     try:

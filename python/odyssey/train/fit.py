@@ -25,10 +25,10 @@ from ..callbacks.base import check_events
 from ..checkpoints.trainable import KEEP, SENT, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
-from ..data.trees import Form, mapped
+from ..data.nested import Form, mapped
 from ..errors import ConfigError, NumericsError, check_integer
 from ..loggers import asked
-from . import agreement, parts, resume
+from . import agreement, checkpoint_parts, resume
 from .progress import Shown, make, tell
 from .session import Session
 
@@ -331,7 +331,7 @@ class Trainer:
         self._shown = progress = self.progress or make(self.comm.rank > 0 or not verbose, sys.stderr)
         listeners: list[Callback] = [] if progress is None else [Shown(progress)]
         if session.run is not None and self.mode.together:  # where ranks step apart there is no step of all
-            from ..audit.records import Records
+            from ..audit.step_recorder import Records
 
             listeners.append(Records(self, session.log, session.run.attempt))
         if session.run is not None:
@@ -339,7 +339,7 @@ class Trainer:
             listeners += [listener(session.run, session.part) for listener in made]
         listeners += given
         if session.saves or given:
-            from .requests import Requests
+            from .stop_requests import Requests
 
             listeners.append(Requests(self.comm, session.run, [*self.callbacks, *given], signals=session.saves))
         return listeners
@@ -456,7 +456,7 @@ class Trainer:
             with resume.on_all_ranks(self.comm):
                 if self.comm.rank == 0:
                     store = stack.enter_context(Store(Path(folder), key=environment_key()))
-            if not (self.in_parts and parts.save(self.comm, store, self.state({}, True))):
+            if not (self.in_parts and checkpoint_parts.save(self.comm, store, self.state({}, True))):
                 snapshot = self.state({})
                 resume.by_first(self.comm, lambda: str(store.save(snapshot)))
 

@@ -17,7 +17,7 @@ from ..audit.verify import Difference, first
 from ..comm.base import Communicator
 from ..core.tensor import Tensor, no_grad
 from ..data import Batch, DataLoader
-from . import saved
+from . import trained_models
 from .trainer import DistributedTrainer
 
 
@@ -74,7 +74,7 @@ def ways(
 
     def outputs(which: np.ndarray, shard: int) -> np.ndarray:
         batch = Batch(whole.dataset, whole.indices[which], 0, 0)
-        return saved.predicted(model, [batch], Communicator(), shard, algorithm)
+        return trained_models.predicted(model, [batch], Communicator(), shard, algorithm)
 
     wanted = outputs(np.arange(n), n)
 

@@ -19,8 +19,8 @@ from ..base.files import parse_json
 from ..core.offload import maker
 from ..data import ArrayDataset, Vocabulary
 from ..data.datasets import digest
+from ..data.nested import leaves
 from ..data.sources import fingerprint
-from ..data.trees import leaves
 from ..errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
-from . import agreement, completion, parts, resume, saved
+from . import agreement, checkpoint_parts, completion, resume, trained_models
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
@@ -505,7 +505,7 @@ class Session:
         if self.comm.rank == 0:
             self._settle_store()
         try:
-            if self.trainer.in_parts and parts.save(self.comm, self._store, state(True), marks):
+            if self.trainer.in_parts and checkpoint_parts.save(self.comm, self._store, state(True), marks):
                 return
             snapshot = state(False)
             if wait:  # nobody ends before it is there; all end if it cannot be written
@@ -567,7 +567,7 @@ class Session:
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,
             "origin": self._origin,
-            "recipe": saved.recipe(self.trainer, self.loader),
+            "recipe": trained_models.recipe(self.trainer, self.loader),
         }
 
     def end(self) -> None:

@@ -21,12 +21,12 @@ from ..base.outputs import write_weights
 from ..build import gpus
 from ..checkpoints.trainable import Evaluation, History, Step
 from ..comm.cores import default_threads
-from ..core import changes, native
+from ..core import native, setting_versions
 from ..core import precision as precisions
 from ..core.arena import Arena
 from ..core.offload import maker, offload
 from ..core.tensor import layout_of
-from ..data.trees import Form
+from ..data.nested import Form
 from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..engine.metrics import chosen
@@ -38,7 +38,7 @@ from ..parallel.mesh import PARTS, Groups, Mesh
 from ..parallel.strategy import MODES, Strategy
 from ..settings import declarations as declaration
 from ..settings.declarations import Training
-from . import agreement, resume, saved
+from . import agreement, resume, trained_models
 from .agreement import hash_of
 from .fit import evaluated, in_batches
 from .state import EngineState
@@ -324,7 +324,7 @@ class DistributedTrainer(EngineState):
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rate of all steps from here on; checkpoints keep it."""
         self._lr_factor *= factor
-        changes.updates.rise()
+        setting_versions.updates.rise()
 
     def _scale_rate(self, batch: int) -> None:
         """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
@@ -464,7 +464,7 @@ class DistributedTrainer(EngineState):
         self.mode.settle()
         with self.arena.lent(self._train.ownership.parameters()):
             algorithm = self.settings.conv_algorithm
-            return saved.predicted(
+            return trained_models.predicted(
                 self.model, evaluated(in_batches(loader), None), self.comm, self.shard_size, algorithm
             )
 

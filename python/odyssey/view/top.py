@@ -14,7 +14,7 @@ from typing import Any
 
 from ..base import read_json, slot, stat
 from ..errors import LaunchError, printable
-from ..run import judge, link
+from ..run import diagnosis, messages
 
 WAIT_S = 3.0  # seconds for an answer
 
@@ -22,9 +22,9 @@ WAIT_S = 3.0  # seconds for an answer
 class Job:
     """A running job's main watcher, connected. Raises LaunchError: there is no such job, or it does not answer."""
 
-    def __init__(self, lines: link.Lines) -> None:
+    def __init__(self, lines: messages.Lines) -> None:
         self._lines = lines
-        if isinstance(lines, link.Sealed):
+        if isinstance(lines, messages.Sealed):
             self._until(lambda: lines.ready)
 
     def look(self) -> dict[str, Any] | None:
@@ -33,7 +33,7 @@ class Job:
             self._lines.send({"look": True})
             found: list[Any] = []
             self._until(lambda: bool(found), found)
-        except link.Closed:
+        except messages.Closed:
             return None
         return checked(found[-1])
 
@@ -49,7 +49,7 @@ class Job:
                 values = [value for value in self._lines.receive() if isinstance(value, dict) and "ranks" in value]
                 if found is not None:
                     found += values
-        except link.Closed:
+        except messages.Closed:
             if found is None:
                 raise LaunchError("[top] the job's watcher refuses the connection; the job may have ended") from None
             raise
@@ -60,7 +60,7 @@ class Job:
 
 def checked(value: dict[str, Any]) -> dict[str, Any]:
     """A snapshot whose ranks are `Seen`; what else it says is made printable."""
-    ranks = [judge.seen_of(item) for item in value.get("ranks", []) if isinstance(value.get("ranks"), list)]
+    ranks = [diagnosis.seen_of(item) for item in value.get("ranks", []) if isinstance(value.get("ranks"), list)]
     slow = value.get("slow")
     numbers = {name: value.get(name) for name in ("pid", "world", "attempt")}
     return {
@@ -101,7 +101,7 @@ def _asked(name: str, seconds: float) -> socket.socket:
     try:
         connection.settimeout(seconds)
         connection.connect(f"\0{name}")
-        if link.user_of(connection) != os.getuid():
+        if messages.user_of(connection) != os.getuid():
             raise PermissionError(errno.EPERM, "it is another user's")
     except BaseException:
         connection.close()
@@ -122,7 +122,7 @@ def local(pid: int) -> Job:
     for leader, name in _names():
         if leader == pid:
             try:
-                return Job(link.Lines(_asked(name, WAIT_S)))
+                return Job(messages.Lines(_asked(name, WAIT_S)))
             except OSError as problem:
                 why = problem.strerror or problem
     raise LaunchError(f"[top] the job of process {pid} cannot be asked: {why}")
@@ -160,8 +160,8 @@ def of_run(run: Path) -> Job:
         raise LaunchError(f"[top] {run} runs, or ran, on {printable(str(host), limit=100)}; ask there")
     try:
         connection = socket.create_connection((str(address[0]), int(address[1])), timeout=WAIT_S)
-        return Job(link.Sealed(connection, bytes.fromhex(secret), caller=True, role="top"))
-    except (OSError, ValueError, link.Closed) as problem:
+        return Job(messages.Sealed(connection, bytes.fromhex(secret), caller=True, role="top"))
+    except (OSError, ValueError, messages.Closed) as problem:
         where = printable(f"{host}, {address[0]}:{address[1]}", limit=120)
         raise LaunchError(f"[top] the watcher of {run} at {where} cannot be reached: {problem}") from None
 
@@ -172,7 +172,7 @@ _FIELDS = ("host", "pid", "address", "secret")
 COLUMNS = ("rank", "host", "step", "samples/s", "memory", "data", "compute", "wait", "now")
 
 
-def shares(seen: judge.Seen) -> tuple[float, float, float]:
+def shares(seen: diagnosis.Seen) -> tuple[float, float, float]:
     """Parts of this rank's time in data, in computing (evaluation as well) and in waiting."""
     times = dict(zip(slot.PHASES, seen.times, strict=False))
     counted = ["data", "compute", "evaluate", "wait"]
@@ -183,7 +183,7 @@ def shares(seen: judge.Seen) -> tuple[float, float, float]:
     return data, compute + evaluate, wait
 
 
-def doing(seen: judge.Seen) -> str:
+def doing(seen: diagnosis.Seen) -> str:
     """Returns what a rank does, in a few words."""
     if not seen.alive:
         return "gone"

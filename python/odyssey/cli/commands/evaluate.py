@@ -24,14 +24,14 @@ def command(
     """Print the loss and metrics of a model on the test set of its training, or on another. Under mpirun ranks share
     the work: the same bits."""
     from ... import data, optim
-    from ...train import saved
+    from ...train import trained_models
     from ...train.trainer import DistributedTrainer
 
     with on_all_ranks():
         dataset, data_dir = DataSet.parted("evaluate", dataset, data_dir)
-        found = saved.opened(model, saved.own_model(own))
-        test = saved.samples(found, dataset, data_dir, training)
-    loss = saved.loss_of(found)
+        found = trained_models.opened(model, trained_models.own_model(own))
+        test = trained_models.samples(found, dataset, data_dir, training)
+    loss = trained_models.loss_of(found)
     how = "eager" if hasattr(found.model, "wrapped") else "replay"  # of PyTorch's there is no program
     settings = {"loss": loss, "conv_algorithm": found.algorithm, "execution": how}
     trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), **settings)

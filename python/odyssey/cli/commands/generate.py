@@ -28,9 +28,9 @@ def command(run: Path, prompt: str, tokens: int, temperature: float, top_k: int 
     """
     from ...data import Vocabulary
     from ...nn import GPT
-    from ...train import saved
+    from ...train import trained_models
 
-    found = saved.opened(run)
+    found = trained_models.opened(run)
     if not isinstance(found.model, GPT) or found.vocabulary is None:
         raise ConfigError(
             f"[generate] {printable(found.name)} is of {type(found.model).__name__}, without a vocabulary; give the "

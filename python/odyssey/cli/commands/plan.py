@@ -51,7 +51,7 @@ def command(
     from ...audit import planner
     from ...audit.verify import parse
     from ...audit.verify import ranks as ranks_of
-    from ...parallel.auto import size
+    from ...parallel.auto_placement import size
 
     layouts, rest = layouts_among(layouts, rest)
     check_integer("[plan] --ranks", ranks, 1)

@@ -27,14 +27,15 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
     import numpy as np
 
     from ... import comm
-    from ...train import saved
+    from ...train import trained_models
 
     with on_all_ranks():
-        found = saved.opened(model, saved.own_model(own))
+        found = trained_models.opened(model, trained_models.own_model(own))
         names, samples = _samples(inputs, found.data)
     world = comm.world(backend="auto")
     normal = (found.data.get("scale", 1.0), found.data.get("shift", 0.0))
-    outputs = saved.predicted(found.model, saved.batches_of_array(samples, *normal), world, algorithm=found.algorithm)
+    batches = trained_models.batches_of_array(samples, *normal)
+    outputs = trained_models.predicted(found.model, batches, world, algorithm=found.algorithm)
     if world.rank:
         return
     classes = found.data.get("classes")

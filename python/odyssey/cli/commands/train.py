@@ -58,10 +58,10 @@ class _Sectioned(click.Command):
     """A command whose help lists its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from .. import elsewhere
+        from .. import foreign_options
 
-        if elsewhere.asked(args):
-            elsewhere.command.main(args, prog_name=ctx.command_path, standalone_mode=False)
+        if foreign_options.asked(args):
+            foreign_options.command.main(args, prog_name=ctx.command_path, standalone_mode=False)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

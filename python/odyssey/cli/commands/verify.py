@@ -87,12 +87,13 @@ def command(
 
 def _inference(run: Path, samples: int, json_file: Path | None) -> None:
     """Prints a line for each way to compute the outputs of a run's model."""
-    from ...train import saved
+    from ...train import trained_models
     from ...train.inference import ways
 
-    found = saved.opened(run)
-    data, results = saved.samples(found), []
-    for way in ways(lambda: saved.opened(run).model, data, saved.loss_of(found), samples, algorithm=found.algorithm):
+    found = trained_models.opened(run)
+    data, results = trained_models.samples(found), []
+    loss = trained_models.loss_of(found)
+    for way in ways(lambda: trained_models.opened(run).model, data, loss, samples, algorithm=found.algorithm):
         click.echo(f"{way.name:44}  {way}")
         results.append(way)
     same = sum(way.same for way in results)

@@ -21,8 +21,8 @@ from ...core.program import plan_memory
 from ...errors import DeviceError, NumericsError
 from ...parallel import plan as planning
 from ..runner import Recorded, Runner, Sums
-from . import exchange, rewrite
 from . import plan as pieces
+from . import reduction, rewrite
 from .graph import Graph
 from .group import Placed, Worker
 
@@ -96,7 +96,7 @@ class GpuRunner(Runner):
         self.ranges = planning.ranges(self.floats, lay.workers)
         self._updates: list[Update] = []
         self._results: list[int] = []
-        self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
+        self._exchange = reduction.make(self, comm, own) if comm.size > 1 else None
         self.reductions = () if self._exchange is None else self._exchange.reductions
         self._batches = [
             _Batches(worker, run, self.shard_size, self.samples)
@@ -283,12 +283,12 @@ class GpuRunner(Runner):
                     met, n = self._met[p]
                     worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
 
-    def parts(self) -> list[exchange.Part]:
+    def parts(self) -> list[reduction.Part]:
         """Where each worker has its range of the sums of this process's nodes, once they have met."""
         if len(self.group.workers) == 1:
-            return [exchange.Part(self._sums(0), self.floats, tuple(range(len(self.meeting.nodes))), 0, self.floats)]
+            return [reduction.Part(self._sums(0), self.floats, tuple(range(len(self.meeting.nodes))), 0, self.floats)]
         return [
-            exchange.Part(met, n, self.meeting.at, lo, hi)
+            reduction.Part(met, n, self.meeting.at, lo, hi)
             for (met, n), (lo, hi) in zip(self._met, self.ranges, strict=True)
         ]
 

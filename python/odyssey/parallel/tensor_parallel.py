@@ -6,8 +6,8 @@ same shards; between native records they meet in pseudo-records, `Gather`, `Tree
 the four parts in which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program
 that was rewritten (docs/tensor-parallel.md).
 
-Pure functions. What it is not: what meets the other ranks (exchange.py), and the optimizer: all parameters stay in one
-arena, of which a rank reads and trains its pieces (`Piece`).
+Pure functions. Neither the exchange with other ranks (tensor_exchange.py) nor the optimizer: all parameters stay in
+one arena, of which a rank reads and trains its pieces (`Piece`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 from ..core.native import PARAMS
 from ..core.program import Block, Memory, Range, Record, Slot
 from ..errors import ConfigError
-from .meetings import LANES, Gather, Pseudo, Regroup, TreeSlice, TreeSum, owned, parts
 from .mesh import PARTS
 from .plan import Run
+from .tensor_collectives import LANES, Gather, Pseudo, Regroup, TreeSlice, TreeSum, owned, parts
 
 POOL = ("planes", "H", "W", "R", "T", "S")  # the sizes of an op that computes each channel by itself
 # --- what a rewritten program consists of ----------------------------------------------------------------------------

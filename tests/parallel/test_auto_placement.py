@@ -8,8 +8,8 @@ import random
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.parallel import auto
-from odyssey.parallel.auto import Op
+from odyssey.parallel import auto_placement
+from odyssey.parallel.auto_placement import Op
 
 
 def random_ops(rng, n):
@@ -50,10 +50,10 @@ def test_no_cut_is_better():
                 for _, spans in every_cut(ops, k)
             )
             with pytest.raises(ConfigError) as caught:
-                auto.cut(ops, k, memory_limit=limit, copies=copies, samples=samples)
+                auto_placement.cut(ops, k, memory_limit=limit, copies=copies, samples=samples)
             assert f"it takes {needs:,}:" in str(caught.value)
             continue
-        plan = auto.cut(ops, k, memory_limit=limit, copies=copies, samples=samples)
+        plan = auto_placement.cut(ops, k, memory_limit=limit, copies=copies, samples=samples)
         assert scores[plan.cuts] == min(scores.values())
         assert plan.cuts == min(cuts for cuts, score in scores.items() if score == min(scores.values()))
         ties += list(scores.values()).count(min(scores.values())) > 1
@@ -71,13 +71,13 @@ def test_floating_point_costs():
         ops = [Op(str(i), rng.random() * 10 ** rng.randrange(-9, 3)) for i in range(rng.randrange(2, 12))]
         k = rng.randrange(1, len(ops) + 1)
         best = min(max(sum(op.seconds for op in ops[i:j]) for i, j in spans) for _, spans in every_cut(ops, k))
-        assert auto.cut(ops, k).slowest == pytest.approx(best, rel=1e-6, abs=1e-9)
+        assert auto_placement.cut(ops, k).slowest == pytest.approx(best, rel=1e-6, abs=1e-9)
 
 
 def test_two_hundred_ops_are_quick():
     rng = random.Random(3)
     ops = [Op(str(i), rng.random(), rng.randrange(10**6), 100, rng.randrange(10**4)) for i in range(200)]
-    plan = auto.cut(ops, 8, memory_limit=10**9)
+    plan = auto_placement.cut(ops, 8, memory_limit=10**9)
     assert len(plan.parts) == 8 and sum(p.seconds for p in plan.parts) > 0.9 * 8 * plan.slowest
 
 
@@ -88,15 +88,15 @@ def test_the_table():
         Op("conv2", 4, 9664, 0, 6400),
         Op("fc", 1, 192_400, 0, 480),
     ]
-    plan = auto.cut(ops, 2)
+    plan = auto_placement.cut(ops, 2)
     assert plan.cuts == (2,) and {p.seconds for p in plan.parts} == {5}
     assert str(plan) == (
         "stage 0: conv1, pool1  50 % of the time, 624 B parameters, sends 4.7 KB per sample\n"
         "stage 1: conv2, fc  50 % of the time, 202 KB parameters"
     )
-    long = auto.cut([Op(f"op{i}", 1) for i in range(9)], 1)
+    long = auto_placement.cut([Op(f"op{i}", 1) for i in range(9)], 1)
     assert str(long) == "stage 0: op0, op1, op2, 4 more, op7, op8  100 % of the time, 0 B parameters"
-    assert [auto.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_600, 2.5e9, 3e13)] == (
+    assert [auto_placement.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_600, 2.5e9, 3e13)] == (
         ["0 B", "999 B", "1.0 KB", "99.9 KB", "100 KB", "1.0 MB", "2.5 GB", "30000 GB"]
     )
 
@@ -114,4 +114,4 @@ def test_the_table():
 )
 def test_what_is_refused(ops, stages, settings, says):
     with pytest.raises(ConfigError, match=says):
-        auto.cut(ops, stages, **settings)
+        auto_placement.cut(ops, stages, **settings)

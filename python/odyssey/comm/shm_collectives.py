@@ -11,7 +11,7 @@ from ..core import native
 from ..errors import CollectiveError
 from .base import Communicator
 from .calls import DTYPES, Call, Header, ReduceOp, Run, mismatch, pack, piece, runs, unpack
-from .memory import LINE
+from .shared_memory import LINE
 
 # Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
 # costs a barrier, which is cheap while all ranks have a core and dear while other programs take theirs, so it must not

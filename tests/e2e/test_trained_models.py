@@ -16,7 +16,7 @@ from odyssey.comm import Communicator, mock
 from odyssey.errors import CheckpointError, ConfigError, ShapeError
 from odyssey.onnx.graph import onnx_model
 from odyssey.parallel.mesh import Mesh
-from odyssey.train import saved
+from odyssey.train import trained_models
 
 RNG = np.random.default_rng(0)
 SET = data.arrays(RNG.normal(size=(70, 6)).astype(np.float32), RNG.integers(0, 3, 70), classes=3)
@@ -48,7 +48,7 @@ def trained(folder, model: nn.Module) -> DistributedTrainer:
 @pytest.mark.parametrize("make", [plain, nn.LeNet5, lambda: nn.MLP(hidden=7), lambda: nn.ConvNet((3, 8, 8), 4)])
 def test_a_built_in_model_is_built_as_its_recipe_says(make):
     model = make()
-    again = saved.build(json.loads(json.dumps(saved.of_model(model))))
+    again = trained_models.build(json.loads(json.dumps(trained_models.of_model(model))))
     assert repr(again) == repr(model)
     again.load_state_dict(model.state_dict())
 
@@ -98,12 +98,14 @@ def test_a_layer_may_be_called_as_a_setting_is(tmp_path):
 )
 def test_a_hostile_recipe_makes_nothing(said):
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError, ConfigError)):
-        saved.build(said, 10_000)
+        trained_models.build(said, 10_000)
 
 
 def test_what_load_says_where_it_cannot_build_the_model(tmp_path):
     trainer = trained(tmp_path / "own", Own())
-    with pytest.raises(ConfigError, match=r"is of a model of your own, Own of .*test_saved.py; build it and give odys"):
+    with pytest.raises(
+        ConfigError, match=r"is of a model of your own, Own of .*test_trained_models.py; build it and give odys"
+    ):
         odyssey.load(tmp_path / "own")
     model = odyssey.load(tmp_path / "own", Own())
     assert np.array_equal(model.a.weight.data, trainer.model.a.weight.data)
@@ -502,7 +504,7 @@ def test_onnx_has_what_is_used_alone():
     onnx = pytest.importorskip("onnx")
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
     assert "1.num_batches_tracked" in model.state_dict()
-    graph = onnx.load_from_string(saved.content("onnx", model, {}, (1, 4, 4))).graph
+    graph = onnx.load_from_string(trained_models.content("onnx", model, {}, (1, 4, 4))).graph
     names = {i.name for i in graph.initializer}
     assert names <= {name for node in graph.node for name in node.input}
     assert "1.running_mean" in names and "1.num_batches_tracked" not in names

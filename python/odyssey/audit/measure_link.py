@@ -1,4 +1,4 @@
-"""The link between two ranks, measured: mpirun -n 2 python -m odyssey.audit.links FILE (planner.py)."""
+"""The link between two ranks, measured: mpirun -n 2 python -m odyssey.audit.measure_link FILE (planner.py)."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from . import ends as ended
+from . import rank_ends as ended
 from .config import LaunchConfig
-from .ends import HANG, End, Started
 from .hosts import Host, capacity
+from .rank_ends import HANG, End, Started
 
 STOPPED, GAVE_UP = 75, 69
 LONGEST = 60.0  # seconds between two attempts

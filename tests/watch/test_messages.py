@@ -8,17 +8,17 @@ import socket
 
 import pytest
 
-from odyssey.run import link
+from odyssey.run import messages
 
 SECRET = b"s" * 32
 
 
-def pair(theirs: bytes = SECRET) -> tuple[link.Sealed, link.Sealed]:
+def pair(theirs: bytes = SECRET) -> tuple[messages.Sealed, messages.Sealed]:
     a, b = socket.socketpair()
-    return link.Sealed(a, theirs, caller=True, role="node"), link.Sealed(b, SECRET, caller=False)
+    return messages.Sealed(a, theirs, caller=True, role="node"), messages.Sealed(b, SECRET, caller=False)
 
 
-def meet(caller: link.Sealed, called: link.Sealed) -> None:
+def meet(caller: messages.Sealed, called: messages.Sealed) -> None:
     for _ in range(3):
         assert called.receive() == [] and caller.receive() == []
     assert caller.ready and called.ready
@@ -39,18 +39,18 @@ def test_who_does_not_know_it_is_not_heard():
     caller, called = pair(b"x" * 32)
     called.receive()
     caller.receive()
-    with pytest.raises(link.Closed, match="secret"):
+    with pytest.raises(messages.Closed, match="secret"):
         called.receive()
     assert not called.ready and called.role == ""
 
 
 def test_the_called_must_know_it_as_well():
     a, b = socket.socketpair()
-    caller = link.Sealed(a, SECRET, caller=True, role="node")
-    fake = link.Sealed(b, b"y" * 32, caller=False)
+    caller = messages.Sealed(a, SECRET, caller=True, role="node")
+    fake = messages.Sealed(b, b"y" * 32, caller=False)
     caller.receive()
     fake.socket.send(b"0" * 64 + b' {"hello":true}\n')
-    with pytest.raises(link.Closed, match="secret"):
+    with pytest.raises(messages.Closed, match="secret"):
         caller.receive()
     assert not caller.ready
 
@@ -61,15 +61,15 @@ def test_lines_on_the_way_cannot_be_changed(change):
     meet(caller, called)
     line = caller._sealed(json.dumps({"end": 1}).encode()) + b"\n"
     caller.socket.send({"repeat": line + line, "alter": line.replace(b"1}", b"2}"), "plain": b'{"end":1}\n'}[change])
-    with pytest.raises(link.Closed, match="secret"):
+    with pytest.raises(messages.Closed, match="secret"):
         called.receive()
 
 
 def test_a_mirror_does_not_pass():
     a, b = socket.socketpair()
-    caller = link.Sealed(a, SECRET, caller=True)
+    caller = messages.Sealed(a, SECRET, caller=True)
     b.send(b.recv(1000))
-    with pytest.raises(link.Closed, match="no watcher"):
+    with pytest.raises(messages.Closed, match="no watcher"):
         caller.receive()
 
 
@@ -77,32 +77,32 @@ def test_a_mirror_does_not_pass():
 def test_others_that_call(data):
     _, called = pair()
     stranger, b = socket.socketpair()
-    called = link.Sealed(b, SECRET, caller=False)
+    called = messages.Sealed(b, SECRET, caller=False)
     stranger.send(data)
-    with pytest.raises(link.Closed):
+    with pytest.raises(messages.Closed):
         called.receive()
 
 
 def test_a_line_has_an_end(monkeypatch):
-    monkeypatch.setattr(link, "LIMIT", 10_000)
+    monkeypatch.setattr(messages, "LIMIT", 10_000)
     a, b = socket.socketpair()
-    lines = link.Lines(b)
+    lines = messages.Lines(b)
     a.send(b"x" * 20_000)
-    with pytest.raises(link.Closed, match="too long"):
+    with pytest.raises(messages.Closed, match="too long"):
         lines.receive()
-    slow = link.Lines(a)
-    with pytest.raises(link.Closed, match="does not read"):
+    slow = messages.Lines(a)
+    with pytest.raises(messages.Closed, match="does not read"):
         for _ in range(1000):
             slow.send("y" * 5000)
 
 
 def test_a_stranger_may_say_little():
     stranger, b = socket.socketpair()
-    called = link.Sealed(b, SECRET, caller=False)
+    called = messages.Sealed(b, SECRET, caller=False)
     stranger.send(b"x" * 200)
     assert called.receive() == []
     stranger.send(b"x" * 100)
-    with pytest.raises(link.Closed, match="too long"):
+    with pytest.raises(messages.Closed, match="too long"):
         called.receive()
     caller, called = pair()
     meet(caller, called)
@@ -116,20 +116,20 @@ def test_a_stranger_may_say_little():
 
 def test_values_that_are_no_json():
     a, b = socket.socketpair()
-    lines = link.Lines(b)
+    lines = messages.Lines(b)
     a.send(b'{"a":\n')
-    with pytest.raises(link.Closed, match="JSON"):
+    with pytest.raises(messages.Closed, match="JSON"):
         lines.receive()
 
 
 def test_it_never_waits():
     a, b = socket.socketpair()
-    lines = link.Lines(b)
+    lines = messages.Lines(b)
     assert lines.receive() == []
     a.send(b'{"half"')
     assert lines.receive() == []
     a.send(b":1}\n")
     assert select.select([lines], [], [], 5)[0] and lines.receive() == [{"half": 1}]
     a.close()
-    with pytest.raises(link.Closed):
+    with pytest.raises(messages.Closed):
         lines.receive()

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base import entry, runs, slot
+from ..base import exits, runs, slot
 from ..base.hooks import machine, process_space
 from ..base.limits import seconds
 
@@ -37,7 +37,7 @@ def begin(world: Any) -> None:
     if _begun == os.getpid() or (world.size == 1 and run is None):
         return
     from ..base.proc import attach
-    from .judge import name
+    from .diagnosis import name
 
     _begun = os.getpid()
     settings = {
@@ -50,7 +50,7 @@ def begin(world: Any) -> None:
     }
     slot.describe(world.rank, world.size, settings["attempt"])
     descriptor = slot.publish()
-    entry.listen()
+    exits.listen()
     if world.size == 1 or world.name == "gloo":  # with MPI it tells the other ranks as well: comm/mpi.py
         atexit.register(_leave, os.getpid())
         forked = getattr(sys.modules.get("multiprocessing.util"), "Finalize", lambda *_, **__: None)
@@ -67,7 +67,7 @@ def begin(world: Any) -> None:
     attached = {rank: attach(*everyone[rank][:2]) for rank in mine} if watches else {}
     secret = np.frombuffer(os.urandom(32), np.uint8).copy()
     world.broadcast(secret)
-    entry.named(hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16])
+    exits.named(hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16])
     listener, where = None, np.zeros(2, np.int64)
     if len(nodes) > 1:
         if world.rank == 0:
@@ -101,7 +101,7 @@ def begin(world: Any) -> None:
 def _leave(process: int) -> None:
     """In an exit handler: the watcher is to know that this process ends in order, and not by `os._exit`."""
     if os.getpid() == process:
-        slot.ended(*entry.leaving())
+        slot.ended(*exits.leaving())
 
 
 def _start(settings: dict[str, Any], descriptors: list[int]) -> None:

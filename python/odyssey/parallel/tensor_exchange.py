@@ -1,4 +1,4 @@
-"""The exchanges of tensor parallelism: carries out the pseudo-records of tensor.py, for one or several shards at once.
+"""Exchanges of tensor parallelism: carries out tensor_collectives.py's records, for one or several shards at once.
 
 Who has what and who needs what stands in the record.
 """
@@ -13,9 +13,9 @@ import numpy as np
 
 from ..core import native
 from ..core.program import Slot
-from .meetings import LANES, Gather, Pseudo, Regroup, TreeSlice, blocks, by_all
 from .plan import Run
 from .reduction import Kernels
+from .tensor_collectives import LANES, Gather, Pseudo, Regroup, TreeSlice, blocks, by_all
 
 if TYPE_CHECKING:
     from ..comm import Communicator

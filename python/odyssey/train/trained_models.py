@@ -28,8 +28,8 @@ from ..comm import Communicator, world
 from ..core.program import Eager, current
 from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
+from ..data.nested import mapped
 from ..data.tables import Columns
-from ..data.trees import mapped
 from ..errors import CheckpointError, ConfigError, OdysseyError, ShapeError
 from ..nn.module import in_mode, limited
 from ..parallel.plan import shard_count, share

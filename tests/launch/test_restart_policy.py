@@ -7,9 +7,9 @@ import pytest
 from odyssey.errors import ConfigError
 from odyssey.run.attempt import allowed
 from odyssey.run.config import LaunchConfig, parse_elastic
-from odyssey.run.decide import Action, Outcome, Past, decide, in_doubt, taken_back
-from odyssey.run.ends import End, Started, first
 from odyssey.run.hosts import parse_hosts
+from odyssey.run.rank_ends import End, Started, first
+from odyssey.run.restart_policy import Action, Outcome, Past, decide, in_doubt, taken_back
 
 CONFIG = LaunchConfig(nproc_per_node=4, max_restarts=3)
 NONE = Past()

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from odyssey.base import entry, launcher
+from odyssey.base import exits, launcher
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of sockets that are no files")
 
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="na
 @pytest.fixture
 def alone(monkeypatch):
     """As in a rank that has not said anything yet."""
-    monkeypatch.setattr(entry, "_held", [])
-    monkeypatch.setattr(entry, "_job", f"test-{os.getpid()}")
+    monkeypatch.setattr(exits, "_held", [])
+    monkeypatch.setattr(exits, "_job", f"test-{os.getpid()}")
     yield
-    for holder in entry._held:
+    for holder in exits._held:
         holder.close()
 
 
 def test_the_first_of_a_machine_speaks(alone, monkeypatch):
-    assert entry._first() and entry._first()
-    held = entry._held
-    monkeypatch.setattr(entry, "_held", [])
-    assert not entry._first()
+    assert exits._first() and exits._first()
+    held = exits._held
+    monkeypatch.setattr(exits, "_held", [])
+    assert not exits._first()
     held[0].close()
 
 
@@ -41,7 +41,7 @@ def test_where_there_are_no_such_names_everybody_speaks(alone, monkeypatch, numb
             raise OSError(number, "no")
 
     monkeypatch.setattr(socket, "socket", Refuses)
-    assert entry._first() and entry._held == []
+    assert exits._first() and exits._held == []
 
 
 def test_the_name_of_a_job_is_its_own_and_shows_no_secret(monkeypatch):
@@ -49,14 +49,14 @@ def test_the_name_of_a_job_is_its_own_and_shows_no_secret(monkeypatch):
     for token, attempt in (("", ""), ("secret", "1"), ("secret", "2"), ("other", "1")):
         monkeypatch.setenv("ODYSSEY_LAUNCH", token)
         monkeypatch.setenv("ODYSSEY_ATTEMPT", attempt)
-        names.add(entry._job_before_mpi())
-        assert "secret" not in entry._job_before_mpi()
+        names.add(exits._job_before_mpi())
+        assert "secret" not in exits._job_before_mpi()
     assert len(names) == 4
 
 
 def rank(code: str, **environment: str) -> tuple[subprocess.CompletedProcess, float]:
     """Runs this as rank 0 of two of a torchrun-like launcher, whose second rank does not exist."""
-    given = {k: v for k, v in os.environ.items() if k not in (*launcher.VARIABLES, entry.MARK, "ODYSSEY_RUN_DIR")}
+    given = {k: v for k, v in os.environ.items() if k not in (*launcher.VARIABLES, exits.MARK, "ODYSSEY_RUN_DIR")}
     met = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     begun = time.monotonic()
     done = subprocess.run(
@@ -111,6 +111,6 @@ def test_a_thread_that_fails_after_the_end_ends_nobody():
 
 
 def test_a_rank_that_cannot_join_the_others_ends_all_the_same():
-    code = "import time; from odyssey.base import entry; entry._end_in(0.2, 70); time.sleep(60)"
+    code = "import time; from odyssey.base import exits; exits._end_in(0.2, 70); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], timeout=50)
     assert done.returncode == 70

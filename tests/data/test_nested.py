@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from odyssey.data import DataLoader, arrays
-from odyssey.data.trees import Leaf, leaves, mapped
+from odyssey.data.nested import Leaf, leaves, mapped
 from odyssey.errors import DataError
 
 

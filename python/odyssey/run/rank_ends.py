@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..base.files import read_json
 from ..errors import DataError, printable
-from .judge import signal_name
+from .diagnosis import signal_name
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM)
 RECORD_LIMIT = 1 << 17  # bytes

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from odyssey.comm import mock
+from odyssey.comm.call_checks import WORD, Agreement, distances
 from odyssey.comm.calls import Header, balance, mismatch
-from odyssey.comm.rounds import WORD, Agreement, distances
 from odyssey.errors import CollectiveError
 
 HERE = Path(__file__).parent

@@ -1,5 +1,5 @@
 """Where the ranks of a tensor-parallel group meet: what each owns of an axis, and the pseudo-records of a rewritten
-program (tensor.py) in which they exchange it. Pure functions and data; exchange.py carries them out.
+program (tensor_parallel.py) in which they exchange it. Pure functions and data; tensor_exchange.py carries them out.
 """
 
 from __future__ import annotations

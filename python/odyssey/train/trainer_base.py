@@ -9,8 +9,8 @@ from .. import data as datasets
 from ..callbacks import Context
 from ..checkpoints.trainable import Evaluation, Mode, Tally
 from ..comm import Communicator
-from ..core import changes
-from ..data.trees import Form
+from ..core import setting_versions
+from ..data.nested import Form
 from ..errors import ConfigError
 from ..parallel.plan import busy, default_shard_size, idle, shard_count
 from ..settings.declarations import Training, declared
@@ -35,7 +35,7 @@ class Sharing(Trainer):
     @clip_norm.setter
     def clip_norm(self, norm: float | None) -> None:
         if norm != self._clip_norm:
-            changes.updates.rise()
+            setting_versions.updates.rise()
         self._clip_norm = norm
 
     @property

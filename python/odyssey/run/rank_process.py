@@ -11,7 +11,7 @@ from collections import deque
 
 from ..base import slot
 from ..base.proc import SHARED, mapped, stat
-from .judge import WINDOW, Seen
+from .diagnosis import WINDOW, Seen
 
 STACKS_LIMIT = 256 << 10  # bytes of one rank's stacks
 _TICK = os.sysconf("SC_CLK_TCK")

@@ -19,7 +19,7 @@ from torch.utils import data
 
 from odyssey.errors import CheckpointError
 from odyssey.torch import DistributedTrainer
-from odyssey.torch.orders import Orders, generators, set_state, state_of
+from odyssey.torch.generators import Orders, generators, set_state, state_of
 
 PROGRAM = Path(__file__).with_name("sampled.py")
 

@@ -21,11 +21,11 @@ from odyssey.core.arena import Arena
 from odyssey.core.program import Range, Record, Recorder, Slot, encode, fuse, plan_memory, using
 from odyssey.core.tensor import empty, layout_of, make
 from odyssey.errors import ConfigError
-from odyssey.parallel import tensor as tp
-from odyssey.parallel.exchange import Exchange
+from odyssey.parallel import tensor_parallel as tp
 from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.plan import nodes
 from odyssey.parallel.stages import partition
+from odyssey.parallel.tensor_exchange import Exchange
 from odyssey.train.trainer import DistributedTrainer
 
 SIZES = (1, 2, 3, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odyssey.base import slot
-from odyssey.comm.links import EVERY_NS, Links
+from odyssey.comm.link_times import EVERY_NS, Links
 
 MS = 1_000_000
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base import entry, slot
+from ..base import exits, slot
 from ..errors import CollectiveError
+from .call_checks import distances
 from .requests import deadline
-from .rounds import distances
 from .staged import Staged
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long f
 class Exits:
     """Ranks that end tell the others, so that nobody waits for them until the deadline; and nobody hangs at the end.
 
-    At the end of the interpreter the ranks wait for each other in the rounds of rounds.py, sleeping, before
+    At the end of the interpreter the ranks wait for each other in the rounds of call_checks.py, sleeping, before
     MPI_Finalize, which would wait as well, but on a core; a rank that waits there tells those who ask. A rank with an
     operation that never completed, or one that gave up waiting, cannot finalize: it ends all ranks with the exit code
     of a CollectiveError.
@@ -72,7 +72,7 @@ class Exits:
     def _leave(self, process: int) -> None:
         if os.getpid() != process or self._finalized():
             return
-        code, why = entry.leaving()
+        code, why = exits.leaving()
         # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
         until = time.monotonic() + (ALONE_S if code else deadline())
         for comm in self.open():
@@ -84,15 +84,15 @@ class Exits:
                 if not known:
                     first = next((r.describe() for r in comm.unfinished()), "")
                     if code:
-                        entry.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())
+                        exits.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())
                     text = str(comm._broken or f"[comm] ends while {first} is unfinished")
                     print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
-                    entry.record(CollectiveError.exit_code, text)
+                    exits.record(CollectiveError.exit_code, text)
                 sys.stderr.flush()
                 time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
                 self._abort(CollectiveError.exit_code)
         slot.phase("end")
-        entry.record(code, why)
+        exits.record(code, why)
         nap, patience, note = 1e-5, time.monotonic() + ALONE_S, np.zeros(1, np.uint8)
         for k, far in enumerate(distances(self.size)):
             requests = [self._alarm.Isend(note, (self.rank + d) % self.size, k) for d in far]
@@ -101,7 +101,7 @@ class Exits:
                 if not code:  # a rank that fails ends all itself, if the others do not do the same
                     self._answer()
                 elif time.monotonic() > patience:
-                    entry.end(code, f"{why}, and others go on; all are ended", world=self.owner())
+                    exits.end(code, f"{why}, and others go on; all are ended", world=self.owner())
                 time.sleep(nap)
                 nap = min(1.5 * nap, 5e-3)
 
