@@ -317,11 +317,13 @@ def test_a_closure_may_be_a_function_of_the_epoch(stops, tmp_path):
     assert resumed(tmp_path, stops, lambda: made(prepare), change) == whole
 
 
+@pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
-def test_a_closure_that_is_set_elsewhere_is_refused(event, tmp_path):
+def test_a_closure_that_is_set_elsewhere_is_refused(event, saves, tmp_path):
+    """Also where no checkpoint is made after the event, before the next epoch takes up what is there."""
     prepare, change = outside(event, lambda context: 1 / context.steps)
     with pytest.raises(ConfigError, match=r"Net.*on_epoch_start"):
-        fit(made(prepare), change, folder=tmp_path, every=2)
+        fit(made(prepare), change, **({"folder": tmp_path, "every": 2} if saves else {}))
 
 
 @pytest.mark.parametrize("what", ["an attribute changes after it", "the last batch is smaller"])

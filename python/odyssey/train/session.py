@@ -460,6 +460,8 @@ class Session:
             self._stop(context.stop)
         elif self.saves and due:
             self._save()
+        if context.own_code and context.cursor.epoch < context.epochs and self.trainer.mode.together:
+            self.trainer.stays()  # only what hears of the next start may set a value outside
 
     def _stop(self, why: str) -> None:
         text = f"[train] stopped by {why} after step {self.trainer.steps}"
