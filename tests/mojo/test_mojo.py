@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from odyssey.build import library as build
-from odyssey.build import targets
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import check_targets as targets  # noqa: E402
 
 HERE = Path(__file__).parent
 ROOT = build.source_root()
