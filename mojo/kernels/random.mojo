@@ -2,7 +2,9 @@
 SC 2011). A number is a function of a key (the seed) and a counter (what it is for), so no generator knows a rank.
 """
 
-from .lanes import F32, LANES, Ptr, store
+from std.math import iota
+
+from .lanes import F32, LANES, Ptr, load, store
 from .op import Op
 from .record import Record
 
@@ -42,22 +44,49 @@ def unit[w: Int](bits: SIMD[U32, w]) -> SIMD[F32, w]:
     return (bits >> 8).cast[F32]() * STEP
 
 
-def uniform(y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32):
-    """Fills y with numbers from [low, high): element i is word i % 4 of counter (i / 4, 0, stream, "init").
+def uniform[
+    add: Bool = False
+](y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32, start: Int = 0):
+    """Fills y with n numbers from [low, high), from element `start` of the stream on, or adds them to y: element i is
+    word i % 4 of counter (i / 4, 0, stream, "init").
 
-    n must be below 2^34.
+    start + n must be below 2^34.
     """
     var span = high - low
-    for block in range((n + 3) // 4):
+    var end = start + n
+    var block = start // 4
+    while 4 * block < end:
+        var at = 4 * block - start
+        if at >= 0 and at + 4 * LANES <= n:
+            var r = philox[LANES](UInt32(block) + iota[U32, LANES](), 0, stream, 0x74696E69, seed)
+            var x = unit[4 * LANES](r[0].interleave(r[2]).interleave(r[1].interleave(r[3]))) * span + low
+            comptime if add:
+                x += load[4 * LANES](y, at)
+            store[4 * LANES](y, at, x)
+            block += LANES
+            continue
         var r = philox[1](UInt32(block), 0, stream, 0x74696E69, seed)
-        for j in range(min(4, n - 4 * block)):
-            y[unsafe_offset=4 * block + j] = unit[1](r[j]) * span + low
+        for j in range(max(0, -at), min(4, n - at)):
+            var x = unit[1](r[j]) * span + low
+            y[unsafe_offset=at + j] = y[unsafe_offset=at + j] + x if add else x
+        block += 1
 
 
 def _uniform(r: Record):
     uniform(r.ptr(1), r.int(2), UInt64(r.int(3)), UInt32(r.int(4)), r.float(5), r.float(6))
 
 
+def _normal(r: Record):
+    """Element i is the sum of the elements i, n + i, .., 11 n + i of the stream, from [-0.5, 0.5), in this order."""
+    var n = r.int(2)
+    uniform(r.ptr(1), n, UInt64(r.int(3)), UInt32(r.int(4)), -0.5, 0.5)
+    for k in range(1, 12):
+        uniform[add=True](r.ptr(1), n, UInt64(r.int(3)), UInt32(r.int(4)), -0.5, 0.5, k * n)
+
+
 def ops() -> List[Op]:
-    """The op of this file."""
-    return [Op("uniform", "y; ; n, seed, stream, low, high", _uniform)]
+    """The ops of this file."""
+    return [
+        Op("uniform", "y; ; n, seed, stream, low, high", _uniform),
+        Op("normal", "y; ; n, seed, stream", _normal),
+    ]

@@ -24,6 +24,14 @@ def test_four_times_the_memory_has_the_same_bits(launch, tmp_path):
     assert files["group"] is None or files["group"] <= limit << 20
 
 
+def test_a_rank_of_zero_3_has_no_larger_peak_than_its_plan(launch, tmp_path):
+    """29 million parameters: from the initial values on, which are drawn and moved without a copy of all of them."""
+    program, found = ROOT / "benchmarks" / "zero_peak.py", tmp_path / "found.json"
+    done = launch.python(program, "--layers", 8, "--width", 512, "--share", 0.62, "--json", found, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["ranks"] for row in json.loads(found.read_text())["rows"]] == [1, 4]
+
+
 def test_a_full_disk_is_one_line(launch, tmp_path):
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+
 import numpy as np
 import pytest
 import reference as R
@@ -10,6 +13,7 @@ from odyssey import functional as F
 from odyssey import nn
 from odyssey.core.program import Eager, using
 from odyssey.core.tensor import Tensor
+from odyssey.nn import module
 
 
 def dropout(x, p=0.3, seed=5, step=0, first=0, layer=0):
@@ -74,3 +78,31 @@ def test_initial_values_are_those_of_philox(size):
     assert np.array_equal(first.weight.numpy().ravel(), R.uniform(size, 2**40 + 11, 0, -1, 1))
     assert np.array_equal(first.bias.numpy(), R.uniform(size, 2**40 + 11, 1, -1, 1))
     assert np.array_equal(second.weight.numpy().ravel(), R.uniform(4, 2**40 + 11, 2, -0.5, 0.5))
+
+
+def test_random_shapes_of_normal_values_are_sums_of_twelve_rows_of_the_stream():
+    rng = np.random.default_rng(31)
+    shapes = [
+        (),
+        (1,),
+        (1, 1),
+        (2,),
+        (0,),
+        *(tuple(rng.integers(1, 40, rng.integers(1, 4))) for _ in range(40)),
+        (1000, 77),
+    ]
+    for k, shape in enumerate(shapes):
+        seed, size = int(rng.integers(2**62)), math.prod(shape)
+        nn.manual_seed(seed)
+        nn.Linear(1, 3)  # streams 0 and 1
+        rows = R.uniform(12 * size, seed, 2, -0.5, 0.5).reshape(12, *shape)
+        assert module.normal(tuple(map(int, shape))).numpy().tobytes() == rows.sum(axis=0).tobytes(), (k, shape)
+
+
+def test_normal_values_take_no_more_memory_than_themselves():
+    module.normal((1000,))
+    tracemalloc.start()
+    p = module.normal((512, 1024))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * p.data.nbytes  # zeros, the same aligned, room for a gradient; twelve rows would be 12 more

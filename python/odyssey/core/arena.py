@@ -21,6 +21,7 @@ from .program import Range
 from .tape import Parameter, Watcher
 
 ALIGN = 16  # floats; every parameter starts on a vector
+TRIM = 16 << 20  # bytes of parameters that move before the room they leave is given back to the system
 
 
 class Buffer(Parameter):
@@ -69,12 +70,17 @@ class Arena:
             self.size += -(-p.size // ALIGN) * ALIGN
         self.named += named
         params, grads = self.make(self.size), self.make(self.size + native.library().stats)
-        for p in moved:  # one by one: what a parameter had is given back before the next one moves
+        freed = 0  # bytes that have not been given back yet
+        for p in moved:
             at = self.offsets[p.name]
             params[at : at + p.size].reshape(p.shape)[...] = p.data
             if p.grad.data.any():
                 grads[at : at + p.size].reshape(p.shape)[...] = p.grad.data
             p.place(Range(self, native.PARAMS, 4 * at), Range(self, native.GRADS, 4 * at))
+            freed += 4 * p.size
+            if freed > TRIM:
+                native.trim()
+                freed = 0
         self._params: np.ndarray | None = params
         self.grads = grads  # the system gives memory that is written to
         self._addresses = {native.PARAMS: params.ctypes.data, native.GRADS: grads.ctypes.data}

@@ -291,6 +291,12 @@ def aligned(shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: boo
     return raw[start : start + count].view(dtype).reshape(shape)
 
 
+def trim() -> None:
+    """Gives memory that was freed back to the system, which the C library (glibc) keeps in the middle of its heap."""
+    if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        give_back(ctypes.c_size_t(0))
+
+
 def address(structure: ctypes.Structure) -> int:
     """Where a structure lies."""
     return ctypes.addressof(structure)

@@ -127,7 +127,7 @@ class GPT(Module):
                 p.data[...] = 0
             elif p.ndim == 2:
                 deviation = 0.02 / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else 0.02
-                p.data[...] = normal(p.shape).data * np.float32(deviation)
+                np.multiply(normal(p.shape).data, np.float32(deviation), out=p.data)
         self.loss = CrossEntropyLoss()
 
     def forward(self, ids: Any, cache: Cache | None = None) -> Tensor:

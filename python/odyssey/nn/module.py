@@ -50,7 +50,7 @@ def manual_seed(seed: int) -> None:
 def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
     """A parameter with numbers from [-bound, bound). Raises ConfigError: there would be more than `limited` allows."""
     _count(shape)
-    return _uniform(shape, bound)
+    return _drawn("uniform", shape, -float(bound), float(bound))
 
 
 def _count(shape: tuple[int, ...]) -> None:
@@ -60,9 +60,9 @@ def _count(shape: tuple[int, ...]) -> None:
             raise ConfigError(f"a parameter {shape} is more than there may be")
 
 
-def _uniform(shape: tuple[int, ...], bound: float) -> Parameter:
+def _drawn(op: str, shape: tuple[int, ...], *numbers: float) -> Parameter:
     p = Parameter(np.zeros(shape, np.float32))
-    Eager().emit("uniform", p.memory, p.size, _init.seed, _init.stream, -float(bound), float(bound))
+    Eager().emit(op, p.memory, p.size, _init.seed, _init.stream, *numbers)
     _init.stream += 1
     return p
 
@@ -70,7 +70,9 @@ def _uniform(shape: tuple[int, ...], bound: float) -> Parameter:
 def normal(shape: tuple[int, ...]) -> Parameter:
     """A parameter with numbers of mean 0 and variance 1: sums of twelve uniform ones (the bits of no library's log)."""
     _count(shape)
-    return Parameter(_uniform((12, *shape), 0.5).data.sum(axis=0))
+    if math.prod(shape) == 1:  # NumPy adds twelve numbers in a row in another order, as it always did here
+        return Parameter(_drawn("uniform", (12, *shape), -0.5, 0.5).data.sum(axis=0))
+    return _drawn("normal", shape)
 
 
 @contextlib.contextmanager
