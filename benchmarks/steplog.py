@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from odyssey import loggers
-from odyssey.audit.steplog import Record, StepLog
+from odyssey.audit.steplog import StepLog, StepRecord
 from odyssey.callbacks import Context, LearningRateMonitor
 from odyssey.checkpoints.trainable import Step
 from odyssey.comm import Communicator
@@ -49,7 +49,7 @@ def main() -> None:
         steps = iter(range(1, 1 << 40))
 
         def append() -> None:
-            log.append(Record(next(steps), 3, 100, 64, 2.3, 1 << 63, 1 << 62, 0.1, True, 1))
+            log.append(StepRecord(next(steps), 3, 100, 64, 2.3, 1 << 63, 1 << 62, 0.1, True, 1))
 
         print(f"record                            {microseconds(append, 5000):9.2f} us")
         loggers_and_callbacks(Path(folder))

@@ -52,9 +52,9 @@ def main() -> None:
             for i in range(ROUNDS * (1 if off else 2)):
                 recording = None
                 if not off and i % 2:
-                    from odyssey.view.trace import Recording
+                    from odyssey.view.trace import TimelineRecorder
 
-                    recording = Recording(Path(folder) / f"{i}.json", None)
+                    recording = TimelineRecorder(Path(folder) / f"{i}.json", None)
                     recording.on_fit_start(trainer.context)
                 begun = time.process_time()
                 for _ in range(count):

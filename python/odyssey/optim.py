@@ -19,7 +19,7 @@ from .core import functional as F
 from .core import native, setting_versions
 from .core.arena import Arena
 from .core.partial_arrays import guarded
-from .core.rule import MOST, Recorded
+from .core.rule import MOST, RulePrograms
 from .core.tensor import Parameter, Tensor
 from .errors import ConfigError, NumericsError, check_number
 from .lr_schedules import *  # noqa: F403
@@ -69,7 +69,7 @@ class Group(MutableMapping[str, Any]):
         raise TypeError(f"an optimizer keeps its {name}")
 
 
-class Optimizer(setting_versions.Watched):
+class Optimizer(setting_versions.VersionedSettings):
     """Base: binds to an arena, keeps state of the arena's layout, updates both by a `rule` (docs/tour.md).
 
     Args:
@@ -102,7 +102,7 @@ class Optimizer(setting_versions.Watched):
         for name, value in settings.items():
             setattr(self, name, _checked(owner.__name__, name, value))
         self.lr = check_number(f"[{owner.__name__}] lr", lr, 0)
-        self._recorded = Recorded()
+        self._recorded = RulePrograms()
         self.steps = 0
         self.arena: Arena | None = None
         self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead

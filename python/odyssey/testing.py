@@ -92,7 +92,7 @@ class _Guarded(program.Eager):
         room = native.aligned(nbytes + GUARD, np.uint8)
         room[nbytes:] = MARK
         self._blocks.append((room, nbytes))
-        return program.Block(room)
+        return program.OwnMemory(room)
 
     def emit(self, op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
         super().emit(op, *args, layout=layout, dtype=dtype)

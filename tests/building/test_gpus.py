@@ -12,12 +12,12 @@ import pytest
 
 from odyssey.build import gpus
 from odyssey.build import library as build
-from odyssey.build.gpus import Gpu
+from odyssey.build.gpus import GpuModel
 from odyssey.cli import doctor
 from odyssey.errors import DeviceError
 
-H200 = Gpu("H200", "sm_90", "580.65.06", "GPU-aaaa-1")
-A100 = Gpu("A100", "sm_80", "580.65.06", "GPU-bbbb-2")
+H200 = GpuModel("H200", "sm_90", "580.65.06", "GPU-aaaa-1")
+A100 = GpuModel("A100", "sm_80", "580.65.06", "GPU-bbbb-2")
 
 
 class Nvml:

@@ -260,7 +260,7 @@ def test_a_folder_for_two_kinds_of_gpus(gpu_tree, tmp_path, monkeypatch):
         assert build.gpu_library_path(name) == made.path / f"libodyssey-{name}.so"
         text = re.search(rb"\.target (\w+)", (made.path / f"libodyssey-{name}.so").read_bytes())
         assert text and text[1].decode().startswith(name)
-    monkeypatch.setattr(gpus, "found", lambda: (gpus.Gpu("B200", "sm_100"),))
+    monkeypatch.setattr(gpus, "found", lambda: (gpus.GpuModel("B200", "sm_100"),))
     monkeypatch.delenv("ODYSSEY_TARGET_ACCELERATOR", raising=False)
     with pytest.raises(BuildError, match="it is for sm_90, sm_80, not for sm_100; build one with --target sm_100"):
         build.gpu_library_path()

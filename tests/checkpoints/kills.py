@@ -57,8 +57,8 @@ def parts_for_ever(folder: Path, attempt: int) -> None:
     """A rank of several, each of which writes its part: leaves its number beside the checkpoints, and rank 0 the steps
     whose saves have returned."""
     from odyssey import comm
-    from odyssey.checkpoints.header import Run
-    from odyssey.checkpoints.snapshot import Piece
+    from odyssey.checkpoints.header import ElementRun
+    from odyssey.checkpoints.snapshot import TensorSlice
     from odyssey.train import checkpoint_parts
 
     world = comm.world()
@@ -72,7 +72,7 @@ def parts_for_ever(folder: Path, attempt: int) -> None:
         for stem, some in whole.arrays.items():
             for name, array in some.items():
                 lo, hi = (array.size * (world.rank + i) // world.size for i in (0, 1))
-                pieces.append(Piece(stem, name, array.shape, Run(lo, hi - lo, hi - lo, 1), array, 0))
+                pieces.append(TensorSlice(stem, name, array.shape, ElementRun(lo, hi - lo, hi - lo, 1), array, 0))
         assert checkpoint_parts.save(world, store, Snapshot(step, {}, whole.values, pieces=pieces))
         if store is not None:
             with (folder.parent / "returned").open("ab") as file:

@@ -577,14 +577,14 @@ def test_what_somebody_removed_is_made_anew(tmp_path, monkeypatch, gone, later):
 
 
 def test_a_directory_that_is_removed_at_the_start_is_one_line(tmp_path, monkeypatch):
-    take = locks.Lock._take
+    take = locks.DirectoryLock._take
 
     def taken(lock):
         descriptor = take(lock)
         shutil.rmtree(lock.folder)
         return descriptor
 
-    monkeypatch.setattr(locks.Lock, "_take", taken)
+    monkeypatch.setattr(locks.DirectoryLock, "_take", taken)
     with pytest.raises(OutputError, match="cannot be used: No such file"):
         Store(tmp_path / "a")
 

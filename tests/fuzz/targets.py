@@ -144,7 +144,7 @@ def _layout(data: bytes) -> Any:
 
 _STEPS = [
     steplog.header()
-    + b"".join(steplog.Record(n, 0, n - 1, 128, 2.3, n * 7, None, 0.1, n != 3, 1).encoded() for n in ns)
+    + b"".join(steplog.StepRecord(n, 0, n - 1, 128, 2.3, n * 7, None, 0.1, n != 3, 1).encoded() for n in ns)
     for ns in (range(1, 5), (1, 2, 2, 3), ())
 ]
 
@@ -190,7 +190,7 @@ def _manifests() -> list[bytes]:
     least = manifest.Manifest(0, 0, {}, (manifest.File("a.safetensors", 8, digest, (), ()),))
     files = []
     for rank, run in enumerate([(0, 2, 4, 3), (2, 2, 4, 3)]):
-        part = header.Tensor(f"p/w/{run[0]}", "F32", (6,), 0, 24, (3, 4), header.Run(*run))
+        part = header.Entry(f"p/w/{run[0]}", "F32", (6,), 0, 24, (3, 4), header.ElementRun(*run))
         files.append(manifest.File(f"rank-{rank}.safetensors", 100, digest, (part,), (digest,)))
     parts = manifest.Manifest(3, 1, {}, tuple(files))
     return [whole.encoded(), whole.encoded(b"k" * 16), least.encoded(), parts.encoded(b"k" * 16), parts.encoded()]

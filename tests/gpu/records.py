@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from odyssey.core import native as host
-from odyssey.core.gpu_native import Gpu, GpuStep, StepContext, library
+from odyssey.core.gpu_native import Context, Gpu, GpuStep, library
 from odyssey.parallel.plan import split
 
 LANES = 16
@@ -352,7 +352,7 @@ def layout(case: Case) -> dict[int, int]:
     return {space: max(n, 16) for space, n in used.items()}
 
 
-def encode(case: Case, records: list[tuple], lib: host.Table) -> np.ndarray:
+def encode(case: Case, records: list[tuple], lib: host.OpTable) -> np.ndarray:
     """The program for a library, that of the CPU or that of GPUs."""
     places = {o.name: o.space << 56 | 4 * o.at for o in case.operands}
     table = np.zeros((len(records), host.library().record), np.int64)
@@ -420,7 +420,7 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
         kept[at] = array
         return at
 
-    context = StepContext(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
+    context = Context(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
     there = np.array([up(a) for a in arrays], np.int64)
     context.images, context.arrays, context.rows = up(images), up(there), up(rows)
     context.scale, context.shift = up(scale), up(shift)

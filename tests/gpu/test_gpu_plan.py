@@ -35,7 +35,7 @@ def folded(first, n, fold):
 def run(plan):
     sums = [None] * plan.sums
     for a in plan.actions:
-        if isinstance(a, pieces.Compute):
+        if isinstance(a, pieces.ComputeNode):
             assert a.shards <= plan.shards and -(-a.shards // a.fold) <= plan.pieces
             sums[a.to] = folded(a.first, a.shards, a.fold)
         else:

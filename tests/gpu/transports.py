@@ -63,7 +63,7 @@ def make(backend: str, **settings: Any) -> DistributedTrainer:
 
 
 def train(
-    backend: str, kind: type[reduction.Exchange] | None = None, **settings: Any
+    backend: str, kind: type[reduction.GpuExchange] | None = None, **settings: Any
 ) -> tuple[str, DistributedTrainer]:
     """The weights after a training over this backend, whose sums went the way of `kind`."""
     trainer = make(backend, **settings)

@@ -263,7 +263,7 @@ def guarded(monkeypatch):
         room = native.aligned(nbytes + 4096, np.uint8)
         room[nbytes:] = MARK
         blocks.append((room, nbytes))
-        return program.Block(room)
+        return program.OwnMemory(room)
 
     monkeypatch.setattr(executor, "alloc", alloc)
     return lambda: all((room[nbytes:] == MARK).all() for room, nbytes in blocks)

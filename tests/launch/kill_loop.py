@@ -83,7 +83,7 @@ class Run:
         found = self.shown(self.pid(0))
         return (found.attempt, found.step) if found else (0, 0)
 
-    def shown(self, pid: int | None) -> slot.Slot | None:
+    def shown(self, pid: int | None) -> slot.StatusSlot | None:
         """What a process shows of itself."""
         with contextlib.suppress(OSError):
             for name in os.listdir(f"/proc/{pid}/fd"):

@@ -23,7 +23,7 @@ from odyssey.launch import LaunchConfig, parse
 from odyssey.run import attempt, leftovers, output, restart_policy, root_user, starting, supervisor
 from odyssey.run import lock as lock_file
 from odyssey.run.hosts import parse_hosts, place
-from odyssey.run.lock import Lock, holder
+from odyssey.run.lock import RunLock, holder
 from odyssey.run.output import LINE_LIMIT, Pump
 from odyssey.run.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
 
@@ -206,16 +206,16 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lock_file.os, "pwrite", full)
     with pytest.raises(OutputError, match="cannot be written: No space left on device; name another --run-dir"):
-        Lock(tmp_path / "launch.lock")
+        RunLock(tmp_path / "launch.lock")
 
 
 def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(lock_file, "FRESH", 2.0)
     path = tmp_path / "launch.lock"
-    lock = Lock(path)
+    lock = RunLock(path)
     assert holder(path)["pid"] == os.getpid()
     with pytest.raises(LaunchError, match=f"process {os.getpid()} on host"):
-        Lock(path)
+        RunLock(path)
     lock.close()
     assert holder(path) is None
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "held": True}))
@@ -229,16 +229,16 @@ def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path, monkeypatc
     thread.start()
     try:
         with pytest.raises(LaunchError, match="process 7 on host elsewhere"):
-            Lock(path)
+            RunLock(path)
         assert holder(path)["pid"] == 7
     finally:
         over.set()
         thread.join()
     monkeypatch.setattr(lock_file, "FRESH", 0.3)
     assert holder(path) is None and holder(path, sure=False)["pid"] == 7
-    Lock(path).close()
+    RunLock(path).close()
     path.write_bytes(b"\xff[[[")
-    Lock(path).close()
+    RunLock(path).close()
 
 
 # --- the launcher ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from odyssey.run.attempt import allowed
 from odyssey.run.config import LaunchConfig, parse_elastic
 from odyssey.run.hosts import parse_hosts
 from odyssey.run.rank_ends import End, Started, first
-from odyssey.run.restart_policy import Action, Outcome, Past, decide, in_doubt, taken_back
+from odyssey.run.restart_policy import Outcome, Past, Verdict, decide, in_doubt, taken_back
 
 CONFIG = LaunchConfig(nproc_per_node=4, max_restarts=3)
 NONE = Past()
@@ -25,7 +25,7 @@ def outcome(*ended: End, **more) -> Outcome:
     return Outcome(more.pop("attempt", 1), fields.pop("ranks", 4), ended={e.rank: e for e in ended}, **fields)
 
 
-def after(*ended: End, past: Past = NONE, config: LaunchConfig = CONFIG, hosts=(), **more) -> Action:
+def after(*ended: End, past: Past = NONE, config: LaunchConfig = CONFIG, hosts=(), **more) -> Verdict:
     return decide(outcome(*ended, **more), past, config, hosts)
 
 
@@ -127,13 +127,13 @@ def test_a_number_of_ranks_that_does_not_work_is_taken_back():
 def test_hosts_that_answer_again_are_used_again():
     hosts = parse_hosts("h1:2,h2:2,h3:2")
     config = LaunchConfig(nproc_per_node=6, max_restarts=3, elastic=(2, 8), hosts=hosts)
-    action = Action("", None, 2, hosts[2:])
+    action = Verdict("", None, 2, hosts[2:])
     assert taken_back(action, ("h1",), config, 6)[2:4] == (4, (hosts[0], hosts[2]))
     assert taken_back(action, ("h1", "h2"), config, 6)[2:4] == (6, hosts)
     assert taken_back(action, ("h1", "h2"), config, 5).ranks == 5
     hosts = parse_hosts("h1,h2")
     config = LaunchConfig(nproc_per_node=4, max_restarts=3, elastic=(2, 4), hosts=hosts)
-    assert taken_back(Action("", None, 2, hosts[:1]), ("h2",), config, 4)[2:4] == (4, hosts)
+    assert taken_back(Verdict("", None, 2, hosts[:1]), ("h2",), config, 4)[2:4] == (4, hosts)
 
 
 def test_hosts_that_all_do_not_answer_get_time():

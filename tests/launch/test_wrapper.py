@@ -163,8 +163,8 @@ def test_only_what_is_proven_to_be_ours_is_removed(tmp_path, monkeypatch):
         (tmp_path / "mpich_shm_unproven").unlink()
     assert set(removed) == {str(ours), str(session)}
     assert {p.name for p in tmp_path.iterdir()} == {"mpich_shm_before", held.name, other.name, late.name, living.name}
-    again = leftovers.Snapshot.of(json.loads(json.dumps(before.json())))
-    assert again == before and leftovers.Snapshot.of({"names": 1}) is None
+    again = leftovers.FilesBefore.of(json.loads(json.dumps(before.json())))
+    assert again == before and leftovers.FilesBefore.of({"names": 1}) is None
 
 
 def test_processes_are_found_by_their_token_and_killed():

@@ -26,7 +26,7 @@ from odyssey.comm import Communicator, mock
 from odyssey.core import offload
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError, ShapeError
 from odyssey.parallel.balance import Balance
-from odyssey.parallel.reduction import Lanes
+from odyssey.parallel.reduction import PhaseCommunicators
 from odyssey.train.trainer import DistributedTrainer, History
 
 Result = dict[str, np.ndarray]
@@ -161,7 +161,7 @@ def _close(trainer: DistributedTrainer, comm: Communicator) -> None:
         return
     for part in (groups.tp, groups.pp, groups.dp, groups.model):
         if part is not comm and part.size > 1:
-            for lane in Lanes.of(part)._more:
+            for lane in PhaseCommunicators.of(part)._more:
                 lane.close()
             part.close()
 

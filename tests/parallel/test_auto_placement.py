@@ -9,13 +9,13 @@ import pytest
 
 from odyssey.errors import ConfigError
 from odyssey.parallel import auto_placement
-from odyssey.parallel.auto_placement import Op
+from odyssey.parallel.auto_placement import OpCost
 
 
 def random_ops(rng, n):
     """Whole numbers, so that sums are exact; often zero or equal, so that there are ties."""
     pick = rng.randrange
-    return [Op(f"op{i}", pick(6), 4 * pick(50), 8 * pick(9), 4 * pick(2)) for i in range(n)]
+    return [OpCost(f"op{i}", pick(6), 4 * pick(50), 8 * pick(9), 4 * pick(2)) for i in range(n)]
 
 
 def every_cut(ops, k):
@@ -68,7 +68,7 @@ def test_floating_point_costs():
     """Sums of floats differ with their order; the second pass must still allow what the first one found."""
     rng = random.Random(2)
     for _ in range(200):
-        ops = [Op(str(i), rng.random() * 10 ** rng.randrange(-9, 3)) for i in range(rng.randrange(2, 12))]
+        ops = [OpCost(str(i), rng.random() * 10 ** rng.randrange(-9, 3)) for i in range(rng.randrange(2, 12))]
         k = rng.randrange(1, len(ops) + 1)
         best = min(max(sum(op.seconds for op in ops[i:j]) for i, j in spans) for _, spans in every_cut(ops, k))
         assert auto_placement.cut(ops, k).slowest == pytest.approx(best, rel=1e-6, abs=1e-9)
@@ -76,17 +76,17 @@ def test_floating_point_costs():
 
 def test_two_hundred_ops_are_quick():
     rng = random.Random(3)
-    ops = [Op(str(i), rng.random(), rng.randrange(10**6), 100, rng.randrange(10**4)) for i in range(200)]
+    ops = [OpCost(str(i), rng.random(), rng.randrange(10**6), 100, rng.randrange(10**4)) for i in range(200)]
     plan = auto_placement.cut(ops, 8, memory_limit=10**9)
     assert len(plan.parts) == 8 and sum(p.seconds for p in plan.parts) > 0.9 * 8 * plan.slowest
 
 
 def test_the_table():
     ops = [
-        Op("conv1", 4, 624, 0, 18_816),
-        Op("pool1", 1, 0, 0, 4704),
-        Op("conv2", 4, 9664, 0, 6400),
-        Op("fc", 1, 192_400, 0, 480),
+        OpCost("conv1", 4, 624, 0, 18_816),
+        OpCost("pool1", 1, 0, 0, 4704),
+        OpCost("conv2", 4, 9664, 0, 6400),
+        OpCost("fc", 1, 192_400, 0, 480),
     ]
     plan = auto_placement.cut(ops, 2)
     assert plan.cuts == (2,) and {p.seconds for p in plan.parts} == {5}
@@ -94,7 +94,7 @@ def test_the_table():
         "stage 0: conv1, pool1  50 % of the time, 624 B parameters, sends 4.7 KB per sample\n"
         "stage 1: conv2, fc  50 % of the time, 202 KB parameters"
     )
-    long = auto_placement.cut([Op(f"op{i}", 1) for i in range(9)], 1)
+    long = auto_placement.cut([OpCost(f"op{i}", 1) for i in range(9)], 1)
     assert str(long) == "stage 0: op0, op1, op2, 4 more, op7, op8  100 % of the time, 0 B parameters"
     assert [auto_placement.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_600, 2.5e9, 3e13)] == (
         ["0 B", "999 B", "1.0 KB", "99.9 KB", "100 KB", "1.0 MB", "2.5 GB", "30000 GB"]
@@ -104,12 +104,12 @@ def test_the_table():
 @pytest.mark.parametrize(
     ("ops", "stages", "settings", "says"),
     [
-        ([Op("a", 1)], 2, {}, "1 ops cannot be cut into 2 stages; give 1 to 1"),
-        ([Op("a", 1)], 0, {}, "into 0 stages"),
-        ([Op("a", float("nan"))], 1, {}, "a takes nan s"),
-        ([Op("a", -1)], 1, {}, "a takes -1 s"),
-        ([Op("a", 1)], 1, {"samples": [1, 2]}, "2 numbers of samples for 1 stages"),
-        ([Op("a", 1, 1000)], 1, {"memory_limit": 2999}, "within 2,999 bytes per device; it takes 3,000:"),
+        ([OpCost("a", 1)], 2, {}, "1 ops cannot be cut into 2 stages; give 1 to 1"),
+        ([OpCost("a", 1)], 0, {}, "into 0 stages"),
+        ([OpCost("a", float("nan"))], 1, {}, "a takes nan s"),
+        ([OpCost("a", -1)], 1, {}, "a takes -1 s"),
+        ([OpCost("a", 1)], 1, {"samples": [1, 2]}, "2 numbers of samples for 1 stages"),
+        ([OpCost("a", 1, 1000)], 1, {"memory_limit": 2999}, "within 2,999 bytes per device; it takes 3,000:"),
     ],
 )
 def test_what_is_refused(ops, stages, settings, says):

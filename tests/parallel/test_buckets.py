@@ -127,7 +127,7 @@ def test_every_program_can_be_cut(by_params):
         for b in made:
             assert [b.locate(p.lo + i) for p in b.pieces for i in range(p.n)] == list(range(b.floats))
             assert [p for i in range(b.floats) for p in b.covers(i, i + 1)] == [
-                buckets.Piece(p.lo + i, 1, p.at + i) for p in b.pieces for i in range(p.n)
+                buckets.BucketRange(p.lo + i, 1, p.at + i) for p in b.pieces for i in range(p.n)
             ]
         cut = fits(records, arena, made, by_params)
         written = {o for r in records for o in buckets.touched(r, arena, native.GRADS)} - {arena.size}

@@ -13,7 +13,7 @@ from odyssey.core.program import Record, Slot
 from odyssey.data.nested import Form
 from odyssey.errors import ConfigError
 from odyssey.parallel import schedule as schedules
-from odyssey.parallel.stages import Part, edges, partition
+from odyssey.parallel.stages import StageWork, edges, partition
 from odyssey.train.trainer import DistributedTrainer
 
 
@@ -39,7 +39,7 @@ def program(model, train=True) -> list[Record]:
     return (trainer._train if train else trainer._eval).record(8, Form.of_classes(1, 28, 28))
 
 
-def holds(parts: list[Part], records: list[Record]) -> None:
+def holds(parts: list[StageWork], records: list[Record]) -> None:
     """What must be true of every cut."""
     assert sorted(id(r) for p in parts for r in p.records) == sorted(map(id, records))
     forward = [p.stage for p in parts if p.phase == "forward"]

@@ -25,7 +25,7 @@ from odyssey.parallel import tensor_parallel as tp
 from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.plan import nodes
 from odyssey.parallel.stages import partition
-from odyssey.parallel.tensor_exchange import Exchange
+from odyssey.parallel.tensor_exchange import TensorExchange
 from odyssey.train.trainer import DistributedTrainer
 
 SIZES = (1, 2, 3, 4)
@@ -229,7 +229,7 @@ class Rank:
             if not other:
                 self.native(list(run))
             for record in run if other else ():
-                Exchange(comm, record, self.works)()
+                TensorExchange(comm, record, self.works)()
         return self.grads
 
 
@@ -426,7 +426,7 @@ def test_sums_small_and_large(size, floats, shards):
         r = tp.TreeSum([y, mine], floats, size)
         bytes_ = plan_memory([r])
         works = [native.aligned(bytes_, np.uint8) for _ in range(shards)]
-        exchange = Exchange(comm, r, works)
+        exchange = TensorExchange(comm, r, works)
         for _ in range(2):
             for s, work in enumerate(works):
                 work[mine.offset :].view(np.float32)[:floats] = nodes_[comm.rank, s]

@@ -100,7 +100,7 @@ def test_the_odd_one_is_the_one_that_fewest_are_like():
 
 
 def test_more_threads_than_cores_of_a_machine():
-    place = preflight.Place
+    place = preflight.RankPlace
     assert preflight.crowded([place(1, 1, 0b01), place(1, 1, 0b10)]) == []  # bound to a core each
     assert preflight.crowded([place(1, 1, 0b11), place(2, 1, 0b11)]) == []
     assert preflight.crowded([place(1, 8, 0)]) == []  # not known

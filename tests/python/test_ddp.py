@@ -20,7 +20,7 @@ from odyssey.core.arena import Arena
 from odyssey.distributed.ddp import DDP
 from odyssey.errors import ConfigError
 from odyssey.parallel.buckets import from_the_end
-from odyssey.parallel.reduction import TreeSum
+from odyssey.parallel.reduction import RunningTreeSum
 from odyssey.parallel.strategy import Strategy
 from odyssey.train.trainer import DistributedTrainer
 
@@ -63,7 +63,7 @@ def test_passes_are_added_along_the_tree():
 
     leaves = RNG.normal(size=(13, 100)).astype(np.float32)
     for n in range(1, 14):
-        partial = TreeSum()
+        partial = RunningTreeSum()
         for leaf in leaves[: n - 1]:
             partial.push(leaf)
         last = leaves[n - 1].copy()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.audit.steplog import NAME, Record, StepLog
+from odyssey.audit.steplog import NAME, StepLog, StepRecord
 from odyssey.base.files import write_json
 from odyssey.base.runs import Run
 
 
-def step(at: int, **changes) -> Record:
-    base = Record(at, (at - 1) // 10, (at - 1) % 10, 64, 2.5 / at, 7 * at, 2**64 - at, 0.1)
+def step(at: int, **changes) -> StepRecord:
+    base = StepRecord(at, (at - 1) // 10, (at - 1) % 10, 64, 2.5 / at, 7 * at, 2**64 - at, 0.1)
     return base._replace(**changes)
 
 
@@ -20,7 +20,7 @@ def step(at: int, **changes) -> Record:
 def make_run(tmp_path):
     """make_run("a", records, command=[...], ...): a directory with a log and, unless command is None, a run.json."""
 
-    def make(name: str, records: list[Record], command: list[str] | None = None, **description) -> Path:
+    def make(name: str, records: list[StepRecord], command: list[str] | None = None, **description) -> Path:
         run = Run(tmp_path / name)
         run.path.mkdir(mode=0o700)
         with StepLog(run.steps / NAME) as log:
@@ -37,7 +37,7 @@ def make_run(tmp_path):
 def steps():
     """steps(n, {k: changes}): records 1 to n; step k with changes."""
 
-    def make(n: int, changed: dict[int, dict] | None = None) -> list[Record]:
+    def make(n: int, changed: dict[int, dict] | None = None) -> list[StepRecord]:
         return [step(i, **(changed or {}).get(i, {})) for i in range(1, n + 1)]
 
     return make

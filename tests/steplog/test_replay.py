@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from odyssey.audit import replay
-from odyssey.audit.replay import REPLAY, Session
+from odyssey.audit.replay import REPLAY, ReplaySession
 from odyssey.base.files import write_json
 from odyssey.base.runs import RUN_DIR
 from odyssey.cli.commands.replay import command
@@ -213,24 +213,24 @@ def test_what_a_command_may_begin_with(make_run, steps):
 
 
 def test_no_replay():
-    assert Session.current({}) is None
-    assert Session.current({REPLAY: ""}) is None
+    assert ReplaySession.current({}) is None
+    assert ReplaySession.current({REPLAY: ""}) is None
 
 
 def test_a_session_is_what_was_requested(tmp_path):
-    given = Session(12, tmp_path, tmp_path / "step_00000010", "dp=2,zero=1", True)
+    given = ReplaySession(12, tmp_path, tmp_path / "step_00000010", "dp=2,zero=1", True)
     given.request()
-    assert Session.current({REPLAY: given.variable}) == given
+    assert ReplaySession.current({REPLAY: given.variable}) == given
     assert given.arguments({}) == {"mesh": Mesh(2, 1, 1), "zero": 1, "servers": 1}
-    Session(3, tmp_path).request()
-    assert Session.current({REPLAY: f"3:{tmp_path}"}) == Session(3, tmp_path)
-    assert Session(3, tmp_path).arguments({}) == {}
+    ReplaySession(3, tmp_path).request()
+    assert ReplaySession.current({REPLAY: f"3:{tmp_path}"}) == ReplaySession(3, tmp_path)
+    assert ReplaySession(3, tmp_path).arguments({}) == {}
 
 
 @pytest.mark.parametrize("value", ["12", "x:/tmp", ":/tmp", "12:", "-1:/tmp"])
 def test_a_variable_that_is_none(value):
     with pytest.raises(ConfigError, match="must be STEP:DIRECTORY"):
-        Session.current({REPLAY: value})
+        ReplaySession.current({REPLAY: value})
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,13 @@ def test_a_variable_that_is_none(value):
 def test_a_request_that_is_none(tmp_path, request_):
     write_json(tmp_path / "request.json", request_)
     with pytest.raises(DataError, match="has no checkpoint, layout and save"):
-        Session.current({REPLAY: f"1:{tmp_path}"})
+        ReplaySession.current({REPLAY: f"1:{tmp_path}"})
 
 
 def test_the_layout_goes_before_the_trainers_own(tmp_path, monkeypatch):
     from odyssey import DistributedTrainer, nn, optim
 
-    session = Session(1, tmp_path, layout="dp=1,execution=eager")
+    session = ReplaySession(1, tmp_path, layout="dp=1,execution=eager")
     session.request()
     monkeypatch.setenv(REPLAY, session.variable)
     trainer = DistributedTrainer(nn.models.build("mlp"), optim.SGD(lr=0.1), mesh=Mesh(2, 2, 1))

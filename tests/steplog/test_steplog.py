@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from odyssey import steplog
-from odyssey.audit.steplog import SIZE, Record, StepLog
+from odyssey.audit.steplog import SIZE, StepLog, StepRecord
 from odyssey.errors import DataError, OutputError
 
 
 def record(at, attempt=0, **changes):
-    base = Record(at, at // 10, at % 10, 64, 2.5 / at, 7 * at, 2**64 - at, 0.1, True, attempt)
+    base = StepRecord(at, at // 10, at % 10, 64, 2.5 / at, 7 * at, 2**64 - at, 0.1, True, attempt)
     return base._replace(**changes)
 
 

@@ -52,7 +52,7 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
     started, descriptor = rank
     link = os.readlink(f"/proc/{started.pid}/fd/{descriptor}")
     assert "odyssey-slot" in link and "(deleted)" in link  # nothing is left behind
-    watched = rank_process.Watched(0, started.pid, *proc.attach(started.pid, descriptor))
+    watched = rank_process.WatchedRank(0, started.pid, *proc.attach(started.pid, descriptor))
     assert watched.alive and watched.last is not None
     until(lambda: watched.look(time.monotonic(), 0.0).step > 3)
     at = watched.ask_for_stacks()
@@ -73,7 +73,7 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
 
 def test_calls_are_signs_of_life(monkeypatch):
     """Also those of which nothing is counted but their number: `slot.quick`."""
-    watched = rank_process.Watched(0, os.getpid(), -1, os.open(os.devnull, os.O_RDONLY))
+    watched = rank_process.WatchedRank(0, os.getpid(), -1, os.open(os.devnull, os.O_RDONLY))
     one = slot.mine()._replace(waiting=0, call=4)
     monkeypatch.setattr(slot, "read", lambda descriptor: one)
     assert watched.look(100.0, 0.0).idle == 0 and watched.look(107.0, 0.0).idle == 7
@@ -85,7 +85,7 @@ def test_who_was_gone_before_anybody_could_look_is_waited_for_in_vain():
     """It shows no sign of life, so that a rank that waits for it is not left waiting."""
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
-    watched = rank_process.Watched(1, gone.pid, -1, -1)
+    watched = rank_process.WatchedRank(1, gone.pid, -1, -1)
     begun = time.monotonic()
     waits = diagnosis.Seen(0, state="S", doing="wait", waited=70.0, wait_sequence=2, members="all")
     seen = watched.look(begun + 70, 0.0)
@@ -96,7 +96,7 @@ def test_who_was_gone_before_anybody_could_look_is_waited_for_in_vain():
 
 def test_a_number_that_belongs_to_another_process_now_is_not_signalled(rank):
     started, descriptor = rank
-    watched = rank_process.Watched(0, started.pid, *proc.attach(started.pid, descriptor))
+    watched = rank_process.WatchedRank(0, started.pid, *proc.attach(started.pid, descriptor))
     if watched.handle >= 0:
         os.close(watched.handle)
         watched.handle = -1
@@ -116,7 +116,7 @@ def test_time_used_since_the_last_sign_of_life():
     ):
         try:
             idle.stdout.readline()  # the time that a start takes is not asked about
-            seen = [rank_process.Watched(0, started.pid, -1, -1) for started in (busy, idle)]
+            seen = [rank_process.WatchedRank(0, started.pid, -1, -1) for started in (busy, idle)]
             for watched in seen:
                 watched.last = slot.mine()
             until(lambda: seen[0].look(time.monotonic(), 0.0).busy > 0.1, 60)

@@ -2,7 +2,7 @@
 
 A replay runs the command of RUN/run.json again with one environment variable,
 
-    ODYSSEY_REPLAY    "STEP:DIRECTORY"; DIRECTORY/request.json says the rest (`Session`)
+    ODYSSEY_REPLAY    "STEP:DIRECTORY"; DIRECTORY/request.json says the rest (`ReplaySession`)
 
 The trainer then starts from the newest checkpoint before that step, keeps a step log in DIRECTORY instead of the run's,
 writes nothing else, and ends the process after that step. What its records say is compared with the run's, by bits.
@@ -30,7 +30,7 @@ from ..comm import Communicator
 from ..errors import ConfigError, DataError, OdysseyError, OutputError
 from . import steplog, verify
 from .step_recorder import Records
-from .steplog import Record, difference
+from .steplog import StepRecord, difference
 
 REPLAY = "ODYSSEY_REPLAY"
 REQUEST, STATE = "request.json", "state.safetensors"
@@ -47,7 +47,7 @@ OUTPUTS = frozenset(
 
 
 @dataclasses.dataclass
-class Session(Callback):
+class ReplaySession(Callback):
     """A replay, in a trainer: it goes to the step before, keeps the log, and ends the process after the step.
 
     step: the step that is replayed, counted from 1; training ends after it. folder: where everything goes that is
@@ -64,7 +64,7 @@ class Session(Callback):
     records: Records | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def current(cls, environment: Mapping[str, str] = os.environ) -> Session | None:
+    def current(cls, environment: Mapping[str, str] = os.environ) -> ReplaySession | None:
         """The replay that this process is, if it is one. Raises ConfigError: the variable is not STEP:DIRECTORY.
         DataError: the request in the directory cannot be read."""
         given = environment.get(REPLAY)
@@ -130,7 +130,7 @@ class Session(Callback):
         raise SystemExit(0)
 
 
-joins = Session.current
+joins = ReplaySession.current
 
 
 # --- outside: what two logs say about each other ----------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Comparison(NamedTuple):
 
     common: int
     last: int | None  # of the common steps
-    first: tuple[Record, Record] | None = None
+    first: tuple[StepRecord, StepRecord] | None = None
     what: str | None = None
     unknown: tuple[str, ...] = ()  # fingerprints that one of the two lacks in all common steps
 
@@ -237,11 +237,11 @@ def _description(run: Path) -> dict[str, Any]:
 # --- outside: running a step again ------------------------------------------------------------------------------------
 
 
-class Result(NamedTuple):
+class ReplayResult(NamedTuple):
     """Outcome of a replay: the run's record of the step and the new one, and how the steps before it compare."""
 
-    logged: Record
-    replayed: Record
+    logged: StepRecord
+    replayed: StepRecord
     checkpoint: str | None  # name of the checkpoint that it started from
     ranks: int
     comparison: Comparison  # of all steps from there
@@ -310,7 +310,7 @@ def replay(
     save: Path | None = None,
     launcher: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Result:
+) -> ReplayResult:
     """Takes a logged step of a run again and compares it with the log.
 
     Args:
@@ -339,7 +339,7 @@ def replay(
     where = f"on {ranks} rank{'s' if ranks > 1 else ''}, from {start.name if start else 'the beginning'}"
     tell(f"steps {first + 1} to {step} are taken again {where}: {shlex.join(words)}")
     with tempfile.TemporaryDirectory(prefix="odyssey-replay-") as work:
-        session = Session(step, Path(work), start and start.absolute(), layout, save is not None)
+        session = ReplaySession(step, Path(work), start and start.absolute(), layout, save is not None)
         session.request()
         _run(words, folder, session, ranks, launcher)
         try:
@@ -356,7 +356,7 @@ def replay(
                 save.write_bytes(session.state.read_bytes())
             except OSError as problem:
                 raise OutputError(f"[replay] {save} cannot be written: {problem.strerror}") from problem
-    return Result(
+    return ReplayResult(
         steplog.decoded(logged)[0],
         steplog.decoded(replayed)[0],
         start.name if start else None,
@@ -365,7 +365,7 @@ def replay(
     )
 
 
-def _run(words: list[str], folder: Path, session: Session, ranks: int, launcher: str | None) -> None:
+def _run(words: list[str], folder: Path, session: ReplaySession, ranks: int, launcher: str | None) -> None:
     """Runs the command as a replay. ConfigError with the last line it printed if it fails."""
     words = verify.started(words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ())
     others = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)

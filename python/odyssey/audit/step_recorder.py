@@ -15,7 +15,7 @@ from ..callbacks import Callback, Context
 from ..checkpoints.trainable import Trainable
 from ..core import fingerprint
 from ..errors import OutputError
-from .steplog import Record, StepLog, shown
+from .steplog import StepLog, StepRecord, shown
 from .steplog import difference as differs
 
 
@@ -28,7 +28,7 @@ class Records(Callback):
         self._log = StepLog(path, attempt) if trainer.comm.rank == 0 else None
         if self._log is not None and self._log.notice:
             trainer.say(self._log.notice)
-        self._waiting: list[Record] = []
+        self._waiting: list[StepRecord] = []
         self._told = self._failed = False
 
     def on_step_end(self, context: Context) -> None:
@@ -38,7 +38,7 @@ class Records(Callback):
             gradients, weights = trainer.fingerprints()
         place = trainer.steps, cursor.loader_epoch, cursor.step, len(context.batch.indices)
         attempt = 0 if log is None else log.attempt
-        record = Record(*place, step.loss, gradients, weights, step.rate, step.taken, attempt)
+        record = StepRecord(*place, step.loss, gradients, weights, step.rate, step.taken, attempt)
         if trainer.partial:
             self._waiting.append(record)
         else:
@@ -67,7 +67,7 @@ class Records(Callback):
             with contextlib.suppress(OutputError):  # the next record says so
                 self._log.flush()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: StepRecord) -> None:
         if self._log is None:
             return
         try:

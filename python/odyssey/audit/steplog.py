@@ -43,7 +43,7 @@ _CRC = struct.Struct("<I")
 _HEADER = struct.Struct("<8sII")
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """One optimizer step.
 
     step: counted from 1. epoch, batch: the cursor, both from 0: which batch of which epoch it was of. samples: of the
@@ -78,7 +78,7 @@ class Record(NamedTuple):
 COMPARED = ("cursor", "rate", "loss", "gradients", "taken", "weights")
 
 
-def differences(a: Record, b: Record) -> tuple[str, ...]:
+def differences(a: StepRecord, b: StepRecord) -> tuple[str, ...]:
     """In what of COMPARED two records of the same step part.
 
     In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared. The
@@ -95,12 +95,12 @@ def differences(a: Record, b: Record) -> tuple[str, ...]:
     return tuple(what for what, differs in differing.items() if differs)
 
 
-def difference(a: Record, b: Record) -> str | None:
+def difference(a: StepRecord, b: StepRecord) -> str | None:
     """The first of `differences`."""
     return next(iter(differences(a, b)), None)
 
 
-def shown(record: Record, what: str) -> str:
+def shown(record: StepRecord, what: str) -> str:
     """One thing that `difference` names, as text that tells all bits; epochs and batches from 1, as people count."""
     if what == "cursor":
         return f"epoch {record.epoch + 1} batch {record.batch + 1} with {record.samples} samples"
@@ -124,7 +124,7 @@ class StepLog:
     def __init__(self, path: str | Path, attempt: int = 0) -> None:
         self.path, self.attempt = Path(path), attempt
         self.notice: str | None = None
-        self._earlier: dict[int, Record] | None = None  # of the steps that may be taken again
+        self._earlier: dict[int, StepRecord] | None = None  # of the steps that may be taken again
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._before, length = self._found()
@@ -160,7 +160,7 @@ class StepLog:
         os.ftruncate(file, length)
         return file
 
-    def append(self, record: Record) -> Record | None:
+    def append(self, record: StepRecord) -> StepRecord | None:
         """Adds the record of a step, under this log's attempt. Returns the newest record of the same step from before
         this log was opened, if it differs; else None.
 
@@ -244,7 +244,7 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
     return records
 
 
-def read(path: str | Path) -> list[Record]:
+def read(path: str | Path) -> list[StepRecord]:
     """All records of a log, in the order of the file, those that others have superseded too. Raises DataError: the file
     is not there, is too long, or is no step log (see `parse`)."""
     return decoded(load(path))
@@ -274,18 +274,18 @@ def history(records: np.ndarray) -> np.ndarray:
     return records[np.append(steps[:-1] < lowest[1:], True)]
 
 
-def decoded(records: np.ndarray) -> list[Record]:
+def decoded(records: np.ndarray) -> list[StepRecord]:
     """Records of an array of LAYOUT."""
 
     def one(step, epoch, batch, samples, attempt, loss, gradients, weights, rate, flags, _):  # type: ignore[no-untyped-def]
         gradients = gradients if flags & GRADIENTS else None
         weights = weights if flags & WEIGHTS else None
-        return Record(step, epoch, batch, samples, loss, gradients, weights, rate, bool(flags & TAKEN), attempt)
+        return StepRecord(step, epoch, batch, samples, loss, gradients, weights, rate, bool(flags & TAKEN), attempt)
 
     return [one(*fields) for fields in records.tolist()]
 
 
-def _newest(records: np.ndarray | None, first: int) -> dict[int, Record]:
+def _newest(records: np.ndarray | None, first: int) -> dict[int, StepRecord]:
     """The newest record of each step from `first` on."""
     if records is None or not len(records):
         return {}

@@ -98,7 +98,7 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass
-class Trace(Callback):
+class StepWriter(Callback):
     """Where a trainer of a run writes its steps, and what the layout is."""
 
     folder: Path
@@ -108,7 +108,7 @@ class Trace(Callback):
     done: int = 0
 
     @classmethod
-    def current(cls) -> Trace | None:
+    def current(cls) -> StepWriter | None:
         """The trace that the environment asks for."""
         where = os.environ.get(TRACE)
         if not where:
@@ -162,7 +162,7 @@ class Trace(Callback):
 
 
 _numbers = itertools.count()
-joins = Trace.current
+joins = StepWriter.current
 
 
 def step_file(folder: Path, trainer: int, step: int) -> Path:

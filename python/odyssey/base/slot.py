@@ -341,7 +341,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Slot(NamedTuple):
+class StatusSlot(NamedTuple):
     """Contents of a slot, in the order in which they stand there. Times are CLOCK_MONOTONIC of its machine in ns;
     `waiting` is 0 for a rank that does not wait.
 
@@ -384,7 +384,7 @@ class Slot(NamedTuple):
         return "wait" if self.waiting else self.phase
 
 
-def parse(data: bytes) -> Slot | None:
+def parse(data: bytes) -> StatusSlot | None:
     """A slot from its bytes, or None if they are none. Any bytes will do."""
     if len(data) != SIZE:
         return None
@@ -397,7 +397,7 @@ def parse(data: bytes) -> Slot | None:
         name: "".join(c if c.isprintable() else "?" for c in data[a:b].rstrip(b"\0").decode(errors="replace"))
         for name, (a, b) in _PLACES.items()
     }
-    return Slot(
+    return StatusSlot(
         *q[_RANK : _PROGRESS + 1],
         PHASES[q[_PHASE]],
         q[_SINCE],
@@ -416,7 +416,7 @@ def version(data: bytes) -> int:
     return int.from_bytes(data[8 * _VERSION : 8 * _VERSION + 8], "little", signed=True)
 
 
-def read(descriptor: int, tries: int = 5) -> Slot | None:
+def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
     """The slot in an open file; None if it is none. After some tries as it is, with `whole` False."""
     found = None
     for _ in range(tries):
@@ -430,7 +430,7 @@ def read(descriptor: int, tries: int = 5) -> Slot | None:
     return found._replace(whole=False) if found else None
 
 
-def mine() -> Slot:
+def mine() -> StatusSlot:
     """This process's own slot."""
     found = parse(bytes(_memory[:]))
     assert found is not None

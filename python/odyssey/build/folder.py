@@ -42,7 +42,7 @@ def system() -> str:
     return f"{sys.platform}-{platform.machine()}"
 
 
-class Manifest(NamedTuple):
+class PackManifest(NamedTuple):
     """Manifest of a folder.
 
     Attributes:
@@ -73,7 +73,7 @@ def is_folder(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def read(home: Path) -> Manifest:
+def read(home: Path) -> PackManifest:
     """The manifest of a folder. Raises BuildError: there is none that this version reads."""
     try:
         with open(home / MANIFEST, "rb") as file:
@@ -90,7 +90,7 @@ def read(home: Path) -> Manifest:
         accelerators = tuple(_text(name) for name in value["accelerators"])
         glibc = tuple(int(part) for part in _text(value["glibc"]).split(".") if part)
         files = {_name(name): (int(entry["bytes"]), _text(entry["sha256"])) for name, entry in value["files"].items()}
-        return Manifest(*texts, accelerators, _text(value["sources"]), glibc, files)
+        return PackManifest(*texts, accelerators, _text(value["sources"]), glibc, files)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise _refused(home, f"{MANIFEST} is not one that `odyssey build` writes") from problem
 
@@ -131,7 +131,7 @@ def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     return home / name
 
 
-def verify(home: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def verify(home: Path, manifest: PackManifest, names: Iterable[str]) -> None:
     """Raises BuildError unless these files are as they were written."""
     for name in names:
         try:

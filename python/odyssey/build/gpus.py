@@ -24,7 +24,7 @@ KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 DRIVER = 580  # NVIDIA's oldest driver that MAX 26.7 takes PTX to; older ones need its MODULAR_NVPTX_COMPILER_PATH
 
 
-class Gpu(NamedTuple):
+class GpuModel(NamedTuple):
     """One GPU. accelerator: as `mojo build --target-accelerator` takes it, such as "sm_90"."""
 
     name: str
@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
 
 
 @functools.cache
-def found() -> tuple[Gpu, ...]:
+def found() -> tuple[GpuModel, ...]:
     """The GPUs that a process of this environment sees, in the driver's order; asked once in a process."""
     nvidia = visible(_nvidia(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     amd = visible(_amd(), os.environ.get("ROCR_VISIBLE_DEVICES"))
@@ -64,12 +64,12 @@ def canonical(name: str, source: str = "--target") -> str:
     return re.sub(r"^(sm_\d+)a$", r"\1", form[1])
 
 
-def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
+def visible(gpus: Sequence[GpuModel], setting: str | None) -> list[GpuModel]:
     """Returns the GPUs that a list of indices and UUIDs lets through, in its order. As in CUDA the first entry that
     fits none ends the list, and a UUID may be cut short; an instance of a GPU (MIG-...) is of the kind of the first."""
     if setting is None:
         return list(gpus)
-    chosen: list[Gpu] = []
+    chosen: list[GpuModel] = []
     for word in (word.strip() for word in setting.split(",")):
         if word.isdecimal():
             fits = list(gpus[int(word) : int(word) + 1])
@@ -83,7 +83,7 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
     return chosen
 
 
-def _nvidia() -> list[Gpu]:
+def _nvidia() -> list[GpuModel]:
     """Returns what NVML says; [] where it is not installed, or does not answer."""
     try:
         nvml = ctypes.CDLL(NVML)
@@ -104,7 +104,7 @@ def _nvidia() -> list[Gpu]:
                 continue
             name = _text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
             uuid = _text(nvml, "nvmlDeviceGetUUID", handle)
-            gpus.append(Gpu(name, f"sm_{major.value}{minor.value}", driver, uuid))
+            gpus.append(GpuModel(name, f"sm_{major.value}{minor.value}", driver, uuid))
         return gpus
     except AttributeError:
         return []
@@ -121,7 +121,7 @@ def _text(nvml: ctypes.CDLL, function: str, *arguments: ctypes.c_void_p) -> str:
     return ""
 
 
-def _amd() -> list[Gpu]:
+def _amd() -> list[GpuModel]:
     """Returns what the kernel's driver shows: a node for each processor, with a version of its instructions if it is a
     GPU."""
     gpus = []
@@ -135,5 +135,5 @@ def _amd() -> list[Gpu]:
                     gfx = f"gfx{number // 10000}{number // 100 % 100}{number % 100:x}"
                     unique = re.search(r"^unique_id (\d+)$", text, re.MULTILINE)
                     uuid = f"GPU-{int(unique[1]):016x}" if unique else ""
-                    gpus.append(Gpu(f"AMD {gfx}", gfx, uuid=uuid))
+                    gpus.append(GpuModel(f"AMD {gfx}", gfx, uuid=uuid))
     return gpus

@@ -149,7 +149,7 @@ def source_hash(root: Path) -> str:
     return sources.digest(sources.read(root))
 
 
-class Plan(NamedTuple):
+class BuildInputs(NamedTuple):
     """Everything that a library, or a part of one, depends on."""
 
     sources: str  # sources.digest of the texts
@@ -177,7 +177,7 @@ class Plan(NamedTuple):
         some = {name: value for name, value in more.items() if value}
         return {"compiler": self.compiler, "cpu": self.cpu, **some, **rest}
 
-    def parts(self) -> list[Plan]:
+    def parts(self) -> list[BuildInputs]:
         """Its parts, those first of which the most is to be compiled."""
         found = []
         for root in self.roots:
@@ -186,12 +186,12 @@ class Plan(NamedTuple):
         return sorted(found, key=lambda part: -sum(map(len, part.texts.values())))
 
 
-def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
+def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> BuildInputs:
     """Returns what would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU:
     unless told otherwise it is for all CPUs of this kind, and one file serves all."""
     own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
     texts = sources.read(root, gpu=accelerator is not None)
-    return Plan(
+    return BuildInputs(
         sources.digest(texts),
         compiler_version(),
         target_cpu or own,
@@ -248,7 +248,7 @@ def _cached_library(target_cpu: str | None = None, accelerator: str | None = Non
     return _shipped(root, what) or _from_cache(what)
 
 
-def _shipped(root: Path, what: Plan) -> Opened | None:
+def _shipped(root: Path, what: BuildInputs) -> Opened | None:
     """The library that came with the package, if there is one of these sources, by this compiler, for this CPU."""
     home = SHIPPED / what.cpu
     if what.accelerator or what.flags or not folder.is_folder(home):
@@ -263,7 +263,7 @@ def _shipped(root: Path, what: Plan) -> Opened | None:
         return None
 
 
-def _from_cache(what: Plan) -> Opened:
+def _from_cache(what: BuildInputs) -> Opened:
     cache = cache_dir()
     if (found := _whole(cache, what)) is not None:
         return found
@@ -287,7 +287,7 @@ class _Damaged(Exception):
     """An entry is there and is not what was compiled. The text says what is wrong with it."""
 
 
-def _whole(cache: Path, what: Plan) -> Opened | None:
+def _whole(cache: Path, what: BuildInputs) -> Opened | None:
     """The library of this entry if it is there, undamaged. Raises BuildError: it is not this user's or root's, or
     others may write to it."""
     with contextlib.suppress(_Damaged):
@@ -295,7 +295,7 @@ def _whole(cache: Path, what: Plan) -> Opened | None:
     return None
 
 
-def _open_entry(cache: Path, what: Plan) -> Opened | None:
+def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
     """The library of this entry if it is there. Each directory is looked at and then opened from, no link is followed
     below the cache's directory, and what is checked of a file is what is behind the descriptor.
 
@@ -379,7 +379,7 @@ def _temporary_cache(instead_of: Path) -> Path:
     return path
 
 
-def _build_once(what: Plan, cache: Path) -> Opened:
+def _build_once(what: BuildInputs, cache: Path) -> Opened:
     """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
     the same error instead of compiling the same sources again."""
     kernels = cache / "kernels"
@@ -406,7 +406,7 @@ def _build_once(what: Plan, cache: Path) -> Opened:
             raise
 
 
-def _build(what: Plan, kernels: Path) -> Opened:
+def _build(what: BuildInputs, kernels: Path) -> Opened:
     """Compile, or link, beside the entry, then rename: an entry is there whole or not at all."""
     import tempfile
 
@@ -446,7 +446,7 @@ def _build(what: Plan, kernels: Path) -> Opened:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _compile(part: Plan, output: Path) -> None:
+def _compile(part: BuildInputs, output: Path) -> None:
     """Compiles a part, of the sources that it imports alone, out of a directory that is gone afterwards."""
     root = output.parent / "sources"
     for name, text in part.texts.items():
@@ -457,7 +457,7 @@ def _compile(part: Plan, output: Path) -> None:
     shutil.rmtree(root)
 
 
-def _compile_and_link(what: Plan, cache: Path, library: Path) -> None:
+def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
     """Compiles the parts that are not in the cache, as many at a time as this process has cores, and links all."""
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -474,7 +474,7 @@ def _compile_and_link(what: Plan, cache: Path, library: Path) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(cores)
 
-    def make(part: Plan) -> None:
+    def make(part: BuildInputs) -> None:
         found[part.key] = _build_once(part, cache)
 
     try:

@@ -87,10 +87,10 @@ def pack(
     return Packed(output, len(manifest.files) + 1, _sizes(manifest))
 
 
-def seal(home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: tuple[int, ...]) -> folder.Manifest:
+def seal(home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: tuple[int, ...]) -> folder.PackManifest:
     """Writes the manifest of a folder that has all its files; the arguments are the manifest's."""
     versions, hashed = (odyssey.__version__, build.compiler_version()), build.source_hash(build.source_root())
-    manifest = folder.Manifest(*versions, system, cpu, tuple(accelerators), hashed, glibc, dict(_digests(home)))
+    manifest = folder.PackManifest(*versions, system, cpu, tuple(accelerators), hashed, glibc, dict(_digests(home)))
     (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
     return manifest
 
@@ -202,7 +202,7 @@ def _digests(home: Path) -> Iterator[tuple[str, tuple[int, str]]]:
         yield name, (len(data), hashlib.sha256(data).hexdigest())
 
 
-def _sizes(manifest: folder.Manifest) -> dict[str, int]:
+def _sizes(manifest: folder.PackManifest) -> dict[str, int]:
     sizes = dict.fromkeys(("kernels", "run-time libraries", "package", "dependencies"), 0)
     for name, (size, _) in manifest.files.items():
         kind = {"lib": "run-time libraries", "site": "dependencies"}.get(name.partition("/")[0], "package")

@@ -35,7 +35,7 @@ _NAMES = {code: name for name, code in DTYPES.items() if name != "BF16"}
 _CHARACTERS = re.compile(r"[A-Za-z0-9_./-]+")
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements of a tensor in C order: `count` times `length` of them, from `start` on, `step` apart."""
 
     start: int
@@ -60,19 +60,19 @@ class Run(NamedTuple):
             lo += n
 
 
-def rows(runs: list[tuple[int, int]]) -> list[Run]:
+def rows(runs: list[tuple[int, int]]) -> list[ElementRun]:
     """Runs (start, length) in their order, where neighbours of one length that are equally far apart are one."""
-    made: list[Run] = []
+    made: list[ElementRun] = []
     for at, n in runs:
         last = made[-1] if made else None
         if last and last.length == n and (last.count == 1 or at - last.start == last.count * last.step):
             made[-1] = last._replace(step=(at - last.start) // last.count, count=last.count + 1)
         else:
-            made.append(Run(at, n, n, 1))
+            made.append(ElementRun(at, n, n, 1))
     return made
 
 
-class Tensor(NamedTuple):
+class Entry(NamedTuple):
     """One tensor of a file, or `run` of one of shape `whole`: bytes `begin` to `end` of what follows the header."""
 
     name: str
@@ -81,7 +81,7 @@ class Tensor(NamedTuple):
     begin: int
     end: int
     whole: tuple[int, ...] | None = None
-    run: Run | None = None
+    run: ElementRun | None = None
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ def name_problem(name: Any) -> str | None:
     return None
 
 
-def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) -> Tensor:
+def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) -> Entry:
     """The tensor that a file describes; CheckpointError if it cannot be one within `space` bytes of data."""
     problem = name_problem(name)
     if problem:
@@ -117,10 +117,10 @@ def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) ->
     begin, end = offsets
     if math.prod(shape) * _WIDTHS[dtype] != end - begin:
         raise CheckpointError(f"{name}: {dtype} of shape {ascii(shape)[:80]} is not {end - begin} bytes")
-    return Tensor(name, dtype, tuple(shape), begin, end)
+    return Entry(name, dtype, tuple(shape), begin, end)
 
 
-def check_tiling(tensors: list[Tensor], space: int) -> None:
+def check_tiling(tensors: list[Entry], space: int) -> None:
     """Refuses tensors that leave gaps, overlap, or do not fill the data exactly."""
     at = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
@@ -131,18 +131,18 @@ def check_tiling(tensors: list[Tensor], space: int) -> None:
         raise CheckpointError(f"the tensors fill {at} bytes, the file has {space} of data")
 
 
-def check_part(tensor: Tensor, whole: Any, run: Any) -> Tensor:
+def check_part(tensor: Entry, whole: Any, run: Any) -> Entry:
     """The tensor of a file as a part of another one; CheckpointError if it cannot be."""
     if not _whole_numbers(whole) or len(whole) > RANK_LIMIT or not _whole_numbers(run) or len(run) != 4:
         raise CheckpointError(f"{tensor.name}: whole and run are whole numbers, not {ascii([whole, run])[:80]}")
-    made, name = Run(*run), tensor.key[1]
+    made, name = ElementRun(*run), tensor.key[1]
     fits = made.count == 1 or made.length <= made.step
     if not name or not fits or made.count < 1 or (made.size,) != tensor.shape or made.stop > math.prod(whole):
         raise CheckpointError(f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape {ascii(whole)[:80]}")
     return tensor._replace(whole=tuple(whole), run=made)
 
 
-def check_parts(parts: Sequence[Tensor]) -> None:
+def check_parts(parts: Sequence[Entry]) -> None:
     """Refuses parts of one tensor that leave gaps, overlap, or are of several kinds."""
     first = parts[0]
     size = math.prod(first.whole or ())
@@ -158,7 +158,7 @@ def check_parts(parts: Sequence[Tensor]) -> None:
         raise CheckpointError(f"{'/'.join(first.key)}: its parts leave a gap, or overlap")
 
 
-def encode_header(tensors: Sequence[Tensor]) -> bytes:
+def encode_header(tensors: Sequence[Entry]) -> bytes:
     """The header of a file with these tensors: length and JSON."""
     entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]} for t in tensors}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -166,7 +166,7 @@ def encode_header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Tensor]]:
+def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
     """The header for tensors of these dtypes and shapes (length and JSON), and their places in the order of the data.
 
     Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes. Raises
@@ -185,7 +185,7 @@ def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
     tensors, at = [], 0
     for name, (dtype, shape) in sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
         end = at + math.prod(shape) * dtype.itemsize
-        tensors.append(Tensor(name, _NAMES[dtype.str], shape, at, end))
+        tensors.append(Entry(name, _NAMES[dtype.str], shape, at, end))
         at = end
     header = encode_header(tensors)
     if len(header) - LENGTH_BYTES > HEADER_LIMIT:

@@ -42,7 +42,7 @@ class Holder(NamedTuple):
         return self.here and gone(self.pid)
 
 
-class Lock:
+class DirectoryLock:
     """Holds a directory from when it is made until `release`."""
 
     def __init__(self, folder: Path, attempt: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..base.files import parse_json
 from ..errors import CheckpointError, ConfigError, DataError, OutputError
-from .header import INTEGER_LIMIT, TENSORS_LIMIT, Tensor, check_part, check_parts, check_tensor, check_tiling
+from .header import INTEGER_LIMIT, TENSORS_LIMIT, Entry, check_part, check_parts, check_tensor, check_tiling
 from .snapshot import SUFFIX, is_file_name
 
 NAME = "manifest.json"
@@ -39,7 +39,7 @@ class File(NamedTuple):
     name: str
     size: int
     header_sha256: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Entry, ...]
     digests: tuple[str, ...]
 
 
@@ -63,9 +63,9 @@ class Manifest(NamedTuple):
         return PARTS if any(one.run is not None for file in self.files for one in file.tensors) else WHOLE
 
     @property
-    def tensors(self) -> dict[tuple[str, str], list[tuple[File, Tensor, str]]]:
+    def tensors(self) -> dict[tuple[str, str], list[tuple[File, Entry, str]]]:
         """Returns the parts of each tensor, by (stem, name): each a tensor of a file, and its digest."""
-        found: dict[tuple[str, str], list[tuple[File, Tensor, str]]] = {}
+        found: dict[tuple[str, str], list[tuple[File, Entry, str]]] = {}
         for file in self.files:
             for one, digest in zip(file.tensors, file.digests, strict=True):
                 key = (file.name.removesuffix(SUFFIX), one.name) if one.run is None else one.key
@@ -194,7 +194,7 @@ def _parse_file(entry: Any, parts: bool) -> File:
     return File(name, size, entry["header_sha256"], made, tuple(one["sha256"] for one in tensors))
 
 
-def _parse_tensor(entry: Any, size: int, part: bool) -> Tensor:
+def _parse_tensor(entry: Any, size: int, part: bool) -> Entry:
     keys = _PART_KEYS if part else _TENSOR_KEYS
     if type(entry) is not dict or tuple(entry) != keys or not _is_digest(entry["sha256"]):
         raise CheckpointError(f"a tensor has the entries {' '.join(keys)}")
@@ -213,7 +213,7 @@ def file_text(file: File) -> str:
     return f'{{{head},"tensors":[\n{tensors}\n]}}'
 
 
-def _part_text(one: Tensor) -> str:
+def _part_text(one: Entry) -> str:
     return "" if one.run is None else f',"whole":{_text(one.whole)},"run":{_text(one.run)}'
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from . import manifest
-from .header import DTYPES, Run, Tensor, encode_header
+from .header import DTYPES, ElementRun, Entry, encode_header
 from .manifest import File, Manifest, parse_manifest
 from .snapshot import SUFFIX, Snapshot, step_name, step_of
 
@@ -31,7 +31,7 @@ THREADS_FROM = 4 << 20  # bytes from which on threads are worth starting: hashin
 class Stored:
     """A tensor of a checkpoint that is read when it is asked for, whole or in part. What is read is hashed."""
 
-    def __init__(self, folder: Folder, parts: list[tuple[int, File, Tensor, str]], make: Any) -> None:
+    def __init__(self, folder: Folder, parts: list[tuple[int, File, Entry, str]], make: Any) -> None:
         one = parts[0][2]
         self.shape, self.dtype = one.shape if one.whole is None else one.whole, np.dtype(DTYPES[one.dtype])
         self.size = math.prod(self.shape)
@@ -40,7 +40,7 @@ class Stored:
     def read(self, lo: int, out: np.ndarray) -> None:
         """Fills an array (n,) with elements lo to lo + n; an empty one: checks all. Raises CheckpointError."""
         for start, file, tensor, digest in self._parts:
-            run = tensor.run or Run(0, self.size, self.size, 1)
+            run = tensor.run or ElementRun(0, self.size, self.size, 1)
             if out.size == 0 or (run.start < lo + out.size and run.stop > lo):
                 self._take(start, file, tensor, run, digest, lo, out)
 
@@ -49,7 +49,7 @@ class Stored:
         self.read(0, whole.reshape(-1))
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
-    def _take(self, start: int, file: File, tensor: Tensor, run: Run, digest: str, lo: int, out: np.ndarray) -> None:
+    def _take(self, at: int, file: File, tensor: Entry, run: ElementRun, digest: str, lo: int, out: np.ndarray) -> None:
         """Reads a part in pieces: into `out`, which begins at element lo, or past it."""
         found, hi, step = hashlib.sha256(), lo + len(out), PIECE // self.dtype.itemsize
         buffer = np.empty(min(step, run.size), self.dtype)
@@ -58,7 +58,7 @@ class Stored:
                 spans = list(run.spans(a, min(a + step, run.size))) if len(out) else []
                 direct = len(spans) == 1 and lo <= spans[0][1] and spans[0][1] + spans[0][2] <= hi
                 piece = out[spans[0][1] - lo :][: spans[0][2]] if direct else buffer[: run.size - a]
-                _read_into(descriptor, bytes_of(piece), start + tensor.begin + a * self.dtype.itemsize)
+                _read_into(descriptor, bytes_of(piece), at + tensor.begin + a * self.dtype.itemsize)
                 found.update(piece)
                 for i, at, n in [] if direct else spans:
                     first, last = max(at, lo), min(at + n, hi)

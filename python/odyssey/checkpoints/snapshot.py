@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import NumericsError, OutputError
-from .header import Run
+from .header import ElementRun
 
 FINITE = ("parameters", "optimizer")  # files in which a NaN or an infinity is never saved
 SUFFIX = ".safetensors"
@@ -33,24 +33,24 @@ class Snapshot:
     arrays: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     make: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty  # of copies of arrays
-    pieces: list[Piece] = field(default_factory=list)  # of a rank: its parts of tensors, beside `arrays`
+    pieces: list[TensorSlice] = field(default_factory=list)  # of a rank: its parts of tensors, beside `arrays`
     source: tuple[str, str] | None = None  # of tensors that are read when asked for: directory, SHA-256 of its manifest
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """A part of a tensor: `run` of `stem`/`name` of shape `whole`, whose element i is i + `shift` of `source` (n,)."""
 
     stem: str
     name: str
     whole: tuple[int, ...]
-    run: Run
+    run: ElementRun
     source: np.ndarray
     shift: int
 
     @classmethod
-    def of(cls, stem: str, name: str, array: np.ndarray) -> Piece:
+    def of(cls, stem: str, name: str, array: np.ndarray) -> TensorSlice:
         """A whole tensor."""
-        return cls(stem, name, array.shape, Run(0, array.size, array.size, 1), array.reshape(-1), 0)
+        return cls(stem, name, array.shape, ElementRun(0, array.size, array.size, 1), array.reshape(-1), 0)
 
     @property
     def key(self) -> str:

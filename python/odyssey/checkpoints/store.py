@@ -20,9 +20,9 @@ from ..base.hooks import gone
 from ..base.runs import Run
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
 from . import reader
-from .lock import Lock
+from .lock import DirectoryLock
 from .manifest import File, Manifest, sealed
-from .snapshot import Piece, Snapshot, check_finite, check_step, plain_values, step_name, step_of
+from .snapshot import Snapshot, TensorSlice, check_finite, check_step, plain_values, step_name, step_of
 from .writer import Aside, begin, host_name, place, remove, saying, settle, write_file
 
 LOOKS = 5  # at checkpoints that are removed or replaced while they are read
@@ -76,11 +76,11 @@ class Store:
         # Its own thread, and not one per save: starting one lets this thread wait while the other begins its work.
         self._thread = ThreadPoolExecutor(1, "odyssey-checkpoint")
         self._writing: Future[Path] | None = None
-        self._lock: Lock | None = None
+        self._lock: DirectoryLock | None = None
         if owner:
             private_directory(self.folder)
             try:
-                self._lock = Lock(self.folder, attempt)
+                self._lock = DirectoryLock(self.folder, attempt)
                 self._sweep()
             except OSError as problem:
                 raise OutputError(f"[checkpoint] {self._place} cannot be used: {problem.strerror}") from problem
@@ -307,7 +307,7 @@ class Store:
         folder = self._begin(snapshot.step)
 
         def write(stem: str) -> File:
-            pieces = [Piece.of(stem, name, array) for name, array in snapshot.arrays[stem].items()]
+            pieces = [TensorSlice.of(stem, name, array) for name, array in snapshot.arrays[stem].items()]
             return write_file(folder, stem, snapshot.step, pieces, False)
 
         try:
@@ -326,7 +326,7 @@ class Store:
             return
         what = f"the lock of {self._place}" if self.folder.is_dir() else f"{self._place}, with its checkpoints,"
         private_directory(self.folder)
-        former, self._lock = self._lock, Lock(self.folder, self.attempt)
+        former, self._lock = self._lock, DirectoryLock(self.folder, self.attempt)
         former.release()
         self._valid.clear()
         self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")

@@ -22,7 +22,7 @@ from . import manifest
 from .header import make_header
 from .manifest import File
 from .reader import PIECE, bytes_of
-from .snapshot import SUFFIX, Piece, check_finite, is_file_name, step_name
+from .snapshot import SUFFIX, TensorSlice, check_finite, is_file_name, step_name
 
 _ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
 
@@ -91,7 +91,7 @@ def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None
         os.rename(temporary, final)
 
 
-def write_file(folder: Path, stem: str, step: int, pieces: Sequence[Piece], parts: bool) -> File:
+def write_file(folder: Path, stem: str, step: int, pieces: Sequence[TensorSlice], parts: bool) -> File:
     """Writes a file of whole tensors, or of parts, and flushes it; copies none. Raises NumericsError, OutputError."""
     given = {piece.key if parts else piece.name: piece for piece in pieces}
     digests: list[str] = []

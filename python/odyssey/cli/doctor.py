@@ -49,7 +49,7 @@ class Check(NamedTuple):
         return f"{self.state:4}  {self.name:9} {self.found}" + (f"; {self.advice}" if self.advice else "")
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """Plan of a run: ranks on this machine, threads of each, where its files go, its hosts."""
 
     ranks: int = 2
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     hosts: Sequence[str] = ()
 
 
-def examine(plan: Plan) -> list[Check]:
+def examine(plan: RunPlan) -> list[Check]:
     """All checks, in the order of their importance; takes seconds. Raises ConfigError: this process is a rank of a job,
     where no other job can be started."""
     started = launcher.launched()
@@ -71,7 +71,7 @@ def examine(plan: Plan) -> list[Check]:
     return [check for one in found for check in (one if isinstance(one, list) else [one])]
 
 
-def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
+def _tasks(plan: RunPlan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
     from ..run import root_user
 
     return [
@@ -271,7 +271,7 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
     mask = preflight._mask() if mask is None else mask
     count = mask.bit_count() or os.cpu_count() or 1
     each = threads or max(1, count // ranks)
-    said = preflight.crowded([preflight.Place(0, each, mask)] * ranks)
+    said = preflight.crowded([preflight.RankPlace(0, each, mask)] * ranks)
     if said:
         return Check("cores", WARN, *said[0].split("; ", 1))
     return Check("cores", OK, f"{count} for {ranks} ranks x {each} thread{'s' * (each > 1)}")

@@ -39,7 +39,7 @@ from .calls import (
     piece_tail,
     widen,
 )
-from .requests import Line, Received, Request
+from .requests import MessageQueue, Received, Request
 
 #: `here.world` is the communicator of a thread that is a rank of a mock world.
 here = threading.local()
@@ -85,7 +85,7 @@ class Communicator:
         """parent: the communicator of which this rank is split off alone."""
         self._parent = parent
         self._sequence = 0
-        self._mailbox: dict[int, Line] = {}
+        self._mailbox: dict[int, MessageQueue] = {}
         if parent is not None:
             self.ranks, self.name, self.why = (parent.ranks[parent.rank],), parent.name, parent.why
 
@@ -243,7 +243,7 @@ class Communicator:
         array = self._read("send", array)
         envelope = self._envelope("send", array, dest, tag)
         if dest == self.rank:
-            self._mailbox.setdefault(tag, Line()).messages.append((array.copy(), envelope))
+            self._mailbox.setdefault(tag, MessageQueue()).messages.append((array.copy(), envelope))
             return None if wait else Request()
         request = self._send(array, dest, tag, envelope)
         return request.wait() if wait else request
@@ -259,7 +259,7 @@ class Communicator:
         envelope = self._envelope("recv", out, source, tag)
         if source == self.rank:
             me = self.ranks[self.rank]
-            request = Received(self._mailbox.setdefault(tag, Line()), out, envelope, me, me)
+            request = Received(self._mailbox.setdefault(tag, MessageQueue()), out, envelope, me, me)
         else:
             request = self._recv(out, source, tag, envelope)
         return request.wait() if wait else request

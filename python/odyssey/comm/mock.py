@@ -18,7 +18,7 @@ from ..errors import CollectiveError, ConfigError
 from . import base
 from .base import Communicator
 from .calls import Call, Header, mismatch, piece, tree_reduce
-from .requests import Line, Received, Request, Waiting, deadline
+from .requests import MessageQueue, Received, Request, Waiting, deadline
 
 
 class _World:
@@ -37,7 +37,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.meetings: dict[int, _Meeting] = {}
-        self.lines: dict[tuple[int, int, int], Line] = {}
+        self.lines: dict[tuple[int, int, int], MessageQueue] = {}
 
 
 class _Meeting:
@@ -79,14 +79,14 @@ class MockCommunicator(Communicator):
 
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> Request:
         with self._world.changed:
-            line = self._group.lines.setdefault((self.rank, dest, tag), Line())
+            line = self._group.lines.setdefault((self.rank, dest, tag), MessageQueue())
             line.messages.append((array.copy(), envelope))
             self._world.changed.notify_all()
         return Request()
 
     def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> Request:
         with self._world.changed:
-            line = self._group.lines.setdefault((source, self.rank, tag), Line())
+            line = self._group.lines.setdefault((source, self.rank, tag), MessageQueue())
             receive = Received(line, out, envelope, self.ranks[source], self.ranks[self.rank])
         return _Received(self, receive, source)
 

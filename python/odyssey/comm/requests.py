@@ -227,7 +227,7 @@ class Message(Waiting):
 # --- messages within this process ------------------------------------------------------------------------------------
 
 
-class Line:
+class MessageQueue:
     """Messages and receives of one pair of ranks and one tag, in this process: the first meets the first."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class Received(Request):
 
     __slots__ = ("_line", "_out", "_envelope", "_source", "_rank")
 
-    def __init__(self, line: Line, out: np.ndarray, envelope: Header, source: int, rank: int) -> None:
+    def __init__(self, line: MessageQueue, out: np.ndarray, envelope: Header, source: int, rank: int) -> None:
         self._result, self._error, self._complete = None, None, False
         self._line, self._out, self._envelope, self._source, self._rank = line, out, envelope, source, rank
         line.receives.append(self)

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from . import native, setting_versions
 from .offload import maker
 from .program import Range
-from .tape import Parameter, Watcher
+from .tape import BackwardWatcher, Parameter
 
 ALIGN = 16  # floats; every parameter starts on a vector
 TRIM = 16 << 20  # bytes of parameters that move before the room they leave is given back to the system
@@ -50,7 +50,7 @@ class Arena:
         self.named: list[tuple[str, Parameter]] = []
         self.offsets: dict[str, int] = {}  # in floats
         self.size = 0
-        self.watcher: Watcher | None = None  # hears of backward passes that reach these parameters
+        self.watcher: BackwardWatcher | None = None  # hears of backward passes that reach these parameters
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
         self.locked = False  # ranks have parts of the parameters: a write on one of them would be lost, or theirs alone
         self._addresses: dict[int, int] = {}

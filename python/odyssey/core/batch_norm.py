@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ShapeError
 from . import native
-from .program import ONNX, Block, Memory, current
+from .program import ONNX, Memory, OwnMemory, current
 from .shapes import batched
 from .tape import Tensor, attach, empty
 
@@ -56,7 +56,7 @@ def batch_norm(
     x, executor = batched(x), current()
     samples = -1 if executor.shard else x.shape[0]  # -1: those that the shard really has
     size = x.groups, c, x.features // c, samples
-    ones, zeros = (Block(np.full(c, value, np.float32)) for value in (1, 0))
+    ones, zeros = (OwnMemory(np.full(c, value, np.float32)) for value in (1, 0))
     w, b = ones if weight is None else weight.memory, zeros if bias is None else bias.memory
     mean = zeros if running_mean is None else running_mean.memory
     variance = ones if running_var is None else running_var.memory
@@ -91,7 +91,7 @@ def _moves(running: list[Buffer], stats: Memory, c: int, samples: int, momentum:
     found = [empty(t.shape) for t in running]
     ds, memory = found[2].memory if len(found) > 2 else current().alloc(16), [t.memory for t in running]
     if len(memory) < 3:
-        memory.append(Block(native.aligned(1)))
+        memory.append(OwnMemory(native.aligned(1)))
     where = found[0].memory, found[1].memory, ds, stats, *memory
     current().emit("batch_norm_running", *where, c, samples, float(momentum))
     return found

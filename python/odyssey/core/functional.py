@@ -28,7 +28,7 @@ from .products import conv1d as conv1d
 from .products import conv2d as conv2d
 from .products import linear as linear
 from .products import pad2d as pad2d
-from .program import ONNX, Block, Memory, Recorder, ShardEager, current
+from .program import ONNX, Memory, OwnMemory, Recorder, ShardEager, current
 from .shapes import as_tensor, axis_of, batched, pad, reshape, tokens, transpose
 from .tape import Tensor, attach, empty, in_checkpoint, make
 from .tape import to_lanes as to_lanes
@@ -321,7 +321,7 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
     padded = native.aligned(-(-samples // lanes) * lanes, np.int32)
     padded[:] = -1
     padded[:samples] = np.where(whole == ignored, -1, whole)
-    return Block(padded)
+    return OwnMemory(padded)
 
 
 def _loss(
@@ -360,7 +360,7 @@ def _loss(
     if reduction == "sum":
         return total
     total = scale(total, 1.0 / per) if per > 1 else total
-    if executor.shard or not isinstance(labels, Block):
+    if executor.shard or not isinstance(labels, OwnMemory):
         return mean_over_samples(total, x.shape[0])
     counted = labels.array.view(np.int32)
     counted = counted[counted >= 0]

@@ -42,7 +42,7 @@ class GpuStep(ctypes.Structure):
     )
 
 
-class Block(ctypes.Structure):
+class StepBlock(ctypes.Structure):
     """Block of what the host tells a device per step, in one copy."""
 
     _fields_ = [
@@ -53,11 +53,11 @@ class Block(ctypes.Structure):
     ]
 
 
-BLOCK_BYTES = ctypes.sizeof(Block)
+BLOCK_BYTES = ctypes.sizeof(StepBlock)
 _ERROR = 1024  # bytes of a message
 
 
-class Library(host.Table):
+class GpuLibrary(host.OpTable):
     """The loaded library. A function that fails raises DeviceError with the driver's words."""
 
     def __init__(self, path: str, runtime: list[str]) -> None:
@@ -113,7 +113,7 @@ class Library(host.Table):
 
 
 @functools.cache
-def library() -> Library:
+def library() -> GpuLibrary:
     """The library, compiled on first use on this machine. Raises BuildError."""
     host.library()  # sets what the runtime reads when it starts
     # MAX would take 90 % of the device for a pool of its own. Areas here are few, large and kept, so each is taken from
@@ -121,7 +121,7 @@ def library() -> Library:
     os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE", "0")
     os.environ.setdefault("MODULAR_DEVICE_CONTEXT_HOST_MEMORY_MANAGER_SIZE", "0")  # else 1.28 GiB, pinned, per device
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of NVML, which was asked for their kinds
-    loaded = Library(build.open_gpu_library().to_load(), [str(p) for p in build.runtime_libraries()])
+    loaded = GpuLibrary(build.open_gpu_library().to_load(), [str(p) for p in build.runtime_libraries()])
     own_ops.add_to_gpus(loaded)
     return loaded
 

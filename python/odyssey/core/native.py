@@ -139,7 +139,7 @@ class Op(NamedTuple):
         )
 
 
-class Table:
+class OpTable:
     """The ops of a library, by name, and where their kernels are, by code; programs may bring more.
 
     lib: exports `prefix`_ops, `prefix`_op and `prefix`_kernels.
@@ -173,7 +173,7 @@ class Table:
         return added
 
 
-class Library(Table):
+class Library(OpTable):
     """The loaded library: its constants, its ops, and the two ways to run a program.
 
     `shared_*` are the functions of mojo/runtime/shared_reduce.mojo; addresses and numbers, as they are.

@@ -64,13 +64,13 @@ def load_ops(path: str | os.PathLike[str]) -> tuple[str, ...]:
     return names
 
 
-def add_to_gpus(library: native.Table) -> None:
+def add_to_gpus(library: native.OpTable) -> None:
     """Adds the ops loaded so far to the table of the library for GPUs, which has just been loaded."""
     for file in _loaded:
         _add_to_gpus(file, library)
 
 
-def _add_to_gpus(file: Path, library: native.Table) -> None:
+def _add_to_gpus(file: Path, library: native.OpTable) -> None:
     library.add(_compiled(file, gpus.accelerator() or ""), "odyssey_own")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError, ShapeError
 from ..settings.recipes import CONV_ALGORITHMS
 from . import native
-from .program import ONNX, Block, Memory, current
+from .program import ONNX, Memory, OwnMemory, current
 from .shapes import as_image, as_tensor, batched, reshape, tokens
 from .tape import Tensor, attach, empty, make, to_lanes, to_rows
 
@@ -28,7 +28,7 @@ def grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
     if p.node is not None:
         raise ShapeError(f"[{name}] the weight is the result of another op; it must be a parameter")
     if p.grad is None:
-        p.grad = make(Block(native.aligned(p.shape)), p.shape)
+        p.grad = make(OwnMemory(native.aligned(p.shape)), p.shape)
     return p.grad.memory
 
 
@@ -38,7 +38,7 @@ def _check_bias(name: str, b: Tensor | None, weight: Tensor) -> None:
 
 
 def bias_memory(b: Tensor | None, size: int) -> Memory:
-    return Block(native.aligned(size)) if b is None else b.memory
+    return OwnMemory(native.aligned(size)) if b is None else b.memory
 
 
 def _precision() -> str:

@@ -26,7 +26,7 @@ from .placement import FIRST, Device
 # --- memory ------------------------------------------------------------------------------
 
 
-class Block:
+class OwnMemory:
     """Memory of its own, allocated now."""
 
     __slots__ = ("array", "address")
@@ -66,7 +66,7 @@ class Slot:
         )
 
 
-Memory = Block | Range | Slot
+Memory = OwnMemory | Range | Slot
 
 
 #: ONNX's nodes by the ops that they are, each declared beside the op's function in Python; odyssey.onnx reads them.
@@ -169,7 +169,7 @@ class Eager(Executor):
         self._record: np.ndarray | None = None
 
     def alloc(self, nbytes: int) -> Memory:
-        return Block(native.aligned(nbytes, np.uint8, zero=False))
+        return OwnMemory(native.aligned(nbytes, np.uint8, zero=False))
 
     def operand(self, memory: Memory) -> int:
         return memory.address
@@ -205,7 +205,7 @@ class ShardEager(Eager):
         self.samples = samples
         self.outputs: int | None = None  # classes that the loss saw
         self._grads = grads_address
-        self.stats = Block.__new__(Block)
+        self.stats = OwnMemory.__new__(OwnMemory)
         self.stats.address = grads_address + stats_offset
         self.first_stats: Memory | None = None
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from . import native
 from .arena import ALIGN
 from .operators import multiply
-from .program import Block, Memory, Range, Record, Recorder, Slot, encode, plan_memory, using
+from .program import Memory, OwnMemory, Range, Record, Recorder, Slot, encode, plan_memory, using
 from .tape import Tensor, make, no_grad
 
 TILE = 960  # floats: a dozen arrays of a tile are in a core's first cache, and begin on other lines of it
@@ -35,7 +35,7 @@ class Scalar(Tensor):
     __slots__ = ("value", "names", "_of", "_all", "_slot")
 
     def __init__(self, everyone: list[Scalar], names: Sequence[str], of: Callable[..., Any] | None, *args: Any) -> None:
-        self._set(Block(native.aligned(1)), (), "rows", np.float32)
+        self._set(OwnMemory(native.aligned(1)), (), "rows", np.float32)
         self.names, self._of, self._all, self.value = tuple(dict.fromkeys(names)), (of, args), everyone, 0.0
         self._slot = memoryview(self.memory.array)  # type: ignore[union-attr]
         everyone.append(self)
@@ -102,7 +102,7 @@ class _Rules(Recorder):
         return _Value(nbytes)
 
 
-class Program:
+class RuleProgram:
     """Recording of an optimizer's rule() for a run of n floats.
 
     optimizer: has `rule(p, g, *states)` and the names `states`; its attributes that are numbers become scalars.
@@ -157,7 +157,7 @@ class Program:
                     f"rule() uses {r.op}, which is not elementwise: a run is a piece of the arena that holds parts of "
                     "any parameters; use functions of each number, and the optimizer's settings"
                 )
-            if any(isinstance(a, Block) and id(a) not in slots for a in r.args):
+            if any(isinstance(a, OwnMemory) and id(a) not in slots for a in r.args):
                 raise ConfigError(f"rule() gives {r.op} a tensor or array of its own; use p, g, the states and numbers")
             if op.inputs and not any(isinstance(a, Slot) for a in r.args[1:]):
                 raise ConfigError(f"rule() uses {r.op} of settings alone; of these + - * / ** F.sqrt and comparisons")
@@ -216,16 +216,16 @@ class Program:
         return self.table.ctypes.data, len(self.table)
 
 
-class Recorded:
+class RulePrograms:
     """The programs of an optimizer's rule, made as they are needed: a step has runs of several kinds."""
 
     def __init__(self) -> None:
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, RuleProgram] = {}
         self._size, self._gaps = 0, np.zeros((0, 2), np.int64)  # of the arena, in floats; between its parameters
 
-    def _program(self, optimizer: Any, key: Any, given: Mapping[str, float]) -> Program:
+    def _program(self, optimizer: Any, key: Any, given: Mapping[str, float]) -> RuleProgram:
         if key not in self._programs:
-            self._programs[key] = Program(optimizer, key[0])
+            self._programs[key] = RuleProgram(optimizer, key[0])
         self._programs[key].evaluate(given)
         return self._programs[key]
 

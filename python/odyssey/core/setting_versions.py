@@ -78,7 +78,7 @@ def noted(owner: Any, name: str, after: Any = _MISSING) -> None:
         models.rise()
 
 
-class Watched:
+class VersionedSettings:
     """A base class whose attributes, set after __init__ or in it, raise `updates`; those in `unwatched` do not."""
 
     unwatched: frozenset[str] = frozenset()

@@ -25,7 +25,7 @@ from . import native, program, setting_versions
 from .offload import maker
 from .partial_arrays import guarded
 from .placement import FIRST, Device, different_places, elsewhere, place_of_op
-from .program import Block, Memory, Range, Slot
+from .program import Memory, OwnMemory, Range, Slot
 
 # LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
 SMALL_BATCH = 4
@@ -84,7 +84,7 @@ class Tensor:
         if dtype not in (np.float32, np.int32) or (dtype == np.int32 and (requires_grad or array.dtype.kind == "f")):
             raise ShapeError(f"[tensor] dtype {dtype} of {array.dtype}; float32, or int32 without gradient")
         array = np.ascontiguousarray(array, dtype).reshape(array.shape)
-        self._set(Block(array), array.shape, "rows", dtype)
+        self._set(OwnMemory(array), array.shape, "rows", dtype)
         self.requires_grad = requires_grad
 
     def _set(self, memory: Memory, shape: Shape, layout: str, dtype: Any) -> None:
@@ -146,7 +146,7 @@ class Tensor:
         if self.layout == "rows":
             self.data[...] = array
         else:
-            rows = Block(np.ascontiguousarray(array, self.dtype))
+            rows = OwnMemory(np.ascontiguousarray(array, self.dtype))
             program.current().emit("pack_rows", self.memory, rows, self.lanes, self.features)
 
     def numpy(self) -> np.ndarray:
@@ -230,7 +230,7 @@ class Tensor:
                         executor.emit("loss_scale", seed.memory)
                     else:
                         executor.emit("fill", seed.memory, 1.0, 1)
-                watch = _Watch(self) if Watcher.exist and type(executor) is program.Eager else None
+                watch = _Watch(self) if BackwardWatcher.exist and type(executor) is program.Eager else None
                 _walk(self, _as_layout(seed, self.layout), watch)
                 if watch is not None:
                     watch.end()
@@ -262,7 +262,7 @@ class Parameter(Tensor):
         make = maker()
         own = make(self.shape)
         own[...] = self.data
-        self.place(Block(own), Block(make(self.shape)))
+        self.place(OwnMemory(own), OwnMemory(make(self.shape)))
 
     @property
     def requires_grad(self) -> bool:
@@ -409,7 +409,7 @@ def in_checkpoint() -> bool:
     return _tape.checkpoints > 0
 
 
-class Watcher:
+class BackwardWatcher:
     """Is told of the eager backward passes that reach an arena's parameters (`arena.watcher`; ddp.py)."""
 
     exist = False  # whether there ever was one: without any, a backward pass does not look for them
@@ -435,7 +435,7 @@ class _Watch:
 
     def __init__(self, root: Tensor) -> None:
         self._left: dict[int, list[Any]] = {}  # parameter, uses to come
-        self._watchers: dict[int, Watcher] = {}
+        self._watchers: dict[int, BackwardWatcher] = {}
         self._seen: set[int] = set()  # by order, not by id: a tape frees what it has passed
         self._ahead: set[int] = set()  # checkpoints
         self._met: list[Tensor] = []  # parameters all of whose uses so far have run
@@ -461,7 +461,7 @@ class _Watch:
         for watcher in new:
             watcher.begin(self._seen)
 
-    def _use(self, t: Tensor, new: list[Watcher]) -> None:
+    def _use(self, t: Tensor, new: list[BackwardWatcher]) -> None:
         watcher = t.memory.arena.watcher if isinstance(t, Parameter) and isinstance(t.memory, Range) else None
         if watcher is None:
             return

@@ -3,10 +3,10 @@
 from . import functional  # noqa: F401 - gives Tensor its operators and methods
 from .tape import (
     SMALL_BATCH,
+    BackwardWatcher,
     Parameter,
     Shape,
     Tensor,
-    Watcher,
     attach,
     checkpointed,
     empty,
@@ -19,6 +19,6 @@ from .tape import (
 )
 
 __all__ = [
-    "SMALL_BATCH", "Parameter", "Shape", "Tensor", "Watcher", "attach", "checkpointed", "empty", "from_dlpack",
+    "SMALL_BATCH", "Parameter", "Shape", "Tensor", "BackwardWatcher", "attach", "checkpointed", "empty", "from_dlpack",
     "layout_of", "make", "no_grad", "to_lanes", "to_rows",
 ]  # fmt: skip

@@ -128,7 +128,7 @@ def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset
         raise DataError(f"{path} cannot be read as .npz ({problem}); write it with numpy.savez") from None
 
 
-class Rows:
+class RowFile:
     """An array (N, ...) in a file, .npy or plain numbers, of which only the rows that are asked for are read.
 
     dtype: of plain numbers, little-endian.
@@ -173,7 +173,7 @@ class npy(Gathered):  # noqa: N801 - called like the functions here
     """Samples and targets in two .npy files (N, ...), larger than memory if need be: rows are read when asked for."""
 
     def __init__(self, inputs: str | Path, targets: str | Path, classes: int | None = None) -> None:
-        self._parts = Rows(inputs), Rows(targets)
+        self._parts = RowFile(inputs), RowFile(targets)
         self.classes, self.sample_shape = classes, tuple(self._parts[0].row)
         if len(self._parts[0]) != len(self._parts[1]):
             raise DataError(f"{inputs} has {len(self._parts[0])} rows, {targets} has {len(self._parts[1])}")
@@ -201,7 +201,7 @@ class Tokens(Gathered):
         self.length, self.classes, self.vocabulary = check_integer("[data] length", length, 1), classes, vocabulary
         self.characters = characters
         self._ids = ids
-        if isinstance(ids, Rows) and (ids.dtype.kind not in "iu" or ids.row):
+        if isinstance(ids, RowFile) and (ids.dtype.kind not in "iu" or ids.row):
             raise DataError(f"{ids.path} holds {ids.dtype} rows {tuple(ids.row)}; token ids (N,), integers, expected")
         if len(ids) <= length:
             raise DataError(f"[data] {len(ids)} tokens are too few for one sample of {length} and the one that follows")
@@ -225,7 +225,7 @@ class Tokens(Gathered):
         """Ids and the ids that follow them, int32 (B, T) each. DataError for an id that is not in 0..classes-1."""
         t, ids = self.length, self._ids
         pieces = [
-            ids.read(i * t, t + 1) if isinstance(ids, Rows) else ids[i * t : i * t + t + 1] for i in indices.tolist()
+            ids.read(i * t, t + 1) if isinstance(ids, RowFile) else ids[i * t : i * t + t + 1] for i in indices.tolist()
         ]
         rows = np.array(pieces).reshape(-1, t + 1)
         if rows.size and (rows.min() < 0 or rows.max() >= self.classes):
@@ -238,7 +238,7 @@ class Tokens(Gathered):
 
 def tokens(path: str | Path, *, length: int, classes: int, dtype: Any = np.uint16) -> Tokens:
     """Token ids in a file, .npy (N,) or plain numbers of `dtype` (.bin), larger than memory if need be."""
-    return Tokens(Rows(path, dtype), length, classes)
+    return Tokens(RowFile(path, dtype), length, classes)
 
 
 def text(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..comm import Communicator, ReduceOp, Request
-from ..core.program import Block
+from ..core.program import OwnMemory
 from ..core.tensor import Tensor, make
 from ..errors import CollectiveError, ConfigError, ShapeError, check_number
 from .groups import ProcessGroup, joined
@@ -278,7 +278,7 @@ def scatter(
 
     def finish(piece: np.ndarray) -> Any:
         kinds.wait()
-        made = make(Block(piece), piece.shape, "rows", piece.dtype) if kind[0] else piece
+        made = make(OwnMemory(piece), piece.shape, "rows", piece.dtype) if kind[0] else piece
         return made if place is None else place.filled()
 
     return Work(request, finish) if async_op else finish(request.wait())

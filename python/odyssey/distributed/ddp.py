@@ -26,7 +26,7 @@ from ..comm import Communicator, Request
 from ..core import tape
 from ..core.arena import Arena, Buffer
 from ..core.program import current
-from ..core.tensor import Tensor, Watcher
+from ..core.tensor import BackwardWatcher, Tensor
 from ..errors import ConfigError, check_number
 from ..nn import Module
 from ..nn.module import Parameter
@@ -34,7 +34,7 @@ from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..parallel.buckets import FLOATS_PER_MB, Bucket, from_the_end
 from ..parallel.mesh import Mesh
-from ..parallel.reduction import TreeSum
+from ..parallel.reduction import RunningTreeSum
 from ..train.resume import spread
 from .groups import ProcessGroup, joined, state_here
 
@@ -135,7 +135,7 @@ class DistributedDataParallel(Module):
         if isinstance(arena.watcher, _Pass) and (old := arena.watcher.ddp()) is not None:
             old._replaced = True
         arena.watcher = self._pass
-        Watcher.exist = True
+        BackwardWatcher.exist = True
         state_here().models.add(self)
 
     @classmethod
@@ -224,7 +224,7 @@ class DistributedDataParallel(Module):
         """Bytes that this rank's reductions have sent so far."""
         return self._sync.bytes_sent
 
-    def join(self, loader: Any) -> Joined:
+    def join(self, loader: Any) -> JoinedLoader:
         """The loader's batches, on all ranks as many as the longest loader has; all ranks call it, once per epoch.
 
             for x, y in ddp.join(loader): ...     # forward, backward, step on all ranks
@@ -238,13 +238,13 @@ class DistributedDataParallel(Module):
 
         Raises ConfigError: the loader has no length, or gives another number of batches; no rank has data.
         """
-        return Joined(self, loader)
+        return JoinedLoader(self, loader)
 
 
 DDP = DistributedDataParallel
 
 
-class Joined:
+class JoinedLoader:
     """Iterable of as many batches on all ranks, which `DistributedDataParallel.join` gives; len() is how many."""
 
     def __init__(self, ddp: DistributedDataParallel, loader: Any) -> None:
@@ -290,14 +290,14 @@ class Joined:
         return tuple(arrays) if batch is None else batch
 
 
-class _Pass(Watcher):
+class _Pass(BackwardWatcher):
     """Hooks around a backward pass; the arena holds them, and they hold the model weakly."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = weakref.ref(ddp)
         self._arena, self._sync = ddp._arena, ddp._sync
         self._grads = ddp._arena.grads[: ddp._arena.size]
-        self._partial = TreeSum()  # passes that are not reduced yet
+        self._partial = RunningTreeSum()  # passes that are not reduced yet
         self._samples = 0  # of those
         self._mean: np.ndarray | None = None  # gradients that are reduced already and were not set to zero
         self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..comm import DTYPES, ReduceOp, bfloat16
-from ..core.program import Block
+from ..core.program import OwnMemory
 from ..core.tensor import Tensor, make
 from ..errors import ConfigError, ShapeError
 
@@ -72,7 +72,7 @@ def like(value: Any, array: np.ndarray | None) -> Any:
         return None
     array = np.asarray(array)  # a row of an array of one axis is a number
     if isinstance(value, Tensor):
-        return make(Block(array), array.shape, "rows", array.dtype)
+        return make(OwnMemory(array), array.shape, "rows", array.dtype)
     if torch := _torch(value):
         if value.dtype is torch.bfloat16:
             made = torch.from_numpy(array.view(np.int16)).view(value.dtype)

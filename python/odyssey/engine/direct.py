@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import Block, ShardEager, plan_memory, serialize
+from ..core.program import OwnMemory, ShardEager, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import strategy
-from ..parallel.failures import Part
+from ..parallel.failures import StepOutcome
 from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
@@ -78,7 +78,7 @@ class DirectRunner(Runner):
         if self.marked is None:
             self._compute()
         else:
-            part = Part(self._reduce, self.stats_at + 1)
+            part = StepOutcome(self._reduce, self.stats_at + 1)
             with part.tried():
                 self._compute()
             part.tell()
@@ -102,7 +102,7 @@ class DirectRunner(Runner):
             for a in actions:
                 if a.kind == "add":
                     executor = ShardEager(s.context, 0, 0, 0)
-                    rows = [Block(buffers[i]) for i in (a.a, a.b)]
+                    rows = [OwnMemory(buffers[i]) for i in (a.a, a.b)]
                     executor.emit("add", rows[0], rows[0], rows[1], self.floats)
                     continue
                 self.run_eager(a.a, buffers[a.b])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..core import native
-from ..core.program import Block, Executor, Memory, Range, Record, Slot
+from ..core.program import Executor, Memory, OwnMemory, Range, Record, Slot
 from ..nn import Module
 
 PACKAGE = __name__.partition(".")[0]
@@ -72,9 +72,9 @@ class Listed:
         for a in (a for i, a in enumerate(r.args) if i != scratch):
             if isinstance(a, Range):
                 words.append(f"{a.space}:{a.offset}")
-            elif isinstance(a, Block) and id(a) not in self._made and hasattr(a, "array"):
+            elif isinstance(a, OwnMemory) and id(a) not in self._made and hasattr(a, "array"):
                 words.append(hashlib.sha256(a.array.tobytes()).hexdigest()[:16])
-            elif isinstance(a, (Block, Slot)):
+            elif isinstance(a, (OwnMemory, Slot)):
                 words.append(f"value {order.setdefault(id(a), len(order))} {getattr(a, 'nbytes', '')}")
             else:
                 words.append(f"{native.float_bits(a):x} f" if isinstance(a, float) else repr(a))

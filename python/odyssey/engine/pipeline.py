@@ -22,8 +22,8 @@ from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import schedule as schedules
 from ..parallel import strategy, tensor_parallel
-from ..parallel.stages import Part, Transfer, edges, partition
-from ..parallel.tensor_exchange import Exchange
+from ..parallel.stages import StageWork, Transfer, edges, partition
+from ..parallel.tensor_exchange import TensorExchange
 from .runner import Program, Recorded, Runner, Sums
 
 
@@ -34,11 +34,11 @@ class Native(NamedTuple):
     records: int
 
 
-class Prepared(NamedTuple):
+class PipelineProgram(NamedTuple):
     """A program on this rank: its parts, of which some are this rank's, and where its workspace has the statistics."""
 
-    parts: list[Part]
-    mine: list[Part]
+    parts: list[StageWork]
+    mine: list[StageWork]
     work_bytes: int
     stats_at: int
 
@@ -109,7 +109,7 @@ class PipelineRunner(Runner):
 
     # --- preparation ---
 
-    def _prepared(self, program: Program) -> Prepared:
+    def _prepared(self, program: Program) -> PipelineProgram:
         """Cuts a program into parts and gives those of this rank their places in a workspace."""
         slot = Slot(4 * native.library().stats)  # `stats` adds to it; it lives as long as its micro-batch
         for r in program.records:
@@ -120,7 +120,7 @@ class PipelineRunner(Runner):
         items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
         marker = Record("stats", [slot])
         work_bytes = plan_memory([marker, *items, marker])
-        return Prepared(parts, mine, work_bytes, slot.offset)
+        return PipelineProgram(parts, mine, work_bytes, slot.offset)
 
     def _kind(self, where: list[int]) -> str:
         """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
@@ -142,7 +142,7 @@ class PipelineRunner(Runner):
             width = max(width, m - oldest + 1)
         return width
 
-    def _steps(self, part: Part) -> list[Any]:
+    def _steps(self, part: StageWork) -> list[Any]:
         """A part as things to do one after the other: transfers, native runs, tensor-parallel exchanges."""
 
         def moves(transfers: list[Transfer]) -> list[Move]:
@@ -161,7 +161,7 @@ class PipelineRunner(Runner):
         for r in part.records:
             if isinstance(r, tensor_parallel.Pseudo):
                 flush()
-                steps.append([Exchange(self.groups.tp, r, [work]) for work in self._work])
+                steps.append([TensorExchange(self.groups.tp, r, [work]) for work in self._work])
             else:
                 run.append(r)
         flush()

@@ -38,7 +38,7 @@ KEPT = 8  # settings whose programs are kept; a schedule of dropout has one a st
 Executor = Recorder | ShardEager
 
 
-class Setting(NamedTuple):
+class ModelSettings(NamedTuple):
     """Settings that were met: their number, the attributes of each module, and the names of what is not trained."""
 
     number: int
@@ -102,7 +102,7 @@ class Programs:
         self.by_forward: set[tuple[int, str]] = set() if like is None else like.by_forward  # attributes that it sets
         self._seen = -1  # the number at which the settings were looked at
         self._numbers = itertools.count(1)
-        self._known: dict[Key, Setting] = {}
+        self._known: dict[Key, ModelSettings] = {}
         self._kept: dict[Key, Recording] = {}
         self._modules, self._parameters = dict(model.named_modules()), dict(model._state())
         self._inside: list[tuple[Any, Any]] = []  # lists and dicts, which change without a word, and their copies
@@ -139,7 +139,7 @@ class Programs:
         key = (frozen, *found)
         met = self._known.pop(key, None)
         if met is None or (met.number != self.setting and self._is_stale(met.number)):
-            met = Setting(next(self._numbers), list(snapshot.values()), frozen)
+            met = ModelSettings(next(self._numbers), list(snapshot.values()), frozen)
         self._known[key], self.setting = met, met.number
         while len(self._known) > KEPT:
             gone = self._known[next(iter(self._known))]
@@ -290,7 +290,7 @@ class Programs:
             return "" if at is None else f"op {at + 1}, {self.told(made, at, n, form)}"
 
     @contextlib.contextmanager
-    def _set_to(self, met: Setting) -> Iterator[None]:
+    def _set_to(self, met: ModelSettings) -> Iterator[None]:
         """Within it the model is set to what it was then; nobody notices."""
         before = [(vars(owner), dict(vars(owner))) for owner, _ in met.snapshot]
         trained = {name: p.requires_grad for name, p in self.arena.named}

@@ -123,7 +123,7 @@ PUSH, DONE = 0, 1
 TAIL = 32  # floats behind the gradients or parameters of a message
 
 
-class Message:
+class GradientMessage:
     """A range of gradients (to a server) or of parameters (back), and a few numbers.
 
     `numbers` int64: to a server: kind, steps this worker has taken, version that its gradients are of, samples; back:
@@ -193,8 +193,8 @@ class AsynchronousServer(Mode):
 
     def _work(self, batches: Iterable[Batch], limit: int | None, tally: Tally) -> None:
         trainer, comm, params = self.trainer, self.comm, self.trainer.arena.params
-        out = [Message(b - a) for a, b in self.ranges]
-        back = [Message(b - a) for a, b in self.ranges]
+        out = [GradientMessage(b - a) for a, b in self.ranges]
+        back = [GradientMessage(b - a) for a, b in self.ranges]
         versions = [trainer.steps] * len(out)
         mine, stop = comm.rank - len(self.servers), False
         for i, batch in enumerate(itertools.islice(batches, limit)):
@@ -227,8 +227,8 @@ class AsynchronousServer(Mode):
     def _serve(self) -> None:
         comm, trainer = self.comm, self.trainer
         a, b = self.ranges[comm.rank]
-        inbox = {w: Message(b - a) for w in self.workers}
-        outbox = {w: Message(b - a) for w in self.workers}
+        inbox = {w: GradientMessage(b - a) for w in self.workers}
+        outbox = {w: GradientMessage(b - a) for w in self.workers}
         steps = dict.fromkeys(self.workers, 0)  # of this epoch
         active, held = set(self.workers), set()
         receives = {w: comm.recv(inbox[w].array, w, TAG, wait=False) for w in self.workers}
@@ -290,7 +290,7 @@ class AsynchronousServer(Mode):
             except CollectiveError as error:
                 raise CollectiveError(f"[async] no gradient from worker rank {w}: {error}") from error
 
-    def _update(self, message: Message, at: int, n: int, step: int, age: int) -> bool:
+    def _update(self, message: GradientMessage, at: int, n: int, step: int, age: int) -> bool:
         """Takes one step with a gradient that is `age` updates old; False if it is not finite."""
         trainer = self.trainer
         if not math.isfinite(message.floats[0]):

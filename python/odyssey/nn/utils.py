@@ -38,7 +38,7 @@ def global_norm(
         total: makes the sum over ranks of an int64 array (2,); each number counted once.
         machine: whose memory the runs are in: has `largest` and `squares` like Host; default this process's.
     """
-    machine = machine or Host()
+    machine = machine or HostNorm()
     top = float(largest(np.array([machine.largest(runs)], np.float32))[0])
     if top == 0 or not math.isfinite(top):
         return top
@@ -51,7 +51,7 @@ def global_norm(
     return math.sqrt(square) * math.ldexp(1.0, exponent)
 
 
-class Host:
+class HostNorm:
     """Returns the terms of a norm, computed by the CPU."""
 
     def largest(self, runs: Sequence[Run]) -> float:

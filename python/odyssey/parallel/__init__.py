@@ -5,7 +5,7 @@ from ..base.lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "parallel.failures": "Part",
+        "parallel.failures": "StepOutcome",
         "parallel.mesh": "Mesh",
         "parallel.plan": "default_shard_size plan",
         "parallel.reduction": "Reduction",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import ConfigError
 
 
-class Op(NamedTuple):
+class OpCost(NamedTuple):
     """One step of the model in forward order: a layer, or an op.
 
     Args:
@@ -33,8 +33,8 @@ class Op(NamedTuple):
     crossing_bytes: int = 0
 
 
-class Part(NamedTuple):
-    """One stage of a plan: ops `first` to `last` - 1. Bytes as in `Op`; `memory_bytes` is what its device needs."""
+class StageCost(NamedTuple):
+    """One stage of a plan: ops `first` to `last` - 1. Bytes as in `OpCost`; `memory_bytes` is what its device needs."""
 
     first: int
     last: int
@@ -45,10 +45,10 @@ class Part(NamedTuple):
     sends: int  # bytes per sample; 0 for the last stage
 
 
-class Plan(NamedTuple):
+class StageCuts(NamedTuple):
     """Where a model is cut: `cuts` are the first ops of stages 1, 2, ..."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StageCost, ...]
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -75,13 +75,13 @@ class Plan(NamedTuple):
 
 
 def cut(
-    ops: Sequence[Op],
+    ops: Sequence[OpCost],
     stages: int,
     *,
     memory_limit: int | None = None,
     copies: float = 3,
     samples: int | Sequence[int] = 1,
-) -> Plan:
+) -> StageCuts:
     """The cuts that make the slowest stage fastest, and among them those with the fewest bytes crossing; of several
     such, the ones that come first.
 
@@ -135,8 +135,8 @@ def cut(
     parts = []
     for s, (i, j) in enumerate(_spans(best, n)):
         names, sends = tuple(op.name for op in ops[i:j]), ops[j - 1].crossing_bytes if j < n else 0
-        parts.append(Part(i, j, names, time(i, j, s), parameters[j] - parameters[i], memory(i, j, s), sends))
-    return Plan(tuple(parts))
+        parts.append(StageCost(i, j, names, time(i, j, s), parameters[j] - parameters[i], memory(i, j, s), sends))
+    return StageCuts(tuple(parts))
 
 
 def _best(

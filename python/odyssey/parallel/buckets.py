@@ -22,7 +22,7 @@ from ..core.program import Range, Record, Slot
 FLOATS_PER_MB = 2**20 // 4
 
 
-class Piece(NamedTuple):
+class BucketRange(NamedTuple):
     """A run of floats of the arena: [lo, lo + n), and where it is within its bucket."""
 
     lo: int
@@ -34,7 +34,7 @@ class Bucket(NamedTuple):
     """Parameters whose gradients are reduced together."""
 
     names: tuple[str, ...]
-    pieces: tuple[Piece, ...]  # in the order of the arena; neighbours are one piece
+    pieces: tuple[BucketRange, ...]  # in the order of the arena; neighbours are one piece
     floats: int
 
     def locate(self, offset: int) -> int:
@@ -43,13 +43,13 @@ class Bucket(NamedTuple):
         assert piece.lo <= offset < piece.lo + piece.n, offset
         return piece.at + offset - piece.lo
 
-    def covers(self, lo: int, hi: int) -> list[Piece]:
+    def covers(self, lo: int, hi: int) -> list[BucketRange]:
         """The parts of the arena that [lo, hi) of this bucket is."""
         out = []
         for p in self.pieces:
             a, b = max(lo, p.at), min(hi, p.at + p.n)
             if a < b:
-                out.append(Piece(p.lo + a - p.at, b - a, a))
+                out.append(BucketRange(p.lo + a - p.at, b - a, a))
         return out
 
 
@@ -213,13 +213,13 @@ def some(arena: Arena, names: Iterable[str]) -> Bucket:
 
 def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Bucket:
     """One bucket of ranges of the arena (start, floats), each from a vector boundary of the bucket."""
-    pieces: list[Piece] = []
+    pieces: list[BucketRange] = []
     at = 0
     for lo, n in sorted(ranges):
         if pieces and pieces[-1].lo + pieces[-1].n == lo and pieces[-1].at + pieces[-1].n == at:
-            pieces[-1] = Piece(pieces[-1].lo, pieces[-1].n + n, pieces[-1].at)
+            pieces[-1] = BucketRange(pieces[-1].lo, pieces[-1].n + n, pieces[-1].at)
         else:
-            pieces.append(Piece(lo, n, at))
+            pieces.append(BucketRange(lo, n, at))
         at += -(-n // 16) * 16
     return Bucket(names, tuple(pieces), at)
 

@@ -17,7 +17,7 @@ from ..comm import Communicator
 from ..core import native
 from ..core.arena import Arena
 from ..core.program import Record, Slot, plan_memory, serialize
-from .auto_placement import Op, Plan, cut
+from .auto_placement import OpCost, StageCuts, cut
 from .buckets import touched
 from .stages import together
 
@@ -55,7 +55,7 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     return best
 
 
-def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[Op]]:
+def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[OpCost]]:
     """The forward ops of a program with their costs: the first tag of each, and what `cut` wants to know.
 
     Backward records count for the op they belong to; what fusion has taken away, for the op before it. A parameter of
@@ -92,14 +92,13 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
         weights[i] += nbytes[a] if a in name_of else 0
         for j in range(i, last[a]):
             crossing[j] += nbytes[a] / samples
-    return tags, [
-        Op(names[i] or f"op {tags[i]}", time_of[i], weights[i], round(kept[i]), round(crossing[i])) for i in range(n)
-    ]
+    names = [name or f"op {tag}" for name, tag in zip(names, tags, strict=True)]
+    return tags, [OpCost(names[i], time_of[i], weights[i], round(kept[i]), round(crossing[i])) for i in range(n)]
 
 
 def stages(
     records: list[Record], arena: Arena, samples: int, count: int, comm: Communicator, *, measured: bool
-) -> tuple[Callable[[Record], int], Plan]:
+) -> tuple[Callable[[Record], int], StageCuts]:
     """Cuts a program into `count` stages by cost; a function from records to stages, and the plan.
 
     measured: by time on this machine; else by bytes that are touched, which are the same in every run.

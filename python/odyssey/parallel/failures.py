@@ -22,7 +22,7 @@ from .reduction import Reduction
 TEXT = 1000  # bytes of what a rank says to the others
 
 
-class Part:
+class StepOutcome:
     """The part of one rank in one step. error: what it failed with; None: it did not.
 
     samples_at: place of the number of samples in the floats of `reduction`, which adds up the step's statistics.

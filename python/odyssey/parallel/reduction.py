@@ -27,7 +27,7 @@ import numpy as np
 from ..base import slot
 from ..comm import Communicator, Request
 from ..core import native
-from ..core.program import Block, encode
+from ..core.program import OwnMemory, encode
 from .plan import Action, Plan, Run, exchange, ranges
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Reduction:
         return out
 
 
-class Lanes:
+class PhaseCommunicators:
     """Resources that the reductions over one communicator share.
 
     under_way: those started and not finished, in order. lane(p): a communicator of the same ranks for phase p. When a
@@ -126,7 +126,7 @@ class Lanes:
     has one of its own, and there reductions keep the order in which they were started.
     """
 
-    _of: weakref.WeakKeyDictionary[Communicator, Lanes] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[Communicator, PhaseCommunicators] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.under_way: deque[Phased] = deque()
@@ -135,7 +135,7 @@ class Lanes:
         self._more: list[Communicator] = []
 
     @classmethod
-    def of(cls, comm: Communicator) -> Lanes:
+    def of(cls, comm: Communicator) -> PhaseCommunicators:
         """Returns those of a communicator, made when first asked for."""
         return cls._of.setdefault(comm, cls())
 
@@ -161,7 +161,7 @@ class Phased(Reduction):
     def _prepare(self) -> None:
         first = self.plan.partial[0][1] if self.plan.partial else 0
         self.result = self.buffers[first] if self.in_place else self._take(self.floats)
-        self.lanes = Lanes.of(self.comm)
+        self.lanes = PhaseCommunicators.of(self.comm)
         self._phase = -1
         self._request: Request | None = None
         self._running, self._turn = False, -1
@@ -233,12 +233,12 @@ class Kernels:
 
 def adder(pieces: Sequence[np.ndarray], actions: Sequence[Action]) -> Kernels:
     """Additions of a plan over arrays: array a += array b, one after the other."""
-    blocks = [Block(p) for p in pieces]
+    blocks = [OwnMemory(p) for p in pieces]
     calls = [(blocks[x.a], blocks[x.a], blocks[x.b], pieces[x.a].size) for x in actions if pieces]
     return Kernels("add", calls)
 
 
-class TreeSum:
+class RunningTreeSum:
     """The sum of arrays that come one after the other, along the tree of plan.py like a binary counter: the nodes
     (number of arrays, sum) that are complete, large ones first."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..comm import Request
 from ..core import native
-from ..core.program import Block
+from ..core.program import OwnMemory
 from .reduction import Kernels, Phased
 
 # Floats that are added at once where several additions follow each other: what is in between stays in the first cache.
@@ -56,9 +56,9 @@ class SharedReduction(Phased):
         calls = []
         for a in range(lo, hi, BLOCK) if adds else ():
             n = min(BLOCK, hi - a)
-            at = [Block(node[a : a + n]) for node in nodes]
+            at = [OwnMemory(node[a : a + n]) for node in nodes]
             for k, action in enumerate(adds):
-                to = Block(self.result[a : a + n] if k == len(adds) - 1 else self._between[k, :n])
+                to = OwnMemory(self.result[a : a + n] if k == len(adds) - 1 else self._between[k, :n])
                 calls.append((to, at[action.a], at[action.b], n))
                 at[action.a] = to
         return Kernels("add", calls)

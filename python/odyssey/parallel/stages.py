@@ -39,7 +39,7 @@ class Transfer:
 
 
 @dataclasses.dataclass
-class Part:
+class StageWork:
     """Work of one rank for one micro-batch and one stage in one direction."""
 
     stage: int
@@ -50,7 +50,7 @@ class Part:
     sends: list[Transfer] = dataclasses.field(default_factory=list)
 
 
-def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[Part]:
+def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[StageWork]:
     """The parts of a program in the order of one micro-batch: forward 0, 1, ..., then backward ..., 1, 0.
 
     place_of: the position in the pipeline of a record's device.
@@ -82,9 +82,9 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
         stages[id(r)] = len(places) - 1
         stage_of.setdefault(r.tag, len(places) - 1)
     count = len(places)
-    parts = [Part(s, "forward", places[s]) for s in range(count)]
+    parts = [StageWork(s, "forward", places[s]) for s in range(count)]
     if len(forward) < len(records):
-        parts += [Part(s, "backward", places[s]) for s in reversed(range(count))]
+        parts += [StageWork(s, "backward", places[s]) for s in reversed(range(count))]
     index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
     made: dict[int, int] = {}  # slot -> part of the first record that uses it
     first: dict[int, int] = {}  # parameter (offset) -> the first stage that reads it
@@ -173,7 +173,7 @@ def check_used(
                 )
 
 
-def _transfers(parts: list[Part], made: dict[int, int]) -> int:
+def _transfers(parts: list[StageWork], made: dict[int, int]) -> int:
     """Fills in what the parts send each other, and returns how much. made: slot -> part that makes it."""
     have = {(slot, parts[i].place) for slot, i in made.items()}
     number = 0
@@ -191,14 +191,14 @@ def _transfers(parts: list[Part], made: dict[int, int]) -> int:
     return number
 
 
-def _send(source: Part, target: Part, slot: Slot, number: int) -> int:
+def _send(source: StageWork, target: StageWork, slot: Slot, number: int) -> int:
     t = Transfer(number, slot, source.place, target.place)
     source.sends.append(t)
     target.receives.append(t)
     return number + 1
 
 
-def _hand_on(parts: list[Part], where: list[int], gradient: Range, number: int) -> int:
+def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, number: int) -> int:
     """Where parts on several places add to a gradient, makes it a value that each hands on to the next one, so that the
     last has it in the end. Returns the number of the next transfer."""
     if len({parts[i].place for i in where}) == 1:
@@ -221,7 +221,7 @@ def _same(a: object, b: Range) -> bool:
     return isinstance(a, Range) and (a.space, a.offset) == (b.space, b.offset)
 
 
-def edges(parts: list[Part]) -> set[tuple[int, int]]:
+def edges(parts: list[StageWork]) -> set[tuple[int, int]]:
     """The pairs (r, s), r < s, of stages of which r hands something to s; neighbours in the order always count."""
     to = {t.number: p.stage for p in parts for t in p.receives}
     forward = [p for p in parts if p.phase == "forward"]

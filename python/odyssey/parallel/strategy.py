@@ -13,7 +13,7 @@ from ..base import registry
 from ..comm import Communicator
 from ..errors import ConfigError
 from ..settings import recipes
-from ..settings.declarations import Exchange, check
+from ..settings.declarations import ReductionSettings, check
 from .mesh import Mesh
 from .plan import Plan
 from .reduction import Reduction
@@ -45,8 +45,8 @@ class Content(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Strategy(Exchange):
-    """How gradients are summed between ranks: the settings of `settings.Exchange`, checked.
+class Strategy(ReductionSettings):
+    """How gradients are summed between ranks: the `ReductionSettings`, checked.
 
     Raises ConfigError: a setting is not allowed, or belongs to another kind.
     """

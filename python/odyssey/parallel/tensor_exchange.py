@@ -25,7 +25,7 @@ def _view(work: np.ndarray, slot: Slot) -> np.ndarray:
     return work[slot.offset : slot.offset + slot.nbytes].view(np.float32)
 
 
-class Exchange:
+class TensorExchange:
     """Carries out one pseudo-record for some shards at once; made once, called once per step.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.native import PARAMS
-from ..core.program import Block, Memory, Range, Record, Slot
+from ..core.program import Memory, OwnMemory, Range, Record, Slot
 from ..errors import ConfigError
 from .mesh import PARTS
 from .plan import Run
@@ -508,7 +508,7 @@ def _from(memory: Memory, floats: int) -> Memory:
     """The memory from a float on. Scratch memory is everybody's own: it starts where it starts."""
     if isinstance(memory, Range):
         return Range(memory.arena, memory.space, memory.offset + 4 * floats)
-    return Block(memory.array[floats:]) if isinstance(memory, Block) else memory
+    return OwnMemory(memory.array[floats:]) if isinstance(memory, OwnMemory) else memory
 
 
 def _name(memory: Range) -> str:

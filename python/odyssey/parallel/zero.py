@@ -20,7 +20,7 @@ from ..comm import Communicator, Request
 from ..core import native
 from ..core.arena import Arena
 from ..optim import Update
-from .buckets import Bucket, Piece
+from .buckets import Bucket, BucketRange
 from .plan import Run, exchange
 
 
@@ -86,17 +86,17 @@ class Parts:
             out[piece.at - a : piece.at - a + piece.n] = flat[piece.lo : piece.lo + piece.n]
         return out
 
-    def pieces(self, b: int) -> list[Piece]:
+    def pieces(self, b: int) -> list[BucketRange]:
         """This rank's part of bucket b as runs of the arena."""
         return self.buckets[b].covers(*self.own[b])
 
-    def param_address(self, b: int, piece: Piece) -> int:
+    def param_address(self, b: int, piece: BucketRange) -> int:
         """Where the parameters of a piece of this rank's part are updated."""
         if self.partitioned:
             return self._store[b].ctypes.data + 4 * (piece.at - self.own[b][0])
         return self.arena.address(native.PARAMS) + 4 * piece.lo
 
-    def updates(self, b: int, grads: Callable[[Piece], int]) -> list[Update]:
+    def updates(self, b: int, grads: Callable[[BucketRange], int]) -> list[Update]:
         """The updates of this rank's part of bucket b; `grads`: the address of a piece's gradients."""
         return [Update(self.param_address(b, p), grads(p), self.state_at(b, p), p.n, p.lo) for p in self.pieces(b)]
 
@@ -221,7 +221,7 @@ class Parts:
                 flat, at = (self._store[b], p.at - lo) if self.partitioned else (self.arena.params, p.lo)
                 yield p.lo, flat[at : at + p.n], self.state_at(b, p)
 
-    def state_at(self, b: int, piece: Piece) -> int:
+    def state_at(self, b: int, piece: BucketRange) -> int:
         """Where a piece of this rank's part of bucket b is in the optimizer's state, in floats."""
         return piece.lo if self.whole else self.starts[b] + piece.at - self.own[b][0]
 

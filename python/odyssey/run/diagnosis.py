@@ -23,7 +23,7 @@ class Seen(NamedTuple):
     `idle`: since the last sign of life. `waited`: since it waits for what it waits for; 0 for one that does not.
     `cpu`: cores used of late; `busy`: since the last sign of life. `own`, `own_data`: own time (before any wait) and
     its part in data, per step of the last WINDOW; 0 if not known. `times`: in each phase so far. The other fields are
-    those of slot.Slot.
+    those of slot.StatusSlot.
     """
 
     rank: int

@@ -106,7 +106,7 @@ def _kernel(pid: int) -> bool:
     return bool(int(status(pid)[6]) & 0x00200000)
 
 
-class Snapshot(NamedTuple):
+class FilesBefore(NamedTuple):
     """Files that lay there before an attempt: full names, and the wall-clock time."""
 
     names: frozenset[str]
@@ -117,7 +117,7 @@ class Snapshot(NamedTuple):
         return {"names": sorted(self.names), "time": self.time}
 
     @classmethod
-    def of(cls, value: object) -> Snapshot | None:
+    def of(cls, value: object) -> FilesBefore | None:
         """From what `json` gave; None if it is something else."""
         if not isinstance(value, dict) or type(value.get("time")) is not float:
             return None
@@ -141,12 +141,12 @@ def _named(where: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
             yield from (folder / name for name in os.listdir(folder) if pattern.fullmatch(name))
 
 
-def snapshot(temporary: str | None = None) -> Snapshot:
+def snapshot(temporary: str | None = None) -> FilesBefore:
     """Returns what lies there now."""
-    return Snapshot(frozenset(map(str, _named(places(temporary)))), time.time())
+    return FilesBefore(frozenset(map(str, _named(places(temporary)))), time.time())
 
 
-def clean(before: Snapshot, ended: float, temporary: str | None = None) -> list[str]:
+def clean(before: FilesBefore, ended: float, temporary: str | None = None) -> list[str]:
     """Removes the files that are proven to be those of an attempt.
 
     before: taken when it began. ended: wall-clock time at which the last of its processes was gone.

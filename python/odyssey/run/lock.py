@@ -22,7 +22,7 @@ FRESH = 20.0  # seconds in which a launcher of another host renews its lock, if 
 RENEWED = 5.0  # seconds
 
 
-class Lock:
+class RunLock:
     """Holds the lock until `close`, or the end of the process. Raises LaunchError: another launcher holds it.
     OutputError: the file cannot be written."""
 

@@ -22,13 +22,13 @@ _OF_SLOT = "host step samples phase doing call call_group call_text wait_sequenc
 _OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end", "link")
 
 
-def _signs(of: slot.Slot) -> tuple[int, ...]:
+def _signs(of: slot.StatusSlot) -> tuple[int, ...]:
     """Returns what differs between two looks at a rank that goes on; the number of a call, as `slot.quick` counts
     nothing."""
     return of.progress, of.waiting, of.call, of.call_group
 
 
-class Watched:
+class WatchedRank:
     """A rank of this machine; `handle` and `slot_file` as `attach` gives them.
 
     alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode.
@@ -38,7 +38,7 @@ class Watched:
         self.rank, self.pid, self.handle, self._slot = rank, pid, handle, slot_file
         self.files: dict[str, int] = {}
         self._stacks = self._orders = -1
-        self.last: slot.Slot | None = None
+        self.last: slot.StatusSlot | None = None
         self._changed = time.monotonic()
         self._cpu: deque[tuple[float, float]] = deque(maxlen=8)  # (when, seconds used)
         self._samples: deque[tuple[float, int]] = deque(maxlen=12)
@@ -133,14 +133,14 @@ class Watched:
         (a, few), (b, many) = self._samples[0], self._samples[-1]
         return max(many - few, 0) / (b - a) if b > a else 0.0
 
-    def _times(self, last: slot.Slot) -> list[int]:
+    def _times(self, last: slot.StatusSlot) -> list[int]:
         """ns in each phase up to now."""
         times = list(last.times)
         spent = time.monotonic_ns() - last.since
         times[slot.WAIT if last.waiting else slot.CODES[last.phase]] += max(spent, 0)
         return times
 
-    def _own(self, now: float, last: slot.Slot) -> tuple[float, float]:
+    def _own(self, now: float, last: slot.StatusSlot) -> tuple[float, float]:
         """Seconds per step before any wait, and of these in data, over the last WINDOW steps or the last second."""
         if not self._steps or self._steps[-1][1] != last.step:
             data = last.times[slot.CODES["data"]]

@@ -1,6 +1,6 @@
-"""Decision after an attempt: the end, and with which exit code, or another attempt, when, and on how many ranks.
+"""Verdict after an attempt: the end, and with which exit code, or another attempt, when, and on how many ranks.
 
-Pure: `Outcome`s and what was before go in, an `Action` and a line for people come out. supervisor.py acts.
+Pure: `Outcome`s and what was before go in, a `Verdict` and a line for people come out. supervisor.py acts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Past(NamedTuple):
     times: int = 0  # that rank so often, one after the other, without progress
 
 
-class Action(NamedTuple):
+class Verdict(NamedTuple):
     """`code`: end with it. None: another attempt in `delay` seconds on `ranks` ranks of `hosts`; `past` is for then."""
 
     line: str
@@ -86,7 +86,7 @@ class Action(NamedTuple):
     past: Past = Past()
 
 
-def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...]) -> Action:
+def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...]) -> Verdict:
     """See the top of the file. `hosts`: those that the attempt could use."""
     name = f"attempt {outcome.attempt}"
     if outcome.forced and outcome.stop:
@@ -96,38 +96,38 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
             if outcome.started
             else f"{signal} came before a rank was started"
         )
-        return Action(f"{name}: ended without a checkpoint of its last step: {why}", 128 + outcome.stop)
+        return Verdict(f"{name}: ended without a checkpoint of its last step: {why}", 128 + outcome.stop)
     cause = ended.first(outcome.ended)
     good = all(end.good for end in outcome.ended.values())
     whole = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
     if good and (whole or (outcome.done and outcome.code == 0)):
-        return Action(f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0)
+        return Verdict(f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0)
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
         line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_ranks(outcome.scale)}"
-        return Action(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
+        return Verdict(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
     if stopped:
         by = ended.signal_name(outcome.stop) if outcome.stop else "a request"
-        return Action(f"{name}: stopped by {by} at {_step(outcome.checkpoint)}; the same command goes on", STOPPED)
+        return Verdict(f"{name}: stopped by {by} at {_step(outcome.checkpoint)}; the same command goes on", STOPPED)
     if outcome.stop is not None:
-        return Action(f"{name}: failed while it was to stop: {_failure(outcome, cause)}", 128 + outcome.stop)
+        return Verdict(f"{name}: failed while it was to stop: {_failure(outcome, cause)}", 128 + outcome.stop)
     return _failed(outcome, past, config, hosts, cause)
 
 
-def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...], cause: End | None) -> Action:
+def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...], cause: End | None) -> Verdict:
     said = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
     code = None if cause is None else cause.code
     own = GAVE_UP if code is None else code
     if outcome.former is not None and _remembered(outcome, past) == past:  # the run is as healthy as it was
         line = f"{said}; going on with {_ranks(outcome.former)}, as before"
-        return Action(line, None, outcome.former, hosts, 0.0, past)
+        return Verdict(line, None, outcome.former, hosts, 0.0, past)
     machines = {rank.host for rank in outcome.started.values()}
     if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
-        return Action(f"{said}; another attempt would not help", own)
+        return Verdict(f"{said}; another attempt would not help", own)
     if outcome.promised and len(outcome.ended) == outcome.ranks and cause is None and outcome.step is None:
-        return Action(f"{said}; another attempt would not help", GAVE_UP)  # not one step: it did something else
+        return Verdict(f"{said}; another attempt would not help", GAVE_UP)  # not one step: it did something else
     if not outcome.started and past == Past():
-        return Action(f"{said}; nothing is tried again", GAVE_UP)
+        return Verdict(f"{said}; nothing is tried again", GAVE_UP)
     now = _remembered(outcome, past)
     repeated = code is not None and code not in (HANG, GAVE_UP) and code == now.code
     times = now.times + 1 if cause is not None and cause.rank == now.rank else 1
@@ -136,22 +136,22 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     if config.max_restarts == 0:
         if cause is not None and cause.signal is not None:
             own = 128 + cause.signal
-        return Action(said, own)
+        return Verdict(said, own)
     since = f"no progress since step {now.step}" if now.step >= 0 else "no progress"
     if restarts > config.max_restarts:
-        return Action(f"{said}; {since} in {_count(restarts - 1, 'restart')}: given up", own)
+        return Verdict(f"{said}; {since} in {_count(restarts - 1, 'restart')}: given up", own)
     if repeated:
-        return Action(f"{said}, as before; {since}: given up, another attempt would do the same", own)
+        return Verdict(f"{said}, as before; {since}: given up, another attempt would do the same", own)
     ranks, hosts, note = _left(outcome, config, hosts, now)
     if ranks < 1:
-        return Action(f"{said}; {note}: given up", GAVE_UP)
+        return Verdict(f"{said}; {note}: given up", GAVE_UP)
     room = capacity(hosts)
     if outcome.scale is not None and (room is None or outcome.scale <= room):
         ranks = outcome.scale
     delay = 0.0 if restarts == 1 and not outcome.unsure else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
     where = "" if outcome.step is None and outcome.checkpoint is None else f" from {_step(outcome.checkpoint)}"
     line = f"{said}; restarting{where} on {_ranks(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
-    return Action(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
+    return Verdict(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
 
 
 def in_doubt(outcome: Outcome) -> bool:
@@ -166,7 +166,7 @@ def in_doubt(outcome: Outcome) -> bool:
     return cause is None or cause.code == GAVE_UP or cause.code not in FINAL
 
 
-def taken_back(action: Action, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Action:
+def taken_back(action: Verdict, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Verdict:
     """The same with hosts that were lost before an earlier attempt and answer again.
 
     back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.

@@ -37,9 +37,9 @@ from . import leftovers, root_user, starting
 from .attempt import Attempt
 from .config import LaunchConfig
 from .hosts import Host, capacity, place
-from .lock import Lock
+from .lock import RunLock
 from .rank_ends import signal_name
-from .restart_policy import Action, Outcome, decide, in_doubt, taken_back
+from .restart_policy import Outcome, Verdict, decide, in_doubt, taken_back
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROBE = 30.0  # seconds that a host has to start a process, when it is asked whether it is there
@@ -83,7 +83,7 @@ class DistributedLauncher:
         path = self.config.run_dir or default_run_dir(words[words[0] == "-m"])
         run = runs.Run(private_directory(Path(os.path.abspath(path))))
         renewed = _modified(run.lock)
-        lock = Lock(run.lock)
+        lock = RunLock(run.lock)
         try:
             number = self._open(run, words, starter, renewed)
             ranks = f"{self.config.ranks} rank{'s' * (self.config.ranks > 1)}"
@@ -119,7 +119,7 @@ class DistributedLauncher:
         if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token) and not last.get("cleaned"):
             left = leftovers.processes(f"{starting.TOKEN}={token}")
             leftovers.kill(f"{starting.TOKEN}={token}")
-            before = leftovers.Snapshot.of(last.get("before"))
+            before = leftovers.FilesBefore.of(last.get("before"))
             if before is not None:
                 leftovers.clean(before, time.time() if left else renewed + 6, os.environ.get("TMPDIR"))
         return number + 1
@@ -147,9 +147,9 @@ class DistributedLauncher:
         write_json(run.attempt_file, record)
         return record
 
-    def _attempts(self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: Lock) -> int:
+    def _attempts(self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: RunLock) -> int:
         config = self.config
-        action = Action("", None, config.ranks, config.hosts)
+        action = Verdict("", None, config.ranks, config.hosts)
         former: int | None = None
         wanted = config.ranks
         chores: list[Callable[[], object]] = []
@@ -179,7 +179,7 @@ class DistributedLauncher:
             outcome = dataclasses.replace(attempt(), promised=words[0] == "train", former=former)
             unwritten = unwritten or attempt.unwritten
             ended = time.time()
-            before = leftovers.Snapshot.of(record["before"])
+            before = leftovers.FilesBefore.of(record["before"])
             if before is not None:
                 chores.append(functools.partial(_clean, before, ended, run, record))
             outcome = self._asked_hosts(outcome, starter, environment, lock.renew)
@@ -220,13 +220,13 @@ class DistributedLauncher:
             return dataclasses.replace(outcome, unsure=True)
         return dataclasses.replace(outcome, lost=lost)
 
-    def _idle(self, lock: Lock, chores: list[Callable[[], object]]) -> None:
+    def _idle(self, lock: RunLock, chores: list[Callable[[], object]]) -> None:
         """Does what can wait until ranks run again."""
         lock.renew()
         while chores:
             chores.pop()()
 
-    def _pause(self, seconds: float, lock: Lock) -> None:
+    def _pause(self, seconds: float, lock: RunLock) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._signals:
             lock.renew()
@@ -251,7 +251,7 @@ class DistributedLauncher:
                 signal.signal(number, handler)
 
 
-def _clean(before: leftovers.Snapshot, ended: float, run: runs.Run, record: dict[str, Any]) -> None:
+def _clean(before: leftovers.FilesBefore, ended: float, run: runs.Run, record: dict[str, Any]) -> None:
     """Removes what an attempt left, and notes that it was done."""
     leftovers.clean(before, ended, os.environ.get("TMPDIR"))
     with contextlib.suppress(OSError, DataError):

@@ -28,7 +28,7 @@ if __name__ == "__main__":  # -I: the package is found by its place alone, and i
 
 from odyssey.base import runs  # noqa: E402
 from odyssey.run import diagnosis, messages, watcher_output
-from odyssey.run.rank_process import Watched  # noqa: E402
+from odyssey.run.rank_process import WatchedRank  # noqa: E402
 
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
@@ -55,7 +55,7 @@ class Watcher:
         self.main, self.secret = bool(settings["main"]), bytes.fromhex(settings["secret"])
         self.address = settings["address"]
         self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
-        self.ranks = {rank: Watched(rank, *process) for rank, *process in settings["ranks"]}
+        self.ranks = {rank: WatchedRank(rank, *process) for rank, *process in settings["ranks"]}
         self.nodes = [set(ranks) for ranks in settings["nodes"]]
         self.writer = watcher_output.Writer()
         self.host = os.uname().nodename
@@ -126,7 +126,7 @@ class Watcher:
             what = self.files_by_handle.get(handle)
             if what is None:  # dropped meanwhile
                 continue
-            if isinstance(what, Watched):
+            if isinstance(what, WatchedRank):
                 self._forget(handle)
                 self._gone([what, *self._also_gone()])
             elif what is self.listener or what is self.local:
@@ -261,15 +261,15 @@ class Watcher:
     def _say(self, text: str) -> None:
         self.writer.put(lambda: watcher_output.say(text))
 
-    def _also_gone(self) -> list[Watched]:
+    def _also_gone(self) -> list[WatchedRank]:
         """Other ranks of which the kernel says at this moment that they are gone."""
         ready = {handle: self.files_by_handle.get(handle) for handle, _ in self.poll.poll(0)}
-        gone = {handle: what for handle, what in ready.items() if isinstance(what, Watched)}
+        gone = {handle: what for handle, what in ready.items() if isinstance(what, WatchedRank)}
         for handle in gone:
             self._forget(handle)
         return list(gone.values())
 
-    def _gone(self, ranks: list[Watched]) -> None:
+    def _gone(self, ranks: list[WatchedRank]) -> None:
         """Some ranks are gone, at the same time as far as can be told."""
         statuses = {watched.rank: watched.code() for watched in ranks}
         for watched in ranks:

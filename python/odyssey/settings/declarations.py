@@ -149,7 +149,7 @@ SERVERS = ("reduction", "parameter_server", "async_parameter_server")
 
 
 @_settings
-class Exchange:
+class ReductionSettings:
     """How gradients are summed between ranks: parallel/strategy.py."""
 
     def __init__(self, **values: Any) -> None:
@@ -181,7 +181,7 @@ class Exchange:
 
 
 @_settings
-class Training(Exchange):
+class Training(ReductionSettings):
     """Keyword settings of DistributedTrainer."""
 
     def __repr__(self) -> str:

@@ -36,7 +36,7 @@ def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
     return part.as_strided(like.shape, like.stride())
 
 
-class Arena:
+class ModuleArena:
     """The memory of a module; its parameters and running statistics are moved here, their values stay.
 
     Attributes:

@@ -30,7 +30,7 @@ from ..distributed import ProcessGroup, Work
 from ..errors import ConfigError
 from ..train import spread
 from .gloo import meet
-from .pending import Line, Pending, failed, within
+from .pending import Pending, PendingCalls, failed, within
 
 _OPERATIONS = [(getattr(dist.ReduceOp, name), name) for name in dist.ReduceOp.RedOpType.__members__]
 _OURS = dict(ReduceOp.__members__)
@@ -101,7 +101,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm, self._members, self._line = comm, _Members(comm), Line(comm, timeout)
+        self.comm, self._members, self._line = comm, _Members(comm), PendingCalls(comm, timeout)
         self._name = self._desc = ""
         self._messages: list[_Message] = []  # sent and not waited for: their buffers must stay
         self._together: list[Any] | None = None  # the Works since _start_coalescing

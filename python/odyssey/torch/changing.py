@@ -27,7 +27,7 @@ SMALL = 64  # values of a list or dict that is looked into
 LONGEST = 1 << 20  # bytes of the names of attributes that forward() sets
 
 
-class Settings:
+class ModuleSettings:
     """The settings of a module, and of the loss if that is a module.
 
     strict: refuse a forward() that counts its calls.

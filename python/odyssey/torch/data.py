@@ -23,7 +23,7 @@ from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
-from .seeded import Rows, Seeded
+from .seeded import Seeded, TensorRows
 from .shards import Share, generator, seed_of
 
 ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are made
@@ -144,7 +144,7 @@ class DataLoader(own.DataLoader):
         self.fixed_size = shard_size is not None
         self.shard_size = check_integer("shard_size", default if shard_size is None else shard_size, 1)
         self.comm = communication.world() if comm is None else comm
-        self._read, self._table = _Order(), Rows(dataset) if Rows.fit(dataset, options) else None
+        self._read, self._table = _Order(), TensorRows(dataset) if TensorRows.fit(dataset, options) else None
         # With a generator of its own: its base seed would be drawn from the global one, at every epoch.
         options = {"generator": torch.Generator(), **options}
         samples: Any = Seeded(dataset, self.seed)

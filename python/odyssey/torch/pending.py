@@ -23,7 +23,7 @@ from ..comm import Communicator, calls
 failed: list[BaseException] = []  # the latest error of a call under way: torch gives on its text alone, here and there
 
 
-class Line:
+class PendingCalls:
     """The calls of a group that are under way. timeout: seconds that each waits; None: ODYSSEY_TIMEOUT."""
 
     def __init__(self, comm: Communicator, timeout: float | None) -> None:
@@ -95,7 +95,7 @@ def within(comm: Communicator, timeout: Any) -> Iterator[None]:
 class Pending(dist.Work):
     """The Work of a collective call."""
 
-    def __init__(self, line: Line, work: Callable[[], Any], value: Any, timeout: float | None) -> None:
+    def __init__(self, line: PendingCalls, work: Callable[[], Any], value: Any, timeout: float | None) -> None:
         super().__init__()
         self._line, self._work, self._value, self._timeout = line, work, value, timeout
         self._at = calls.caller_location(2)

@@ -56,7 +56,7 @@ class Seeded(torch.utils.data.Dataset):
         return sample
 
 
-class Rows:
+class TensorRows:
     """A TensorDataset, or subset of one: the rows of a shard at once, as torch would stack them one by one."""
 
     def __init__(self, dataset: Any) -> None:

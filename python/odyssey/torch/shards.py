@@ -28,11 +28,11 @@ import torch
 
 from ..comm import Communicator
 from ..errors import ConfigError, OdysseyError
-from ..parallel import Part, Reduction
+from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..train import agreement
-from .arena import ALIGN, Arena
+from .arena import ALIGN, ModuleArena
 
 SUMS = 14  # loss, samples, metrics
 ALL = 1 << 61  # in the place of a shard's number: of all of them
@@ -66,7 +66,7 @@ def hold(threads: int, deterministic: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
 
 
-def described(arena: Arena) -> dict[str, Any]:
+def described(arena: ModuleArena) -> dict[str, Any]:
     """A module, as far as it must be alike on all ranks, and when a training goes on."""
     modules = list(arena.module.named_modules())
     return {
@@ -93,7 +93,7 @@ class Prepared:
 
 
 @dataclasses.dataclass
-class Sums:
+class BatchSums:
     """Over the samples of a global batch, on every rank. reached: by trained parameter, whether a shard did."""
 
     loss: float
@@ -147,7 +147,7 @@ class Shards:
         tell: Any = None,
     ) -> None:
         hold(threads, deterministic)
-        self.arena = arena = Arena(module)
+        self.arena = arena = ModuleArena(module)
         self.comm, self.strategy, self.shard_size, self.seed = comm, strategy, shard_size, seed
         self.mean, self.strict, self.tell = mean, deterministic == "error", tell
         self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
@@ -227,11 +227,11 @@ class Shards:
         self.begin(samples, train)
         yield from self.run(samples, step)
 
-    def begin(self, samples: int, train: bool = True) -> Part:
+    def begin(self, samples: int, train: bool = True) -> StepOutcome:
         """Begins a batch: what is made for it, and this rank's part. A collective call the first time."""
         prepared = self.prepared(samples, train)
         before = [int(b) for _, b in self.arena.counters] if train else []
-        part = Part(prepared.reduction, (self._places[2] if train else 0) + 1)
+        part = StepOutcome(prepared.reduction, (self._places[2] if train else 0) + 1)
         self._begun = prepared, train, before, part
         return part
 
@@ -328,7 +328,7 @@ class Shards:
         reach += [float(int(b) - value) for (_, b), value in zip(arena.counters, before, strict=True)]
         return reach
 
-    def sums(self) -> Sums:
+    def sums(self) -> BatchSums:
         """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call.
         Raises what a rank's part failed with: on all ranks; nothing was changed."""
         prepared, train, before, part = self._begun
@@ -342,7 +342,7 @@ class Shards:
         part.end(float(result[sums + 1]))
         if not train:
             loss, samples, *metrics = result[:SUMS].tolist()
-            return Sums(loss, samples, metrics)
+            return BatchSums(loss, samples, metrics)
         tail = result[sums : self._places[-1]].tolist()
         loss, samples, *metrics = tail[:SUMS]
         flags = tail[SUMS:]
@@ -353,7 +353,7 @@ class Shards:
         raised = [math.ceil(total / prepared.plan.shards) for total in flags[arena.trained :]]
         self._counters = [value + by for value, by in zip(before, raised, strict=True)]
         torch.div(result[: arena.size], samples, out=self.gradient)
-        return Sums(loss, samples, metrics, [f > 0 for f in flags[: arena.trained]])
+        return BatchSums(loss, samples, metrics, [f > 0 for f in flags[: arena.trained]])
 
     def settle(self, taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it was not taken."""

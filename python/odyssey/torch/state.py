@@ -19,13 +19,13 @@ from ..errors import CheckpointError, ConfigError
 from ..parallel import Strategy
 from ..settings import Training, of_checkpoint
 from ..train import Sharing, as_json, check_replicas, resume
-from .arena import Arena
-from .changing import Settings
+from .arena import ModuleArena
+from .changing import ModuleSettings
 from .generators import Orders
 from .shards import Shards, described, environment
 
 
-class TorchState(Sharing):
+class TrainerState(Sharing):
     """The part of a DistributedTrainer that is about its state."""
 
     settings: Training
@@ -36,7 +36,7 @@ class TorchState(Sharing):
     per_epoch: bool
     loss: Any
     gather: bool
-    arena: Arena
+    arena: ModuleArena
     shards: Shards
     precision: str
     deterministic: str
@@ -44,7 +44,7 @@ class TorchState(Sharing):
     _given: dict[str, Any]
     _scheduled: int
     _orders: Orders  # of the latest fit()
-    _built: Settings
+    _built: ModuleSettings
     _first: list[str]  # names of the parameters that are trained, as the trainer was made
 
     partial = False

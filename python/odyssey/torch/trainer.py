@@ -24,25 +24,25 @@ from ..checkpoints import Evaluation, Step
 from ..engine import Layout
 from ..errors import ConfigError, check_kind
 from ..nn import in_mode
-from ..parallel import MODES, Mesh, Part, Strategy
+from ..parallel import MODES, Mesh, StepOutcome, Strategy
 from ..settings import Training
 from ..settings import declarations as declaration
 from ..train import in_batches, own_steps, spread
 from . import huggingface, separable
 from . import metrics as metric_sums
-from .changing import Settings
+from .changing import ModuleSettings
 from .data import DataLoader, Shared, batches, part, tree_of
 from .generators import Orders, generators
-from .shards import Shards, Share, Sums
-from .state import TorchState
-from .whole_batch_loss import Joined, Outputs
+from .shards import BatchSums, Share, Shards
+from .state import TrainerState
+from .whole_batch_loss import Outputs, WholeBatchLoss
 
 OURS = (
     "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling conv_algorithm offload"
 ).split()
 
 
-class DistributedTrainer(TorchState):
+class DistributedTrainer(TrainerState):
     """Trains a torch.nn.Module with a torch optimizer on all ranks, with the same bits whatever their number.
 
     Args:
@@ -120,7 +120,7 @@ class DistributedTrainer(TorchState):
         self.layout = declaration.part(Layout, made, **own)  # a rank runs its shards one after the other
         self.shards.counts = self.layout.counts
         self._given = self._description()
-        self._built, self._first = Settings(module, self.loss, deterministic == "error"), self._trained
+        self._built, self._first = ModuleSettings(module, self.loss, deterministic == "error"), self._trained
         self._compare_settings({"zero": self.zero})
         self.shards.agree(self._given)
 
@@ -153,7 +153,7 @@ class DistributedTrainer(TorchState):
         self.last = Step(sums.loss, metrics.get("accuracy", 0.0), rate, taken, None, metrics)
         return self.last
 
-    def _measured(self, sums: Sums) -> dict[str, float]:
+    def _measured(self, sums: BatchSums) -> dict[str, float]:
         found = zip(self.metrics.items(), sums.metrics, strict=False)
         return {name: v for (name, metric), v in found if metric is not metric_sums.accuracy or v >= 0}
 
@@ -179,11 +179,11 @@ class DistributedTrainer(TorchState):
                 self.scheduler.step()
                 self._scheduled += 1
 
-    def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> Sums:
+    def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> BatchSums:
         """Runs this rank's shards of a batch; the sums over all."""
         n = len(batch.indices)
         begun = self.shards.begin(n, train)
-        joined: Joined | None = None
+        joined: WholeBatchLoss | None = None
         several = n > (self.shards.shard_size or n)
         with begun.tried():
             batch = batch.covering(*self.shards.share(n, train))
@@ -222,7 +222,7 @@ class DistributedTrainer(TorchState):
             raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
         return loss
 
-    def _joined(self, begun: Part, batch: datasets.Batch, step: int, train: bool) -> Joined | None:
+    def _joined(self, begun: StepOutcome, batch: datasets.Batch, step: int, train: bool) -> WholeBatchLoss | None:
         """The loss of all outputs of a batch, on ranks that have a shard; a collective call. Raises what a rank's part
         failed with: on all ranks; nothing was changed."""
         made, n = Outputs(), len(batch.indices)
@@ -238,10 +238,10 @@ class DistributedTrainer(TorchState):
         with begun.tried(), self.shards.drawing(step, train), self._autocast():
             if made.shards:
                 scale = (1 if self._loss_is_sum else n) if train else None
-                return Joined(made, everyone or [], self._loss_of, scale)
+                return WholeBatchLoss(made, everyone or [], self._loss_of, scale)
         return None
 
-    def _run_joined(self, joined: Joined, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool) -> None:
+    def _run_joined(self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool) -> None:
         """The second pass of a shard."""
         out, y = self._output(x, y)
         if train:
@@ -285,7 +285,7 @@ class DistributedTrainer(TorchState):
             return torch.autocast("cpu", dtype=torch.bfloat16)
         return contextlib.nullcontext()
 
-    def _commit(self, sums: Sums) -> bool:
+    def _commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, unless it is not finite: then nothing is changed."""
         gradient = self.shards.gradient
         finite = math.isfinite(sums.loss) and all(math.isfinite(float(v)) for v in torch.aminmax(gradient))

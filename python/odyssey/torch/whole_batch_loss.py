@@ -43,7 +43,7 @@ class Outputs:
         return None if any(its for its, _ in everyone) else sorted(shards, key=lambda shard: shard[:2])
 
 
-class Joined:
+class WholeBatchLoss:
     """The loss of all outputs of a batch, and its gradients of them.
 
     loss: of (output, targets). scale: what the loss is multiplied with for the gradients; None: they are not needed.

@@ -25,10 +25,10 @@ def save(comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Seq
     store: on rank 0. Returns False if not all ranks see its directory: nothing was written. Raises as Store.save.
     """
     from ..checkpoints.manifest import file_of, file_text
-    from ..checkpoints.snapshot import Piece, plain_values
+    from ..checkpoints.snapshot import TensorSlice, plain_values
     from ..checkpoints.writer import write_file
 
-    own = [Piece.of(stem, name, array) for stem, some in snapshot.arrays.items() for name, array in some.items()]
+    own = [TensorSlice.of(stem, name, array) for stem, some in snapshot.arrays.items() for name, array in some.items()]
     own += snapshot.pieces
     folder = Path(by_first(comm, lambda: str(store.begin(snapshot.step))))
     entries = None

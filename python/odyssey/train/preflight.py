@@ -81,7 +81,7 @@ def odd_one(rows: Sequence[Sequence[int]]) -> Odd | None:
     return None
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Place of a rank: its host, its threads, and the cores that it may use, as bits."""
 
     host: int
@@ -89,7 +89,7 @@ class Place(NamedTuple):
     cores: int
 
 
-def crowded(places: Sequence[Place]) -> list[str]:
+def crowded(places: Sequence[RankPlace]) -> list[str]:
     """A warning for each machine with more threads than cores; pure. Ranks bound to a core each are not crowded."""
     warnings = []
     hosts: dict[int, list[int]] = {}
@@ -156,7 +156,7 @@ def at_start(
             "use the mpirun of the MPI that mpi4py uses (see `odyssey doctor`)"
         )
     if comm.size == 1:
-        return crowded([Place(0, threads, _mask())])
+        return crowded([RankPlace(0, threads, _mask())])
     fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": _text(settings)}
     rows = comm.all_gather(_row(fields, threads))
     n = len(fields)
@@ -164,7 +164,7 @@ def at_start(
     if odd is not None:
         raise _explained(comm, fields, odd)
     masks = [int.from_bytes(row.tobytes(), "little") for row in rows[:, n + 2 :].astype("<u8")]
-    return crowded([Place(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)])
+    return crowded([RankPlace(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)])
 
 
 def _row(fields: Mapping[str, str], threads: int) -> Any:

@@ -31,7 +31,7 @@ from .numerics import check_replicas
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot
-    from ..checkpoints.snapshot import Piece
+    from ..checkpoints.snapshot import TensorSlice
 
 
 class EngineState(Changing):
@@ -272,18 +272,19 @@ class EngineState(Changing):
             },
         )
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[TensorSlice]:
         """The parts of parameters and of the optimizer's arrays that this rank saves."""
         from ..checkpoints.header import rows
-        from ..checkpoints.snapshot import Piece
+        from ..checkpoints.snapshot import TensorSlice
 
         states, shapes, made = dict(self.optimizer.state), {n: p.shape for n, p in self.arena.named}, []
         for name, runs, params, shift, at in self._train.ownership.saved():
             at = at if self._warned else self.arena.offsets[name]  # the state is cut into parts at the first step
             for run in rows(runs):
-                made.append(Piece("parameters", name, shapes[name], run, params, shift))
+                made.append(TensorSlice("parameters", name, shapes[name], run, params, shift))
                 for state, own in states.items():
-                    made.append(Piece("optimizer", f"{state}/{name}", shapes[name], run, own.view(np.ndarray), at))
+                    own, path = own.view(np.ndarray), f"{state}/{name}"
+                    made.append(TensorSlice("optimizer", path, shapes[name], run, own, at))
         return made
 
     def _residuals(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:

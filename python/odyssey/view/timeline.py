@@ -42,7 +42,7 @@ def _places(size: int, kernel: str, s: dict[str, int]) -> int:
     return (size - s[kernel]) // s["S"] + 1
 
 
-class Op(NamedTuple):
+class OpSummary(NamedTuple):
     """A record of a program, as people know it. bytes: of what it reads and writes, without scratch memory and data."""
 
     name: str
@@ -69,13 +69,13 @@ class Timeline:
         self._rows: list[Sequence[Any]] = []
         self._chunks: list[tuple[int, int, np.ndarray]] = []
         self._programs: dict[tuple[int, int], list[tuple[bytes, int]]] = {}
-        self._described: list[list[Op]] = []
+        self._described: list[list[OpSummary]] = []
         self._count = 0
         self._thread = threading.get_ident()
         self._phase = slot.mine().phase, time.monotonic_ns()
         self._flushed = self._phase[1]
         self._rooms: dict[tuple[int, int], tuple[list[np.ndarray], int]] = {}  # by threads and entries
-        self.totals: dict[Op, list[int]] | None = {} if totals else None  # calls, ns
+        self.totals: dict[OpSummary, list[int]] | None = {} if totals else None  # calls, ns
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".jsonl").write_text(json.dumps(about) + "\n")
@@ -171,7 +171,7 @@ class Timeline:
         self._rows.append(("program", str(number), 0, 0, {"ops": [list(op) for op in described]}))
         return number
 
-    def _op(self, lib: native.Library, row: list[int]) -> Op:
+    def _op(self, lib: native.Library, row: list[int]) -> OpSummary:
         op = lib.named[row[0] & 0xFFFF]
         operands = row[1 : 1 + len(op.outputs) + len(op.inputs)]
         s = dict(zip(op.sizes, row[1 + len(operands) :], strict=False))
@@ -184,7 +184,7 @@ class Timeline:
             if place >> 56 in (native.PARAMS, native.GRADS) and len(self._starts):
                 at = int(np.searchsorted(self._starts, (place & (1 << 56) - 1) // 4, "right")) - 1
                 layer = layer or self._names[int(self._starts[max(at, 0)])]
-        return Op(op.name, layer, flops, row[-1] >> 1, bool(row[-1] & 1))
+        return OpSummary(op.name, layer, flops, row[-1] >> 1, bool(row[-1] & 1))
 
     def due(self) -> None:
         """Between two steps: writes what has gathered, now and then."""
@@ -220,7 +220,7 @@ class Timeline:
             record = np.minimum(entries[:, 0] & SUM, len(ops))
             calls = np.bincount(record, minlength=len(ops) + 1)
             spent = np.bincount(record, entries[:, 2] - entries[:, 1], len(ops) + 1)
-            for op, n, ns in zip([*ops, Op("sum of gradients", "", 0.0, 0, True)], calls, spent, strict=True):
+            for op, n, ns in zip([*ops, OpSummary("sum of gradients", "", 0.0, 0, True)], calls, spent, strict=True):
                 if n:
                     total = self.totals.setdefault(op, [0, 0])
                     total[0], total[1] = total[0] + int(n), total[1] + int(ns)

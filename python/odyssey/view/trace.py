@@ -1,8 +1,8 @@
 """A timeline of all ranks as Chrome and Perfetto read it (Trace Event Format, JSON): of a training, or of a run.
 
-`Recording` is the callback: on each rank it keeps what view/timeline.py writes, in a directory of this recording, and
-rank 0 makes the picture at the end of fit(). `merged` makes it of all recordings of a directory: one process per rank,
-one track per thread. Clocks are set against rank 0's by messages there and back, as NTP does.
+`TimelineRecorder` is the callback: on each rank it keeps what view/timeline.py writes, in a directory of this
+recording, and rank 0 makes the picture at the end of fit(). `merged` makes it of all recordings of a directory: one
+process per rank, one track per thread. Clocks are set against rank 0's by messages there and back, as NTP does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 8  # messages there and back
 RUN_TRACK = 1_000_000  # the process that stands for the whole run
 
 
-class Recording(Callback):
+class TimelineRecorder(Callback):
     """Records a fit() on all ranks.
 
     Args:

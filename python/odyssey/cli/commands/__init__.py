@@ -25,7 +25,7 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 NAME_LIMIT, PATH_LIMIT = 255, 4095  # bytes of a file's name and of a path, as Linux and macOS have them
 
 
-class File(click.Path):
+class FilePath(click.Path):
     """A path that a file can have: asking for one that is too long would be an OSError wherever it is looked at."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -66,7 +66,7 @@ class OrOwn(click.Choice[str]):
         return f"[{'|'.join(self.choices)}|{OWN_CLASS}]"
 
 
-FILE = File(path_type=Path)
+FILE = FilePath(path_type=Path)
 DIFFERENT, REFUSED, UNAVAILABLE = 1, 65, 69  # exit codes
 
 # Options of several commands.

@@ -29,9 +29,9 @@ def command(
     Ends with 0 if a run can start, warnings allowed, and with 69 if one of the checks fails.
     """
     from ...errors import printable
-    from ..doctor import FAIL, OK, WARN, Plan, examine
+    from ..doctor import FAIL, OK, WARN, RunPlan, examine
 
-    checks = examine(Plan(ranks, threads, run_dir, [host.name for host in machines("doctor", hosts, hostfile)]))
+    checks = examine(RunPlan(ranks, threads, run_dir, [host.name for host in machines("doctor", hosts, hostfile)]))
     count = {state: sum(check.state == state for check in checks) for state in (OK, WARN, FAIL)}
     if as_json:
         click.echo(json.dumps({"checks": [check._asdict() for check in checks], **count}, indent=1))

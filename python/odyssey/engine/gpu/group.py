@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core import native as host
-from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Block, Event, Gpu, GpuStep, library
+from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Event, Gpu, GpuStep, StepBlock, library
 from ...errors import DeviceError
 from ...optim import Update
 from . import graph
@@ -47,7 +47,7 @@ class Worker:
         self._events: list[Event] = []
         self.block = self.area("block", BLOCK_BYTES)
         self.host_block = self.pinned("block", BLOCK_BYTES)
-        self.host_params = Block.from_address(self.host_block.ctypes.data)
+        self.host_params = StepBlock.from_address(self.host_block.ctypes.data)
 
     def area(self, name: str, nbytes: int, *, clear: bool = False) -> int:
         """Address of device memory that all runners use for the same thing, as one runs at a time."""
@@ -94,12 +94,12 @@ class Worker:
     @property
     def flag(self) -> int:
         """Address of the flag on the device: 1 while all numbers checked in this step were finite."""
-        return self.block + Block.flag.offset
+        return self.block + StepBlock.flag.offset
 
     @property
     def divisor(self) -> int:
         """Address of the number on the device that gradients are divided by, where the host has set one."""
-        return self.block + Block.divisor.offset
+        return self.block + StepBlock.divisor.offset
 
     def run(self, records: np.ndarray) -> None:
         """Enqueues records whose operands are addresses."""
@@ -230,7 +230,7 @@ class DeviceGroup:
             if not own:
                 if worker.host_params.divisor != value:  # else the block has it
                     worker.host_params.divisor = value
-                    worker.gpu.upload(worker.divisor, worker.host_block[Block.divisor.offset :][:4])
+                    worker.gpu.upload(worker.divisor, worker.host_block[StepBlock.divisor.offset :][:4])
                 by = worker.divisor
             counted = result + 4 * (n + 1)  # the samples
             checked = [[lib.codes["finite"], result, n + host.library().stats]]

@@ -16,7 +16,7 @@ FOLD = 8
 SIDE_BY_SIDE = 32
 
 
-class Compute(NamedTuple):
+class ComputeNode(NamedTuple):
     """Computes the node (first shard, shards) in one go, `fold` shards per gradient buffer, into sum `to`."""
 
     first: int
@@ -31,7 +31,7 @@ class WorkerPlan(NamedTuple):
     It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards` workspaces.
     """
 
-    actions: tuple[Compute | Action, ...]
+    actions: tuple[ComputeNode | Action, ...]
     nodes: tuple[Node, ...]
     sums: int
     pieces: int
@@ -52,7 +52,7 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
     most: largest fold allowed, 1 where gradients of a parameter come from several ops.
     """
     own = tuple(nodes(run, shards))
-    actions: list[Compute | Action] = []
+    actions: list[ComputeNode | Action] = []
     sums = len(own)
     largest = pieces = 0
     free: list[int] = []
@@ -62,7 +62,7 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
         first, n = node
         if n <= limit:
             fold = fold_of(n, most)
-            actions.append(Compute(first, n, fold, to))
+            actions.append(ComputeNode(first, n, fold, to))
             largest, pieces = max(largest, n), max(pieces, -(-n // fold))
             return
         left = split(n)

@@ -1,7 +1,7 @@
 """Sums between processes whose workers are GPUs: how the tree of docs/determinism.md is completed across ranks.
 
-Each worker has complete nodes of the tree for its range of the floats (`Part`). Two ways lead from there to the whole
-sum on every device:
+Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead from there to the
+whole sum on every device:
 
     StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
     DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 20  # floats that go from device to host, over the network and back at a time; 4 MB
 
 
-class Part(NamedTuple):
+class GpuRange(NamedTuple):
     """Where a worker has floats lo .. hi-1 of the sums of this process's nodes.
 
     Float x of node i is at address + 4 (stride rows[i] + x - lo) in device memory.
@@ -48,7 +48,7 @@ class Part(NamedTuple):
         return self.address + 4 * (self.stride * self.rows[i] + x - self.lo)
 
 
-class Exchange:
+class GpuExchange:
     """Completes the sums of a runner; made by all ranks at the same time, used once per step.
 
     reductions: what counts the bytes that it sends.
@@ -70,7 +70,7 @@ class Exchange:
         return self.workers[w].area(f"result {self.runner.floats}", 4 * self.runner.floats, clear=True)
 
 
-def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> Exchange:
+def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchange:
     """The exchange of a runner between the ranks of `comm`; a collective call.
 
     own: shards of this process.
@@ -108,7 +108,7 @@ def _warn(runner: GpuRunner, text: str) -> None:
         runner.recorded.warnings.append(text)
 
 
-class StagedExchange(Exchange):
+class StagedExchange(GpuExchange):
     """From the devices through pinned memory into a reduction, and back to every device.
 
     The floats are cut into pieces: while one is sent, the next comes from the device and the one before goes back. What
@@ -173,7 +173,7 @@ class StagedExchange(Exchange):
             worker.gpu.upload(result + 4 * lo, back[lo:hi], COMPUTE)
 
 
-class DirectExchange(Exchange):
+class DirectExchange(GpuExchange):
     """The tree completed from device to device: an all-to-all, additions and an all-gather, all in COMPUTE queues.
 
     Worker w of every rank has range w of the floats (runner.py); these are cut again between the ranks, and rank p adds
@@ -210,7 +210,7 @@ class DirectExchange(Exchange):
         self._exchanged.mark()
         return results
 
-    def _run(self, parts: Sequence[Part], results: Sequence[int]) -> None:
+    def _run(self, parts: Sequence[GpuRange], results: Sequence[int]) -> None:
         cuts = []
         for w, part in enumerate(parts):
             cut = [(part.lo + a, part.lo + b) for a, b in planning.ranges(part.hi - part.lo, self.comm.size)]
@@ -224,7 +224,7 @@ class DirectExchange(Exchange):
                     at = 4 * part.lo
                     worker.gpu.take(self.workers[p].gpu, results[q] + at, results[p] + at, 4 * (part.hi - part.lo))
 
-    def _hand_out(self, w: int, part: Part, cut: Sequence[planning.Run], result: int) -> None:
+    def _hand_out(self, w: int, part: GpuRange, cut: Sequence[planning.Run], result: int) -> None:
         """Piece p of all nodes goes to rank p, which adds them up into its result."""
         rank, worker = self.comm.rank, self.workers[w]
         a, b = cut[rank]

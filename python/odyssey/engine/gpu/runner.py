@@ -16,7 +16,7 @@ import numpy as np
 
 from ...build import gpus
 from ...core import native as host
-from ...core.gpu_native import COMPUTE, COPY, Block, Gpu, GpuStep
+from ...core.gpu_native import COMPUTE, COPY, Gpu, GpuStep, StepBlock
 from ...core.program import plan_memory
 from ...errors import DeviceError, NumericsError
 from ...parallel import plan as planning
@@ -189,7 +189,7 @@ class GpuRunner(Runner):
         params.flag = 1
         params.divisor = self.samples * self.context.loss_scale  # of gradients that are not clipped
         if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
-            gpu.upload(worker.divisor, worker.host_block[Block.divisor.offset : Block.unused.offset])
+            gpu.upload(worker.divisor, worker.host_block[StepBlock.divisor.offset : StepBlock.unused.offset])
             return
         prepared = self._prepared[w]
         if prepared is None or prepared.generation != worker.generation:
@@ -283,12 +283,13 @@ class GpuRunner(Runner):
                     met, n = self._met[p]
                     worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
 
-    def parts(self) -> list[reduction.Part]:
+    def parts(self) -> list[reduction.GpuRange]:
         """Where each worker has its range of the sums of this process's nodes, once they have met."""
         if len(self.group.workers) == 1:
-            return [reduction.Part(self._sums(0), self.floats, tuple(range(len(self.meeting.nodes))), 0, self.floats)]
+            nodes = tuple(range(len(self.meeting.nodes)))
+            return [reduction.GpuRange(self._sums(0), self.floats, nodes, 0, self.floats)]
         return [
-            reduction.Part(met, n, self.meeting.at, lo, hi)
+            reduction.GpuRange(met, n, self.meeting.at, lo, hi)
             for (met, n), (lo, hi) in zip(self._met, self.ranges, strict=True)
         ]
 
@@ -323,7 +324,7 @@ class _Prepared(NamedTuple):
 class _Piece:
     """The launches of one piece: launch by launch at first, which loads the kernels, then as a graph."""
 
-    def __init__(self, gpu: Gpu, action: pieces.Compute, step: GpuStep, to: int, buffers: int) -> None:
+    def __init__(self, gpu: Gpu, action: pieces.ComputeNode, step: GpuStep, to: int, buffers: int) -> None:
         self._gpu, self.action, self.step, self._to, self._buffers = gpu, action, step, to, buffers
         self._graph: Graph | None = None
         self._runs = 0
@@ -363,7 +364,7 @@ class _Batches:
         self.count = min(run[1] * shard_size, samples) - self.first
 
     def bring(self, batch: Batch, placed: Placed | None) -> tuple[int, ...]:
-        """For this batch: addresses on the device of images, arrays, rows, scale and shift; `bytes` (StepContext)."""
+        """For this batch: addresses on the device of images, arrays, rows, scale and shift; `bytes` (Context)."""
         if placed is not None:
             pinned = self.worker.pinned("rows", 8 * self.count)
             pinned.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
