@@ -33,7 +33,7 @@ from . import metrics as metric_sums
 from .changing import ModuleSettings
 from .data import DataLoader, Shared, batches, part, tree_of
 from .generators import Orders, generators
-from .shards import BatchSums, Share, Shards
+from .shards import BatchSums, Shards, Share
 from .state import TrainerState
 from .whole_batch_loss import Outputs, WholeBatchLoss
 
