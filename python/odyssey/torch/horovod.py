@@ -1,17 +1,20 @@
 """Horovod's PyTorch interface over `odyssey.comm`: `import odyssey.torch.horovod as hvd`.
 
 What differs from Horovod: calls are matched by their order, not by name, so all ranks make the same calls in the same
-order (one that does not is an error that names both). `DistributedOptimizer` reduces in `step()` or `synchronize()`,
-all gradients of a dtype in one piece, in a fixed order. Objects travel as JSON and tensors; nothing is unpickled unless
-the caller writes allow_pickle=True. Elastic means restart: `odyssey launch` starts the ranks anew, `elastic.run` begins
-from the last commit. Adasum is refused. docs/migration.md has the table.
+order (one that does not is an error that names both). Gradients go through the blocking calls that give a new tensor,
+as Horovod's do, but for minima, maxima and products, where its are wrong. `DistributedOptimizer` reduces in `step()` or
+`synchronize()`, all gradients of a dtype in one piece, in a fixed order. Objects travel as JSON and tensors; nothing is
+unpickled unless the caller writes allow_pickle=True. Elastic means restart: `odyssey launch` starts the ranks anew,
+`elastic.run` begins from the last commit. Adasum is refused. docs/migration.md has the table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import inspect
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,10 +23,18 @@ import torch
 
 from .. import distributed as dist
 from ..comm import Communicator, ReduceOp, Request
-from ..distributed import ProcessGroup, Work, World, calling, destroy_process_group
+from ..distributed import Work, calling
 from ..errors import CollectiveError, ConfigError, ShapeError
 from ..train import spread
 from . import objects
+
+# isort: off
+from .process_sets import (  # noqa: F401, users take them from here
+    ProcessSet, add_process_set, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, global_process_set,
+    gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank, local_size, mpi_built, mpi_enabled,
+    mpi_threads_supported, named, nccl_built, rank, remove_process_set, rocm_built, shutdown, size, world,
+)  # fmt: skip
+# isort: on
 
 HorovodInternalError = CollectiveError
 Average, Sum, Min, Max, Product = ReduceOp.MEAN, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
@@ -31,97 +42,6 @@ Adasum = "adasum"
 _OPS = (*ReduceOp,)
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
 _DTYPES += (torch.int8, torch.uint8)
-
-
-class ProcessSet(ProcessGroup):
-    """Some of the ranks, for `process_set=`; usable once `init(process_sets=)` or `add_process_set` has made it."""
-
-    process_set_id: int | None = None
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks, self.comm = sorted({int(r) for r in ranks}), None  # type: ignore[assignment]
-
-    def included(self) -> bool:
-        """Returns whether this process is one of them."""
-        return rank() in self.ranks
-
-    def _member(self, what: str) -> Communicator:
-        if self.process_set_id is None:
-            call = "hvd.init()" if self is global_process_set else "hvd.add_process_set() of the process set"
-            raise ConfigError(f"[horovod] {what} before {call}; call it first, on all ranks")
-        return super()._member(what)
-
-
-global_process_set = ProcessSet(())
-_number = itertools.count(1)
-
-
-def init(comm: Any = None, process_sets: Iterable[ProcessSet | list[int]] | None = None) -> None:
-    """Meets the other ranks. comm: None, or the list of all ranks; other subsets are process sets."""
-    world = World()
-    if comm is not None and list(comm) != list(world.ranks):
-        raise ConfigError("[horovod] init(comm=...) takes all ranks or None; use process_sets= for some of them")
-    every = global_process_set
-    every.ranks, every.comm, every.process_set_id = list(world.ranks), world.comm, 0  # type: ignore[assignment]
-    for given in process_sets or ():
-        add_process_set(given)
-
-
-def shutdown() -> None:
-    """Ends the use of Horovod's names; the ranks stay connected until they end."""
-    global_process_set.comm = global_process_set.process_set_id = None
-
-
-def is_initialized() -> bool:
-    """Returns whether init() was called."""
-    return global_process_set.comm is not None
-
-
-def add_process_set(process_set: ProcessSet | list[int]) -> ProcessSet:
-    """Makes a group of ranks; all ranks call it."""
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    made._open(made.ranks, _world("add_process_set").group(made.ranks))
-    made.process_set_id = next(_number)
-    return made
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Gives a group of ranks back; all its ranks call it."""
-    if process_set is global_process_set or process_set.process_set_id is None:
-        return False
-    destroy_process_group(process_set)
-    process_set.process_set_id = None
-    return True
-
-
-def _named(name: str, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__, function.__doc__ = name, text
-    return function
-
-
-def _asked(name: str, text: str, of: Callable[[Communicator], int]) -> Callable[[], int]:
-    return _named(name, text, lambda: of(_world(name)))
-
-
-_world = global_process_set._member
-rank = _asked("rank", "This process's number, from 0.", lambda c: c.rank)
-size = _asked("size", "Number of processes.", lambda c: c.size)
-local_rank = _asked("local_rank", "This process's number on its machine.", lambda c: c.local_rank)
-local_size = _asked("local_size", "Processes on this machine.", lambda c: c.local_size)
-# where all machines have as many ranks:
-cross_rank = _asked("cross_rank", "This machine's number.", lambda c: c.rank // c.local_size)
-cross_size = _asked("cross_size", "Number of machines.", lambda c: -(-c.size // c.local_size))
-
-
-def is_homogeneous() -> bool:
-    """Returns whether all machines have as many ranks; asks them."""
-    return len(set(_world("is_homogeneous").all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
-
-
-mpi_built = mpi_enabled = mpi_threads_supported = _named("mpi_built", "True: ranks meet by MPI.", lambda: True)
-gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _named(
-    "gloo_built", "False: no other way of Horovod's is here.", lambda: False
-)
 
 
 class Compression:
@@ -182,33 +102,89 @@ def _waited(start: Callable[..., Work]) -> Callable[..., Any]:
     def call(*given: Any, **named: Any) -> Any:
         return start(*given, **named).wait()
 
-    return _named(start.__name__.replace("_async", ""), start.__doc__ or "", call)
+    return named(start.__name__.replace("_async", ""), start.__doc__ or "", call)
+
+
+class _Taped(torch.autograd.Function):
+    """A call on torch's tape. back: makes the gradient of what it was given, of that of what it gave, its arguments,
+    and the rows that it was given, or those of each rank that came."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Callable[..., Work], back: Callable[..., Any], how: Any, tensor: torch.Tensor) -> Any:
+        result = start(tensor.detach(), **how).wait()
+        ctx.back, ctx.how, ctx.rows = back, how, tensor.shape[:1]
+        if isinstance(result, tuple):
+            result, ctx.rows = result
+            ctx.mark_non_differentiable(ctx.rows)
+        return result if how.get("splits") is None else (result, ctx.rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
+        return None, None, None, ctx.back(gradient.clone(), ctx.how, ctx.rows)
+
+
+def _taped(name: str, start: Callable[..., Work], back: Callable[..., Any]) -> Callable[..., Any]:
+    """The blocking form of an `_async` call that gives a new tensor, through which gradients go."""
+    signature = inspect.signature(start)
+
+    @functools.wraps(start)
+    def call(*given: Any, compression: type[Compression.none] = Compression.none, **named: Any) -> Any:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        sent, context = compression.compress(_tensor(bound.arguments.pop("tensor"), name))
+        result = _Taped.apply(start, back, bound.arguments, sent)
+        return result if isinstance(result, tuple) else compression.decompress(result, context)
+
+    return named(name, start.__doc__ or "", call)
+
+
+def _tensor(tensor: Any, what: str, rows: bool = False) -> torch.Tensor:
+    """The tensor that a call is given. ShapeError: it is none, or has no rows where they are needed."""
+    if not isinstance(tensor, torch.Tensor) or (rows and not tensor.dim()):
+        found = "a number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        raise ShapeError(f"[horovod] {what} of {found}; give a tensor{' with a first dimension' if rows else ''}")
+    return tensor
 
 
 def _of_a_copy(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
     def copied(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        return call(tensor.detach().clone(), *given, **named)
+        return call(_tensor(tensor, call.__name__).detach().clone(), *given, **named)
 
-    return _named(call.__name__.rstrip("_"), f"`{call.__name__}` of a copy.", copied)
+    return named(call.__name__.rstrip("_"), f"`{call.__name__}` of a copy.", copied)
 
 
 def _grouped(call: Callable[..., Any]) -> Callable[..., list[Any]]:
     def each(tensors: list[torch.Tensor], *given: Any, **named: Any) -> list[Any]:
         return [call(t, *given, **named) for t in tensors]
 
-    return _named(f"grouped_{call.__name__}", f"`{call.__name__}` of each.", each)
+    return named(f"grouped_{call.__name__}", f"`{call.__name__}` of each.", each)
+
+
+def _digest(shape: Iterable[int]) -> int:
+    return zlib.crc32(repr(tuple(shape)).encode())
 
 
 def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Sum) -> np.ndarray:
-    """(ranks, 4): what each contributes: whether it does, dtype, elements, operation. For ranks that have joined."""
-    mine = (0, 0, 0, 0) if tensor is None else (1, _DTYPES.index(tensor.dtype), tensor.numel(), _OPS.index(op))
-    return comm.all_gather(np.array(mine, np.int64))
+    """(ranks, 5): what each contributes: whether it does, dtype, elements, operation, shape. For ranks that have
+    joined. Raises CollectiveError: it differs."""
+    mine = [0] * 5
+    if tensor is not None:
+        mine = [1, _DTYPES.index(tensor.dtype), tensor.numel(), _OPS.index(op), _digest(tensor.shape)]
+    everyone = comm.all_gather(np.array(mine, np.int64))
+    active = np.flatnonzero(everyone[:, 0])
+    for other in active[(everyone[active] != everyone[active[:1]]).any(axis=1)]:
+        told = [f"{_OPS[op].name} of {n} {_DTYPES[d]} on rank {r}" for r, (_, d, n, op, _) in enumerate(everyone)]
+        says = f"{told[active[0]]}, {told[other]}, or other shapes; give the same on all ranks"
+        raise CollectiveError(f"[horovod] allreduce differs between ranks: {says}")
+    return everyone
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiplies a tensor, in place; returns it."""
+    """Multiplies a tensor, in place; returns it. Integers are rounded towards zero."""
     if factor != 1.0:
-        tensor.detach().mul_(factor)
+        values = tensor.detach()
+        values.copy_(values * factor if tensor.is_floating_point() else values.double() * factor)
     return tensor
 
 
@@ -221,32 +197,27 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Work:
-    """Combines all ranks' tensors, in place. name: taken and not used; the order of calls counts. Raises ConfigError:
-    Adasum, a mean of integers, or a dtype that cannot be added."""
+    """Combines all ranks' tensors, in place; the mean of integers is rounded towards zero. name: taken and not used;
+    the order of calls counts. Raises ConfigError: Adasum, or a dtype that cannot be added."""
     with calling(process_set, "allreduce_") as comm:
         kind = _reduction(op, average)
-        if tensor.dtype not in _DTYPES:
+        if _tensor(tensor, "allreduce").dtype not in _DTYPES:
             raise ConfigError(f"[horovod] allreduce of {tensor.dtype}; convert it to a number of 8 to 64 bits")
+        divided = kind is Average and not tensor.is_floating_point()
+        kind = Sum if divided else kind
         _scaled(tensor, prescale_factor)
         if comm.size > 1:
             _announce(comm, tensor, kind)
         place = dist.Place(tensor, "allreduce_")
         flat = place.memory.reshape(-1)  # as `join` gives it
         work = Work(comm.all_reduce(flat, kind, flat, wait=False), place.filled)
-    return work if postscale_factor == 1.0 else work.then(lambda _: _scaled(tensor, postscale_factor))
 
+    def finish(total: torch.Tensor) -> torch.Tensor:
+        if divided:
+            total.copy_(total.div(comm.size, rounding_mode="trunc"))
+        return _scaled(total, postscale_factor)
 
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compression.none] = Compression.none,
-    op: Any = None,
-    **named: Any,
-) -> torch.Tensor:
-    """All ranks' tensors combined (the mean by default), as a new tensor; no gradient goes through it."""
-    sent, context = compression.compress(tensor.detach().clone())
-    return compression.decompress(allreduce_(sent, average, name, op, **named), context)
+    return work.then(finish)
 
 
 def broadcast_async_(
@@ -261,11 +232,11 @@ def allgather_async(
 ) -> Work:
     """All ranks' tensors one after the other; they may differ in their first dimension."""
     with calling(process_set, "allgather") as comm:
-        rows = comm.all_gather_each(dist.array_of(tensor))
+        rows = comm.all_gather_each(dist.array_of(_tensor(tensor, "allgather", rows=True)))
     return Work(Request(dist.like(tensor, np.concatenate(rows))))
 
 
-def alltoall_async(
+def _exchange(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Work:
     """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts.
@@ -273,23 +244,55 @@ def alltoall_async(
     Returns what came, rank by rank; with `splits`, (that, rows from each rank).
     """
     with calling(process_set, "alltoall") as comm:
-        if splits is None and len(tensor) % comm.size:
-            raise ShapeError(f"[horovod] alltoall of {len(tensor)} rows on {comm.size} ranks; give splits=")
-        send = [len(tensor) // comm.size] * comm.size if splits is None else splits.tolist()
-        receive = comm.all_to_all(np.array(send, np.int64).reshape(-1, 1))[:, 0].tolist()
+        n, row = len(_tensor(tensor, "alltoall", rows=True)), _digest(tensor.shape[1:])
+        if splits is None and n % comm.size:
+            raise ShapeError(f"[horovod] alltoall of {n} rows on {comm.size} ranks; give splits=")
+        send = [n // comm.size] * comm.size if splits is None else torch.as_tensor(splits).tolist()
+        if [type(k) for k in send] != [int] * comm.size or min(send) < 0 or sum(send) != n:
+            raise ShapeError(f"[horovod] alltoall: splits={send} of {n} rows; give {comm.size} integers that add up")
+        came = comm.all_to_all(np.array([[k, row] for k in send], np.int64))
+    for other in np.flatnonzero(came[:, 1] != row):
+        shape = tuple(tensor.shape[1:])
+        raise CollectiveError(f"[horovod] alltoall of rows of {shape}, others on rank {other}; give rows of one shape")
+    receive = came[:, 0].tolist()
     out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     work = dist.all_to_all_single(out, tensor, receive, send, process_set, async_op=True)
-    return work if splits is None else work.then(lambda out: (out, torch.tensor(receive)))
+    return work.then(lambda out: (out, torch.tensor(receive)))
+
+
+@functools.wraps(_exchange)
+def alltoall_async(tensor: torch.Tensor, splits: Any = None, *given: Any, **named: Any) -> Work:
+    work = _exchange(tensor, splits, *given, **named)
+    return work if splits is not None else work.then(lambda came: came[0])
 
 
 def reducescatter_async(
-    tensor: torch.Tensor, op: Any = Average, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Work:
     """This rank's rows of the combination; where they do not divide by the ranks, the first ranks have one more."""
-    rows, more = divmod(len(tensor), process_set.size())
-    lo = process_set.rank() * rows + min(process_set.rank(), more)
-    work = dist.all_reduce(tensor, _reduction(op), process_set, async_op=True, out=torch.empty_like(tensor))
-    return work.then(lambda total: total[lo : lo + rows + (process_set.rank() < more)])
+    with calling(process_set, "reducescatter") as comm:
+        rows, more = divmod(len(_tensor(tensor, "reducescatter", rows=True)), comm.size)
+    lo = comm.rank * rows + min(comm.rank, more)
+    work = allreduce_async(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
+    return work.then(lambda total: total[lo : lo + rows + (comm.rank < more)])
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None = None, op: Any = Average, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Adds sparse tensors, or their mean: the entries of all ranks. Returns a function that gives them."""
+    with calling(process_set, "sparse_allreduce"):
+        if (kind := _reduction(op)) not in (Sum, Average) or not tensor.is_sparse:
+            raise ConfigError("[horovod] sparse_allreduce adds sparse tensors, or their mean; use allreduce")
+    mine = tensor.detach().coalesce()
+    places, values = (allgather_async(t, name, process_set).wait() for t in (mine.indices().t(), mine.values()))
+    scaled = values / process_set.size() if kind is Average else values
+    return lambda: torch.sparse_coo_tensor(places.t(), scaled, tensor.shape, check_invariants=False)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -297,9 +300,50 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     dist.barrier(process_set)
 
 
-allreduce_, broadcast_, allgather = map(_waited, (allreduce_async_, broadcast_async_, allgather_async))
-alltoall, reducescatter = map(_waited, (alltoall_async, reducescatter_async))
-allreduce_async, broadcast_async, broadcast = map(_of_a_copy, (allreduce_async_, broadcast_async_, broadcast_))
+allreduce_, broadcast_ = map(_waited, (allreduce_async_, broadcast_async_))
+allreduce_async, broadcast_async = map(_of_a_copy, (allreduce_async_, broadcast_async_))
+
+
+def _linear(how: dict[str, Any]) -> ReduceOp:
+    if (kind := _reduction(how["op"], how.get("average"))) in (Sum, Average):
+        return kind
+    raise ConfigError(f"[horovod] op={kind.name} has no gradient here; give tensor.detach(), or Sum or Average")
+
+
+def _mean(gradient: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
+    return allreduce_(gradient, process_set=how["process_set"])
+
+
+def _reduced(gradient: torch.Tensor, how: dict[str, Any], _: Any) -> torch.Tensor:
+    return allreduce_(gradient, **how | {"op": _linear(how), "average": None})
+
+
+def _gathered(gradient: torch.Tensor, how: dict[str, Any], rows: Any) -> torch.Tensor:
+    everyone = how["process_set"]._member("allgather").all_gather(np.array(rows, np.int64))
+    return _mean(gradient, how).narrow(0, int(everyone[: how["process_set"].rank()].sum()), *rows)
+
+
+def _sent(gradient: torch.Tensor, how: dict[str, Any], _: Any) -> torch.Tensor:
+    mean = _mean(gradient, how)
+    return mean if rank() == how["root_rank"] else torch.zeros_like(mean)
+
+
+def _scattered(gradient: torch.Tensor, how: dict[str, Any], _: Any) -> torch.Tensor:
+    ranks = how["process_set"].size() if _linear(how) is Sum else 1
+    factor = how["prescale_factor"] * how["postscale_factor"] * ranks
+    return allgather(_scaled(gradient, factor), process_set=how["process_set"])
+
+
+def _returned(gradient: torch.Tensor, how: dict[str, Any], rows: Any) -> torch.Tensor:
+    return _exchange(gradient, rows, None, how["process_set"]).wait()[0]
+
+
+# Gradients are Horovod's, which takes the mean of the ranks' for some calls, and their sum for others.
+allreduce = _taped("allreduce", allreduce_async, _reduced)
+broadcast = _taped("broadcast", broadcast_async, _sent)
+allgather = _taped("allgather", allgather_async, _gathered)
+alltoall = _taped("alltoall", _exchange, _returned)
+reducescatter = _taped("reducescatter", reducescatter_async, _scattered)
 grouped_allreduce, grouped_allreduce_ = _grouped(allreduce), _grouped(allreduce_)
 grouped_allreduce_async, grouped_allreduce_async_ = _grouped(allreduce_async), _grouped(allreduce_async_)
 grouped_allgather, grouped_reducescatter = _grouped(allgather), _grouped(reducescatter)
@@ -311,13 +355,13 @@ def join(device: int = -1) -> int:
     Means are over all ranks, those that have joined included. What the others may call meanwhile is allreduce and the
     steps of a DistributedOptimizer; another call is an error.
     """
-    comm, rounds = _world("join"), 0
+    comm, rounds = world("join"), 0
     while comm.size > 1:
         everyone = _announce(comm, None)
         active = np.flatnonzero(everyone[:, 0])
         if not len(active):
             break
-        _, dtype, elements, op = everyone[active[0]]
+        _, dtype, elements, op, _ = everyone[active[0]]
         zeros = torch.zeros(int(elements), dtype=_DTYPES[dtype])
         dist.all_reduce(zeros, _OPS[op], global_process_set)
         rounds += 1
@@ -395,15 +439,13 @@ class _Distributed:
         ranks, predivide = self._process_set.size(), self._predivide
         for p in self._parameters:
             if p.grad is not None and p.grad.is_sparse:
-                if not self._dense:
-                    raise ConfigError(
-                        "[horovod] a gradient is sparse; use sparse_as_dense=True, or Embedding(sparse=False)"
-                    )
-                p.grad = p.grad.to_dense()
+                sent = p.grad.to_dense() if self._dense else None
+                p.grad = sparse_allreduce_async(p.grad, None, self._op, self._process_set)() if sent is None else sent
             elif p.grad is None and ranks > 1:
                 p.grad = torch.zeros_like(p)
-        for dtype in dict.fromkeys(p.dtype for p in self._parameters) if ranks > 1 else ():
-            grads = [p.grad for p in self._parameters if p.dtype is dtype]
+        dense = [p.grad for p in self._parameters if ranks > 1 and not p.grad.is_sparse]
+        for dtype in dict.fromkeys(g.dtype for g in dense):
+            grads = [g for g in dense if g.dtype is dtype]
             flat = torch.cat([g.reshape(-1) for g in grads])
             sent, context = self._compression.compress(flat.div_(predivide) if predivide != 1.0 else flat)
             kind = Sum if predivide != 1.0 else self._op
@@ -426,6 +468,9 @@ class _Distributed:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """`synchronize()`, then the optimizer's own step."""
         if not self._skip:
+            if self._synchronized:
+                text = "optimizer.step() called without optimizer.skip_synchronize() context after synchronize()"
+                warnings.warn(f"{text}: gradients are combined twice", stacklevel=2)
             self.synchronize()
         self._synchronized = False
         return super(self.__class__, self).step(closure)
@@ -469,6 +514,8 @@ def DistributedOptimizer(
         raise ConfigError(
             f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; name them all"
         )
+    if not process_set.included():  # these ranks train apart from each other, as Horovod's do
+        return optimizer
     process_set._member("DistributedOptimizer")
     own = {name: value for name, value in vars(_Distributed).items() if not name.startswith("__")}
     made: Any = optimizer
