@@ -118,6 +118,17 @@ class Engine:
             self._check_labels(batch.dataset)
         return sums
 
+    def loss_in_shards(self, batch: Batch, size: int) -> float:
+        """The mean loss of a batch in shards of another size; nothing of that is kept."""
+        own, known = self.shard_size, list(self._prepared)
+        self.shard_size = size
+        try:
+            sums = self.run(batch, 0)
+            return sums.loss / sums.samples
+        finally:
+            self.shard_size = own
+            self._drop([key for key in self._prepared if key not in known])
+
     def _mark(self, ready: Runner) -> None:
         """Sees to it that the exchange of this step compares what ranks must have alike."""
         stamp, self.alike = (ready, setting_versions.updates.value), True

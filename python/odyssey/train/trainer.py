@@ -31,7 +31,7 @@ from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..engine.metrics import chosen
 from ..engine.runner import Sums
-from ..errors import ConfigError, DeviceError, NumericsError, check_kind
+from ..errors import ConfigError, DeviceError, NumericsError, OdysseyError, check_kind
 from ..nn import CrossEntropyLoss, Module, PipelineParallel
 from ..optim import Optimizer, Schedule, lr_factor
 from ..parallel.mesh import PARTS, Groups, Mesh
@@ -225,6 +225,8 @@ class DistributedTrainer(EngineState):
             self.steps, self.optimizer.steps = self.steps + 1, self.optimizer.steps + 1
             self.mode.stepped()
             return Step(0.0, 0.0, self.rate(self.steps - 1), True, None, {})
+        if not self._warned:
+            self._look_at_loss(part)
         self._train.loss_scale = self.scaler.value
         sums = self._train.run(part, self.steps)
         self._begin(sums)
@@ -356,6 +358,27 @@ class DistributedTrainer(EngineState):
         """For a mode: adds to what this rank has sent."""
         self._train.bytes_sent += sent
         self._train.bytes_plain += sent
+
+    def _look_at_loss(self, batch: datasets.Batch) -> None:
+        """Says if the loss is no mean over samples, by that of the first batch in eval mode, in its shards and in
+        larger ones: shards change its meaning. Not of our own models and losses."""
+        n = len(batch.indices)
+        size = self._eval.shard_size_of(n)
+        larger, made = min(2 * size, n), [*map(type, self.model.modules()), self.loss]
+        theirs = any(not getattr(one, "__module__", "").startswith("odyssey.") for one in made)
+        if size == n or not theirs or not self.mode.together:
+            return
+        try:
+            apart, joined = (self._eval.loss_in_shards(batch, k) for k in (size, larger))
+        except OdysseyError:  # it is said where it is trained
+            return
+        if abs(apart - joined) > 1e-4 * max(abs(apart), abs(joined)) + 1e-6:
+            values = f"{apart:.5g} in shards of {size}, {joined:.5g} of {larger}"
+            self.say(
+                f"[train] the loss is no mean over samples ({values}): computed in shards it is another one than that "
+                f"of the batch of {n}. Give shard_size={n}, where one rank has the batch; of a root or other function "
+                "of a mean, give the mean itself (docs/losses.md)"
+            )
 
     def _begin(self, sums: Sums) -> None:
         """At the first step: what is known only once the model has been recorded."""
