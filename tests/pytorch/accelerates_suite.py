@@ -1,6 +1,6 @@
 """One of Accelerate's own test scripts, as its wheel brings them, over a process group that is there already.
 
-    torchrun ... accelerates_suite.py odyssey|gloo SCRIPT
+torchrun ... accelerates_suite.py odyssey|gloo SCRIPT
 """
 
 from __future__ import annotations
