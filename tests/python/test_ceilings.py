@@ -16,16 +16,16 @@ ROOT = build.source_root()
 #: Lines of code (no blanks, comments, docstrings): what there was when the borders were drawn, and 3 %. "mojo" is
 #: all of the Mojo face.
 CEILINGS = {
-    "core": 31_791,
+    "core": 31_819,
     "kernels": 13_307,
-    "torch": 3_272,
+    "torch": 3_376,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 71_963, 600
+ALL_LINES, FILE_LINES = 72_149, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
