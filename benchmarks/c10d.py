@@ -1,4 +1,4 @@
-"""Backend "odyssey" of torch.distributed beside Gloo: all-reduces and steps of DDP, in turns in one run.
+"""Backend "odyssey" of torch.distributed beside Gloo: all-reduces and steps of DDP and FSDP2, in turns in one run.
 
     mpirun -n 2 python benchmarks/c10d.py [--rounds 7]
 
@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import odyssey.torch  # noqa: F401  registers the backend
@@ -28,6 +30,22 @@ def lenet() -> torch.nn.Module:
     features = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU()]
     classes = [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()]
     return nn.Sequential(*features, *classes, nn.Linear(84, 10))
+
+
+def mlp() -> torch.nn.Module:
+    """Six layers of 832: 3.6 million parameters, 64 samples a rank."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(5) for part in (torch.nn.Linear(832, 832), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(832, 10))
+
+
+def transformer() -> torch.nn.Module:
+    """Four encoder layers of width 256: 3.2 million parameters, of 4 x 64 tokens a rank."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+    return torch.nn.Sequential(
+        torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.nn.Linear(256, 10)
+    )
 
 
 def compare(name: str, runs: dict[str, Callable[[], None]], calls: int, rounds: int) -> None:
@@ -61,20 +79,36 @@ def main() -> None:
         t = torch.zeros(floats)
         runs = {backend: lambda t=t, group=group: dist.all_reduce(t, group=group) for backend, group in groups.items()}
         compare(f"all_reduce of {floats:,} floats", runs, calls, arguments.rounds)
-    x, y = torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
 
-    def stepper(group: dist.ProcessGroup | None) -> Callable[[], None]:
-        model = DistributedDataParallel(lenet(), process_group=group)
+    def stepper(model: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, sharded: bool) -> Callable[[], None]:
+        if sharded:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            for layer in model[0].layers if isinstance(model[0], torch.nn.TransformerEncoder) else model:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
         def step() -> None:
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
+            out = model(x).flatten(0, -2)
+            torch.nn.functional.cross_entropy(out, torch.arange(len(out)) % 10).backward()
             optimizer.step()
 
         return step
 
-    compare("DDP step, LeNet-5, 64 each", {b: stepper(g) for b, g in groups.items()}, 20, arguments.rounds)
+    cases = (
+        ("LeNet-5", lenet, (64, 1, 28, 28), 20),
+        ("MLP", mlp, (64, 832), 6),
+        ("transformer", transformer, (4, 64, 256), 4),
+    )
+    for way in ("DDP", "FSDP2"):
+        for name, make, shape, calls in cases:
+            x = torch.randn(shape)
+            runs = {b: stepper(make(), x, g or dist.group.WORLD, way == "FSDP2") for b, g in groups.items()}
+            compare(f"{way} step, {name}", runs, calls, arguments.rounds)
     dist.destroy_process_group()
 
 
