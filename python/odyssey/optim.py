@@ -32,6 +32,7 @@ class Update(NamedTuple):
     """A run of n parameters to update: addresses of it and its gradients, where it is in state and arena (floats).
 
     arrays: addresses of the state arrays, if they are not the optimizer's own.
+    worker: whose GPU has them (engine/gpu/group.py), if one has.
     """
 
     params: int
@@ -40,6 +41,7 @@ class Update(NamedTuple):
     n: int
     at: int
     arrays: tuple[int, ...] = ()
+    worker: Any = None
 
 
 class Group(MutableMapping[str, Any]):
@@ -87,12 +89,12 @@ class Optimizer(setting_versions.VersionedSettings):
     __repr__ = brief
 
     def __init_subclass__(cls) -> None:
-        if "rule" in vars(cls) and "_record" not in vars(cls):  # of a class that has a kernel: no longer
-            cls._record = Optimizer._record  # type: ignore[method-assign]
+        if "rule" in vars(cls) and "_records" not in vars(cls):  # of a class that has a kernel: no longer
+            cls._records = Optimizer._records  # type: ignore[method-assign]
 
     def __init__(self, params: Iterable[Any] | None = None, lr: float = 0.01, **settings: Any) -> None:
         owner = type(self)
-        if owner.rule is Optimizer.rule and owner._record is Optimizer._record:
+        if owner.rule is Optimizer.rule and owner._records is Optimizer._records:
             raise ConfigError(
                 f"[{owner.__name__}] has no rule; write `def rule(self, p, g, {', '.join(self.states) or '*states'})`, "
                 "which returns the new p and states"
@@ -217,7 +219,7 @@ class Optimizer(setting_versions.VersionedSettings):
         self.steps += 1
         rules = [r for u in updates for r in self.records(lib, u, divisor, lr, divisor if samples is None else samples)]
         if not rules:  # a rule that is refused is so on all ranks
-            self._record(lib, Update(0, 0, 0, 0, 0), divisor, lr)
+            self._records(lib, Update(0, 0, 0, 0, 0), divisor, lr)
         records = np.zeros((n + len(rules), lib.record), np.int64)
         for i, u in enumerate(updates):
             records[i, :3] = (lib.codes["finite"], u.grads, u.n)
@@ -240,7 +242,8 @@ class Optimizer(setting_versions.VersionedSettings):
         n, found = min(max(end - u.at, 0), u.n), []
         if n:
             pieces = self._decaying(u._replace(n=n))
-            found += [self._record(lib, piece, divisor, lr, decays) for piece, decays in pieces]
+            for piece, decays in pieces:
+                found += self._records(lib, piece, divisor, lr, decays)
         if n < u.n:
             at, one = u.params + 4 * n, native.float_bits(1.0)
             found.append([lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, one, 0, 0, 0])
@@ -280,15 +283,10 @@ class Optimizer(setting_versions.VersionedSettings):
         and `steps` are numbers of the step in it, for + - * / ** and F.sqrt."""
         raise NotImplementedError
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
-        """The update of one run as a record of ops.mojo; without weight decay if it does not `decay`."""
-        if "tiles" not in lib.codes:
-            raise ConfigError(
-                f"[{type(self).__name__}] is a rule, which only CPUs compute so far; use device='cpu' (--device cpu), "
-                "or SGD, Adam, AdamW or RMSprop"
-            ).on_all_ranks()
+    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
+        """The update of one run as records of ops.mojo; without weight decay if it does not `decay`."""
         places = u.params, u.grads, *(a + 4 * u.state for a in u.arrays or self._addresses)
-        return self._recorded.record(self, places, u.at, u.n, divisor, lr, decays)
+        return self._recorded.records(self, lib, u, places, divisor, lr, decays)
 
     def _places(self, op: str, lib: native.Library, u: Update, divisor: int) -> list[int]:
         """Returns what the records of all update rules begin with."""
@@ -336,7 +334,7 @@ class Optimizer(setting_versions.VersionedSettings):
 def run(u: Update, lo: int, hi: int) -> Update:
     """The part of an update from `lo` up to `hi`, of the arena's floats."""
     by = lo - u.at
-    return Update(u.params + 4 * by, u.grads + 4 * by, u.state + by, hi - lo, lo, u.arrays)
+    return u._replace(params=u.params + 4 * by, grads=u.grads + 4 * by, state=u.state + by, n=hi - lo, at=lo)
 
 
 def vectors(name: str, p: Parameter) -> bool:
@@ -378,9 +376,9 @@ class SGD(Optimizer):
             raise ConfigError("[SGD] nesterov needs a momentum above 0")
         super().__init__(params, lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
         numbers = lr, self.momentum, self.weight_decay if decays else 0.0
-        return [*self._places("sgd", lib, u, divisor), *map(native.float_bits, numbers), int(self.nesterov)]
+        return [[*self._places("sgd", lib, u, divisor), *map(native.float_bits, numbers), int(self.nesterov)]]
 
 
 class Adam(Optimizer):
@@ -399,11 +397,11 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
         numbers = lr, *self.betas, self.eps, self.weight_decay if decays else 0.0
         places, corrections = self._places("adam", lib, u, divisor), (1 - beta**self.steps for beta in self.betas)
         numbers, corrections = (map(native.float_bits, some) for some in (numbers, corrections))
-        return [*places, *numbers, int(self.decoupled), *corrections]
+        return [[*places, *numbers, int(self.decoupled), *corrections]]
 
 
 class AdamW(Adam):
@@ -439,10 +437,10 @@ class RMSprop(Adam):
         self.alpha = check_number("[RMSprop] alpha", alpha, 0, 1)
         super().__init__(params, lr, (0.0, self.alpha), eps, weight_decay)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
         self.betas = 0.0, self.alpha  # which may have been changed
         one = native.float_bits(1.0)
-        return [*super()._record(lib, u, divisor, lr, decays)[:-2], one, one]
+        return [[*super()._records(lib, u, divisor, lr, decays)[0][:-2], one, one]]
 
 
 class Lion(Optimizer):

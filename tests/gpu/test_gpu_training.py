@@ -103,6 +103,16 @@ def test_workers_and_ranks_give_one_hash(one: str) -> None:
     assert set(hashes.values()) == {one}, hashes
 
 
+def test_an_optimizer_that_is_a_rule_has_one_hash_on_workers_and_ranks() -> None:
+    lion = "--optimizer", "lion", "--lr", 0.001, "--model", "mlp"
+    hashes = [
+        weights("--num-gpus", 1, *lion),
+        weights("--num-gpus", 3, *lion, gpus=3, late=1, order=7),
+        weights("--device", "gpu", *lion, ranks=2, gpus=2, late=1),
+    ]
+    assert len(set(hashes)) == 1, hashes
+
+
 def test_a_machine_without_gpus_says_so(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "odyssey.train", *TRAIN, "--num-gpus", 2, gpus=0)
     assert "odyssey: no GPU found: 2 CPU workers are used" in done.stderr

@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 from records import LOST
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "layouts"))
+from draws import AdamRule, MadeUp
+
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.errors import ConfigError, NumericsError
 
@@ -444,6 +447,63 @@ def offloaded_in_turns() -> dict[str, Any]:
 
 
 @check
+def rules() -> dict[str, Any]:
+    """Optimizers that are rules: close to the CPU, the bits of 1 GPU on 3 workers, tile by tile, offloaded and after a
+    resume, under a schedule, clipping and betas that change; nothing is taken of a step that is not finite."""
+    from odyssey.callbacks import Callback
+    from odyssey.core import rule
+
+    class OtherBetas(Callback):
+        def on_step_end(self, context: Any) -> None:
+            if context.trainer.steps == 2:
+                context.trainer.optimizer.betas = (0.6, 0.8)
+
+    def fit(kind: Any, folder: str, n: int = 5, **settings: Any) -> tuple[Any, ...]:
+        optimizer = kind(lr=0.001, weight_decay=0.1)
+        optimizer.undecayed = optim.vectors
+        schedule = optim.schedule("cosine", 5, 2)
+        nn.manual_seed(1)
+        layers = nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 10)
+        model = nn.Sequential(nn.Flatten(), *layers)
+        t = trainer(model, optimizer, clip_norm=0.5, schedule=schedule, **settings)
+        t.fit(loader(), epochs=1, steps=n, checkpoint_dir=folder, checkpoint_every=2, callbacks=[OtherBetas()])
+        state = {k: np.asarray(v).tobytes() for k, v in t.optimizer_state().items()}
+        gaps = [a.size - sum(p.size for _, p in t.arena.named) for a in optimizer.arrays.values()]
+        zeros = [a.size - np.count_nonzero(a) for a in (t.arena.params, *optimizer.state.values())]
+        return t.state_dict(), (t.weights_sha256(), state), min(zeros) >= max(gaps) > 0
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        at = iter(range(1000))
+
+        def new() -> str:
+            return str(Path(name) / str(next(at)))
+
+        for kind in (optim.Lion, AdamRule, MadeUp):
+            weights, plain, zeros = fit(kind, new())
+            out = new()
+            fit(kind, out, 3)
+            same = [fit(kind, out)[1], fit(kind, new(), num_gpus=3)[1]]
+            same += [fit(kind, new(), offload=where, num_gpus=2)[1] for where in ("cpu", new())]
+            tile, rule.GPU_TILE = rule.GPU_TILE, 4112
+            same.append(fit(kind, new())[1])
+            rule.GPU_TILE = tile
+            far = apart(weights, fit(kind, new(), device="cpu")[0])
+            t = trainer("mlp", kind(lr=0.01), nonfinite="skip")
+            steps(t, 1)
+            t.arena.params[0] = np.nan
+            before = [a.tobytes() for a in (t.arena.params, *t.optimizer.state.values())]
+            t.train_step(data.Batch(MNIST, np.arange(20), 0, 1))
+            same.append([a.tobytes() for a in (t.arena.params, *t.optimizer.state.values())])
+            found[kind.__name__] = [
+                [*(s == plain for s in same[:-1]), same[-1] == before, not t.last.taken],
+                zeros,
+                far,
+            ]
+    return {"ok": all(all(same) and zeros and far < 1e-4 for same, zeros, far in found.values()), **found}
+
+
+@check
 def refusals() -> dict[str, Any]:
     """What GPUs cannot do is refused before anything runs."""
     from odyssey.parallel.mesh import Mesh
@@ -473,7 +533,7 @@ def main() -> int:
         except Exception as problem:
             results[name] = {"ok": False, "error": f"{type(problem).__name__}: {problem}"}
             lost = LOST.search(str(problem)) is not None
-            if os.environ.get("ODYSSEY_TRACE"):
+            if os.environ.get("ODYSSEY_RAISE"):
                 raise
         results[name]["seconds"] = round(time.monotonic() - begun, 1)
         print(f"check {name} {json.dumps(results[name])}", flush=True)

@@ -5,9 +5,9 @@ n counts the floats of one shard and may be any number. What neither divides nor
 
 from std.math import ceildiv
 
-from max.gpu import block_idx
+from max.gpu import block_idx, grid_dim, thread_idx
 
-from ..lanes import F32, IntPtr, LANES
+from ..lanes import F32, IntPtr, LANES, LongPtr
 from ..op import Device, Kernel
 from ..views import (
     Cell,
@@ -343,6 +343,36 @@ def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
     )
 
 
+# --- optimizers that are rules (python/odyssey/core/rule.py): op by op, and what they give goes into the arena at the end ---
+
+
+def _taken(ok: IntPtr, y: Operand, x: Operand, table: Operand, at_: Int64, n: Int64):
+    if ok[] == 0:
+        return
+    var at = Int(at_)
+    var ends = LongPtr(unsafe_from_address=table.address).unsafe_offset(2 * block_idx.x)
+    var i = max(Int(ends[]) - at, 0) + block_idx.y * THREADS + thread_idx.x
+    while i < min(Int(ends[unsafe_offset=1]) - at, Int(n)):
+        y.ptr()[unsafe_offset=i] = x.ptr()[unsafe_offset=i]
+        i += grid_dim.y * THREADS
+
+
+def _enqueue_taken(q: Queue, r: Launch) raises:
+    """Arguments y; x; table, count, at, n: the n numbers from place `at` of the arena that are parameters', if all numbers
+    checked were finite. The table has where `count` parameters begin and end there."""
+    var count = r.int(4)
+    q.enqueue_function[_taken](
+        r.ok(),
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        Int64(r.int(5)),
+        Int64(r.int(6)),
+        grid_dim=(count, blocks(r.int(6), 4 * THREADS * count)),
+        block_dim=THREADS,
+    )
+
+
 # --- ops with a loop of their own ----------------------------------------------------------------------------------------
 
 
@@ -382,6 +412,7 @@ def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
         GpuOp("copy", OnGpu.map[_same]()),
+        GpuOp("taken", "+y; x, table; count, at, n", _enqueue_taken),
         GpuOp("fill", _fill),
         GpuOp("loss_scale", call[loss_scale]),
     ]

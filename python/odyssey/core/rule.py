@@ -1,7 +1,8 @@
 """An optimizer's rule, recorded once: elementwise ops over a run of the arena, and numbers of the step beside them.
 
 Settings, `steps` and what is computed of them are `Scalar`s: float64 on the host, evaluated before each step, rounded
-once into the float32 slot that the ops read. The ops run tile by tile in one native call (mojo/runtime/executor.mojo).
+once into the float32 slot that the ops read. The ops run tile by tile: on CPUs in one native call
+(mojo/runtime/executor.mojo), on GPUs as a launch each, behind launches that fill the slots.
 Each number is computed alone, so where a run is cut changes no bit.
 """
 
@@ -23,7 +24,9 @@ from .program import Memory, OwnMemory, Range, Record, Recorder, Slot, encode, p
 from .tape import Tensor, make, no_grad
 
 TILE = 960  # floats: a dozen arrays of a tile are in a core's first cache, and begin on other lines of it
+GPU_TILE = 1 << 22  # what fits a GPU's cache; the arrays on the way want some of this size
 MOST = 9  # state arrays: the addresses of more do not fit a record
+WORK, DIVISOR = MOST + 3, MOST + 4  # spaces on a GPU, behind those of parameters, gradients and states
 
 
 class Scalar(Tensor):
@@ -106,10 +109,11 @@ class RuleProgram:
     """Recording of an optimizer's rule() for a run of n floats.
 
     optimizer: has `rule(p, g, *states)` and the names `states`; its attributes that are numbers become scalars.
+    lib: the library that runs it, of CPUs or of GPUs.
     """
 
-    def __init__(self, optimizer: Any, n: int) -> None:
-        self.owner, self.n = type(optimizer).__name__, n
+    def __init__(self, optimizer: Any, n: int, lib: Any) -> None:
+        self.owner, self.n, self._lib, self._on_gpu = type(optimizer).__name__, n, lib, "tiles" not in lib.codes
         self._scalars: list[Scalar] = []
         self._used: list[Scalar] = []  # by the ops, and by these: in the order in which they are evaluated
         view = copy.copy(optimizer)
@@ -175,28 +179,61 @@ class RuleProgram:
                 continue
             i = made.get(id(memory))
             others = returned[:k] + returned[k + 1 :]
-            later = i is None or any(a is target for r in records[i + 1 :] for a in r.args)
-            if later or target in others or memory in others:
-                held = _Value(4 * self.n)
-                records.append(Record("copy", [held, memory, self.n]))
-                last.append(Record("copy", [target, held, self.n]))
-            else:
+            apart = i is not None and not self._on_gpu and target not in others and memory not in others
+            if apart and not any(a is target for r in records[i + 1 :] for a in r.args):
                 for r in records[i:]:
                     r.args = [target if a is memory else a for a in r.args]
+                continue
+            held = memory
+            if isinstance(memory, Range):  # which may be written before it is read
+                held = _Value(4 * self.n)
+                records.append(Record("copy", [held, memory, self.n]))
+            last.append(Record("taken", [target, held, None, 0, 0]) if self._on_gpu else Record("copy", [target, held]))
+            last[-1].args.append(self.n)
+        self._last = len(last)  # records that write what is returned
         return records + last
 
     def _encode(self, records: list[Record]) -> None:
-        lib = native.library()
-        self._work = native.aligned(plan_memory(records), np.uint8)
-        self.table = np.zeros((len(records), lib.record), np.int64)
+        lib, self.nbytes = self._lib, plan_memory(records)
+        if self._on_gpu:  # each slot is filled; that of the mean then divided by the divisor, which the device has
+            slots = {id(s.memory): WORK << 56 | self.nbytes + 4 * i for i, s in enumerate(self._used)}
+            fills = [Record("fill", [s.memory, 0.0, 1]) for s in self._used]
+            mean = next(s.memory for s in self._used if s.names == ("mean",))
+            over = Record("divide", [mean, mean, Range(None, DIVISOR, 0), *([1] * 5), *([0] * 10)])
+            records, self.nbytes = [*fills, over, *records], self.nbytes + 4 * len(slots)
+        else:
+            self._work = native.aligned(self.nbytes, np.uint8)
+        self.table = np.zeros((len(records), native.library().record), np.int64)
 
         def operand(memory: Any) -> int:
             if isinstance(memory, Range):
                 return memory.space << 56
+            if self._on_gpu:
+                return WORK << 56 | memory.offset if isinstance(memory, Slot) else slots[id(memory)]
             return self._work.ctypes.data + memory.offset if isinstance(memory, Slot) else memory.address
 
         for row, r in zip(self.table, records, strict=True):
             row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
+
+    def launches(self, runs: Sequence[int], work: int, divisor: int, ends: np.ndarray, at: int) -> np.ndarray:
+        """The records for one tile on a GPU, as of the last `evaluate`; what they give is taken if the step is.
+
+        Args:
+            runs: addresses of parameters, gradients and states.
+            work: address of `nbytes` bytes.
+            divisor: address of what the gradients are divided by.
+            ends: where the parameters of the arena begin and end, (n, 2) int64 in pinned memory.
+            at: place of the tile in the arena.
+        """
+        first, end = np.searchsorted(ends[:, 1], at, "right"), np.searchsorted(ends[:, 0], at + self.n)
+        if first == end:
+            return self.table[:0]
+        bases = np.zeros(DIVISOR + 1, np.int64)
+        bases[1 : 1 + len(runs)], bases[WORK], bases[DIVISOR] = runs, work, divisor
+        rows = (self.table & (1 << 56) - 1) + bases[self.table >> 56]
+        rows[: len(self._used), 2] = [native.float_bits(s.value) for s in self._used]
+        rows[len(rows) - self._last :, 3:6] = ends[first:].ctypes.data, end - first, at
+        return rows
 
     def evaluate(self, given: Mapping[str, float]) -> None:
         """Takes the numbers of this step. Raises ConfigError: one of them is not finite."""
@@ -223,19 +260,23 @@ class RulePrograms:
         self._programs: dict[Any, RuleProgram] = {}
         self._size, self._gaps = 0, np.zeros((0, 2), np.int64)  # of the arena, in floats; between its parameters
 
-    def _program(self, optimizer: Any, key: Any, given: Mapping[str, float]) -> RuleProgram:
+    def _program(
+        self, optimizer: Any, n: int, lib: Any, given: Mapping[str, float], kinds: Sequence[Any]
+    ) -> RuleProgram:
+        key = (n, lib.table, *kinds)
         if key not in self._programs:
-            self._programs[key] = RuleProgram(optimizer, key[0])
+            self._programs[key] = RuleProgram(optimizer, n, lib)
         self._programs[key].evaluate(given)
         return self._programs[key]
 
-    def record(
-        self, optimizer: Any, addresses: Sequence[int], at: int, n: int, divisor: int, lr: float, decays: bool
-    ) -> list[int]:
-        """The update of n floats from place `at` of the arena as a record; addresses: of parameters, gradients, states.
+    def records(
+        self, optimizer: Any, lib: Any, u: Any, addresses: Sequence[int], divisor: int, lr: float, decays: bool
+    ) -> list[Any]:
+        """The update of a run (optim.Update) as records; addresses: of parameters, gradients, states.
 
         Between parameters all stays 0, whatever the rule makes of zeros: not every layout computes there.
         """
+        n, at = u.n, u.at
         given: dict[str, float] = {}
         kinds: list[Any] = [decays]  # what beside n a recording depends on
         for name, value in vars(optimizer).items():
@@ -246,15 +287,29 @@ class RulePrograms:
                 given[name] = value
             elif isinstance(value, (bool, str, type(None))):
                 kinds.append((name, value))
-        given["lr"], given["mean"] = lr, float(np.float32(1) / native.memory(divisor, 4).view(np.float32)[0])
-        if not decays:
-            given["weight_decay"] = 0.0
-        whole = self._program(optimizer, (TILE, *kinds), given)
-        rest = self._program(optimizer, (n % TILE, *kinds), given) if n % TILE else whole
-        arena, lib = optimizer.arena, native.library()
+        given |= {"lr": lr} if decays else {"lr": lr, "weight_decay": 0.0}
+        if "tiles" not in lib.codes:
+            return self._launches(optimizer, lib, u, addresses, divisor, given, kinds)
+        given["mean"] = float(np.float32(1) / native.memory(divisor, 4).view(np.float32)[0])
+        whole = self._program(optimizer, TILE, lib, given, kinds)
+        rest = self._program(optimizer, n % TILE, lib, given, kinds) if n % TILE else whole
+        arena = optimizer.arena
         if arena is not None and self._size != arena.size:
             ends = [(arena.offsets[name] + p.size, -p.size % ALIGN) for name, p in arena.named]
             gaps = [(end, end + more) for end, more in ends if more]
             self._size, self._gaps = arena.size, np.array(gaps, np.int64)
         runs = self._gaps.ctypes.data, len(self._gaps), at, len(addresses), *addresses
-        return [lib.codes["tiles"], lib.table, *whole.place, *rest.place, TILE, n, *runs]
+        return [[lib.codes["tiles"], lib.table, *whole.place, *rest.place, TILE, n, *runs]]
+
+    def _launches(
+        self, optimizer: Any, lib: Any, u: Any, addresses: Sequence[int], divisor: int, given: Any, kinds: Sequence[Any]
+    ) -> list[Any]:
+        given["mean"], arena = 1.0, optimizer.arena
+        ends = u.worker.pinned("parameters", 16 * len(arena.named)).view(np.int64).reshape(-1, 2)
+        ends[:] = [(at := arena.offsets[name], at + p.size) for name, p in arena.named]
+        most = self._program(optimizer, min(GPU_TILE, arena.size), lib, given, kinds)
+        work, found = u.worker.area("rule", most.nbytes), []
+        for at in range(0, u.n, GPU_TILE):
+            tile = self._program(optimizer, min(GPU_TILE, u.n - at), lib, given, kinds)
+            found += [*tile.launches([a + 4 * at for a in addresses], work, divisor, ends, u.at + at)]
+        return found

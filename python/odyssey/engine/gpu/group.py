@@ -201,7 +201,7 @@ class DeviceGroup:
     def update(self, w: int, result: int) -> Update:
         """The update of all parameters on worker w from gradients at `result`."""
         state = () if self._state is None else tuple(self._state.addresses[w])
-        return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state)
+        return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state, self.workers[w])
 
     def _enqueue(self, w: int, records: list[list[int]]) -> None:
         """Enqueues records on worker w, written into memory that stays: most steps have the same number of them."""
