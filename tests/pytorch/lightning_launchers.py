@@ -3,11 +3,11 @@
 import sys
 
 import torch
-import vision  # noqa: F401: Lightning's metrics import torchvision
+import vision  # noqa: F401 (Lightning's metrics import torchvision)
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
-import odyssey.torch  # noqa: F401: its backend
+import odyssey.torch  # noqa: F401 (its backend)
 
 
 class Net(LightningModule):
@@ -28,7 +28,9 @@ def main(backend, start):
     samples = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     strategy = DDPStrategy(process_group_backend=backend, start_method=start)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, enable_model_summary=False, **quiet)
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, enable_model_summary=False, **quiet
+    )
     net = Net()
     trainer.fit(net, torch.utils.data.DataLoader(samples, batch_size=20))
     if trainer.global_rank == 0:
