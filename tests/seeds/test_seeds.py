@@ -27,7 +27,7 @@ def test_the_blocks_of_the_documents_run(launch, ranks):
     done = launch.python("-W", "ignore", HERE / "run.py", ranks=ranks, timeout=600)
     assert done.returncode == 0, done.stderr
     said = {name: lines for name, lines in map(json.loads, re.findall(r'^\["\d+:.*$', done.stdout, re.M))}
-    page = (HERE.parents[1] / "docs" / "migration.md").read_text()
+    page = (HERE / "README.md").read_text()
     for document, blocks in re.findall(r"^\| (\d{3}) \| ([\d: ,]+) \|", page, re.M):
         told = {f"{document}:{number}": int(lines) for number, lines in re.findall(r"(\d+): (\d+)", blocks)}
         own = {name: lines for name, lines in said.items() if name.startswith(document)}
