@@ -49,25 +49,30 @@ def transformer() -> torch.nn.Module:
 
 
 def compare(name: str, runs: dict[str, Callable[[], None]], calls: int, rounds: int) -> None:
-    """Times both in turns and prints the medians."""
-    taken: dict[str, list[float]] = {backend: [] for backend in runs}
+    """Times both in turns and prints the medians, also of the processor time of rank 0."""
+    taken: dict[str, list[tuple[float, float]]] = {backend: [] for backend in runs}
     for k in range(rounds + 1):
         for backend, run in runs.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             for _ in range(calls):
                 run()
             if k:  # the first warms up
-                taken[backend].append((time.perf_counter() - start) / calls * 1e6)
-    ratio = statistics.median(a / b for a, b in zip(taken["odyssey"], taken["gloo"], strict=True))
+                spent = time.perf_counter() - start, time.process_time() - busy
+                taken[backend].append((spent[0] / calls * 1e6, spent[1] / calls * 1e6))
+    ratios = [statistics.median(a[i] / b[i] for a, b in zip(*taken.values(), strict=True)) for i in (0, 1)]
     if dist.get_rank() == 0:
-        us = {backend: statistics.median(values) for backend, values in taken.items()}
-        print(f"{name:28s} odyssey {us['odyssey']:9.1f} us   gloo {us['gloo']:9.1f} us   ratio {ratio:.3f}", flush=True)
+        medians = {
+            b: [statistics.median(column) for column in zip(*values, strict=True)] for b, values in taken.items()
+        }
+        said = [f"{backend} {wall:9.1f} us (cpu {cpu:9.1f})" for backend, (wall, cpu) in medians.items()]
+        print(f"{name:28s} {'   '.join(said)}   ratio {ratios[0]:.3f} (cpu {ratios[1]:.3f})", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="turns that count")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure what has this in its name")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("it compares ranks; start it as `mpirun -n 2 python benchmarks/c10d.py`")
@@ -76,9 +81,11 @@ def main() -> None:
     gloo = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
     groups = {"odyssey": None, "gloo": gloo}
     for floats, calls in ((1, 300), (1024, 300), (61_706, 60), (1_000_000, 12)):
-        t = torch.zeros(floats)
+        name, t = f"all_reduce of {floats:,} floats", torch.zeros(floats)
+        if arguments.only not in name:
+            continue
         runs = {backend: lambda t=t, group=group: dist.all_reduce(t, group=group) for backend, group in groups.items()}
-        compare(f"all_reduce of {floats:,} floats", runs, calls, arguments.rounds)
+        compare(name, runs, calls, arguments.rounds)
 
     def stepper(model: torch.nn.Module, x: torch.Tensor, group: dist.ProcessGroup, sharded: bool) -> Callable[[], None]:
         if sharded:
@@ -106,6 +113,8 @@ def main() -> None:
     )
     for way in ("DDP", "FSDP2"):
         for name, make, shape, calls in cases:
+            if arguments.only not in f"{way} step, {name}":
+                continue
             x = torch.randn(shape)
             runs = {b: stepper(make(), x, g or dist.group.WORLD, way == "FSDP2") for b, g in groups.items()}
             compare(f"{way} step, {name}", runs, calls, arguments.rounds)

@@ -45,7 +45,7 @@ ACCELERATE = {
     "test_sync": "",
     "test_ops": "",
     "test_script": "",
-    "test_distributed_data_loop": "but this was call",
+    "test_distributed_data_loop": "must make the same calls in the same order",
     "test_ddp_comm_hook": "device_ids and output_device arguments only work with",
     "test_merge_weights": "KeyError: None",
 }
