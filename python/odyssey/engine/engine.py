@@ -120,13 +120,13 @@ class Engine:
 
     def loss_in_shards(self, batch: Batch, size: int) -> float:
         """The mean loss of a batch in shards of another size; nothing of that is kept."""
-        own, known = self.shard_size, list(self._prepared)
-        self.shard_size = size
+        own, known, memory = self.shard_size, list(self._prepared), self._storage
+        self.shard_size, self._storage = size, Storage()
         try:
             sums = self.run(batch, 0)
             return sums.loss / sums.samples
         finally:
-            self.shard_size = own
+            self.shard_size, self._storage = own, memory
             self._drop([key for key in self._prepared if key not in known])
 
     def _mark(self, ready: Runner) -> None:
