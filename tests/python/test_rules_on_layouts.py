@@ -29,8 +29,14 @@ LAYOUTS = {
     "ZeRO 3": (4, {"zero": 3}),
     "offload": (2, {"offload": True}),
     "ZeRO 3, offload": (2, {"zero": 3, "offload": True}),
+    "dp 8": (8, {}),  # more ranks than a batch has shards
+    "ZeRO 2 on 5": (5, {"zero": 2}),
+    "ZeRO 3 on 8": (8, {"zero": 3}),
+    "ZeRO 1, offload": (6, {"zero": 1, "offload": True}),
     "tp 2": (2, {"mesh": Mesh(tp=2)}),
     "tp 2, ZeRO 1": (4, {"mesh": Mesh(dp=2, tp=2), "zero": 1}),
+    "tp 2, dp 3": (6, {"mesh": Mesh(dp=3, tp=2)}),
+    "tp 2, ZeRO 1 on 8": (8, {"mesh": Mesh(dp=4, tp=2), "zero": 1}),
     "pp 2": (2, {"mesh": Mesh(pp=2)}),
 }
 
@@ -122,7 +128,13 @@ def test_a_rule_is_right_and_has_the_same_bits_on_every_layout(rule, tmp_path, s
 def test_a_rule_goes_on_on_other_layouts(rule, tmp_path, small_files):
     kind, _ = RULES[rule]
     (first,) = mock.run(1, trained, kind, {}, tmp_path / "whole")
-    for before, after in (("ZeRO 3", "tp 2"), ("tp 2, ZeRO 1", "ZeRO 2"), ("offload", "alone"), ("alone", "pp 2")):
+    for before, after in (
+        ("ZeRO 3", "tp 2"),
+        ("tp 2, ZeRO 1", "ZeRO 2"),
+        ("offload", "alone"),
+        ("alone", "pp 2"),
+        ("dp 8", "ZeRO 3 on 8"),
+    ):
         folder = tmp_path / f"{before} {after}"
         mock.run(LAYOUTS[before][0], trained, kind, LAYOUTS[before][1], folder, 2)
         for values in mock.run(LAYOUTS[after][0], trained, kind, LAYOUTS[after][1], folder):
