@@ -217,6 +217,7 @@ class Optimizer(setting_versions.VersionedSettings):
         updates = self.trained(updates)
         n = len(updates)
         self.steps += 1
+        self._recorded.begin_step()
         rules = [r for u in updates for r in self.records(lib, u, divisor, lr, divisor if samples is None else samples)]
         if not rules:  # a rule that is refused is so on all ranks
             self._records(lib, Update(0, 0, 0, 0, 0), divisor, lr)

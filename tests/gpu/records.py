@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from odyssey.core import native as host
-from odyssey.core.gpu_native import Context, Gpu, GpuStep, library
+from odyssey.core.gpu_native import Gpu, GpuStep, StepContext, library
 from odyssey.parallel.plan import split
 
 LANES = 16
@@ -420,7 +420,7 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
         kept[at] = array
         return at
 
-    context = Context(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
+    context = StepContext(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
     there = np.array([up(a) for a in arrays], np.int64)
     context.images, context.arrays, context.rows = up(images), up(there), up(rows)
     context.scale, context.shift = up(scale), up(shift)

@@ -255,6 +255,17 @@ def test_what_a_rule_returns_may_be_what_it_was_given():
     assert twice.arena.params[0] == twice.state["m"][0] == -2
 
 
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, int, np.int64])
+def test_a_setting_may_become_a_number_of_numpy(kind):
+    o = made(lambda self, p, g, m: (p - self.k * g, m), k=2)
+    o.arena.grads[:40] = 1
+    for k in (kind(3), 5, kind(2)):
+        before = o.arena.params[:40].copy()
+        o.k = k
+        o.step()
+        assert np.array_equal(before - o.arena.params[:40], np.full(40, k, np.float32))
+
+
 def test_settings_are_kept_listed_and_restored():
     o = MadeUp(nn.Linear(3, 2).parameters())
     assert o.settings == {"betas": (0.9, 0.5), "weight_decay": 0.0, "late": 3.0, "bounded": True, "lr": 0.01}

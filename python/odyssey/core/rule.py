@@ -12,6 +12,8 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from .tape import Tensor, make, no_grad
 
 TILE = 960  # floats: a dozen arrays of a tile are in a core's first cache, and begin on other lines of it
 GPU_TILE = 1 << 22  # what fits a GPU's cache; the arrays on the way want some of this size
+NUMBERS = (int, float, np.number)
 MOST = 9  # state arrays: the addresses of more do not fit a record
 WORK, DIVISOR = MOST + 3, MOST + 4  # spaces on a GPU, behind those of parameters, gradients and states
 
@@ -46,7 +49,7 @@ class Scalar(Tensor):
     def computed(self, of: Callable[..., Any], *args: Any) -> Scalar:
         """The number that a function of numbers and scalars gives."""
         names = [name for a in args if isinstance(a, Scalar) for name in a.names]
-        return Scalar(self._all, names, of, *args)
+        return Scalar(self._all, names, of, *(a if isinstance(a, Scalar) else SimpleNamespace(value=a) for a in args))
 
     def root(self) -> Scalar:
         """Its square root."""
@@ -55,8 +58,12 @@ class Scalar(Tensor):
     def evaluate(self, given: Mapping[str, float]) -> None:
         """Takes the value of this step. Raises ArithmeticError, TypeError, ValueError: there is none."""
         of, args = self._of
-        self.value = value = given[self.names[0]] if of is None else of(*[getattr(a, "value", a) for a in args])
-        if not abs(value) < 3.4e38:
+        if of is None:
+            value = given[self.names[0]]
+        else:
+            value = of(args[0].value, args[1].value) if len(args) == 2 else of(args[0].value)
+        self.value = value
+        if not -3.4e38 < value < 3.4e38:
             raise OverflowError(f"it is {value}")
         self._slot[0] = value
 
@@ -106,7 +113,7 @@ class _Rules(Recorder):
 
 
 class RuleProgram:
-    """Recording of an optimizer's rule() for a run of n floats.
+    """Recording of an optimizer's rule() for a run of n floats, or of fewer.
 
     optimizer: has `rule(p, g, *states)` and the names `states`; its attributes that are numbers become scalars.
     lib: the library that runs it, of CPUs or of GPUs.
@@ -136,7 +143,7 @@ class RuleProgram:
     def _scalar(self, name: str, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(self._scalar(f"{name}[{i}]", v) for i, v in enumerate(value))
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = isinstance(value, NUMBERS) and not isinstance(value, bool)
         return Scalar(self._scalars, [name], None) if number else value
 
     def _check(self, states: Sequence[str], found: list[Any]) -> None:
@@ -203,7 +210,8 @@ class RuleProgram:
             records, self.nbytes = [*fills, over, *records], self.nbytes + 4 * len(slots)
         else:
             self._work = native.aligned(self.nbytes, np.uint8)
-        self.table = np.zeros((len(records), native.library().record), np.int64)
+        table = np.zeros((len(records), native.library().record), np.int64)
+        self._counts = np.zeros_like(table, bool)  # where a number of floats is
 
         def operand(memory: Any) -> int:
             if isinstance(memory, Range):
@@ -212,25 +220,36 @@ class RuleProgram:
                 return WORK << 56 | memory.offset if isinstance(memory, Slot) else slots[id(memory)]
             return self._work.ctypes.data + memory.offset if isinstance(memory, Slot) else memory.address
 
-        for row, r in zip(self.table, records, strict=True):
+        for row, counts, r in zip(table, self._counts, records, strict=True):
             row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
+            counts[1 : len(r.args) + 1] = [isinstance(a, int) and a == self.n for a in r.args]
+        self._tables = {self.n: (table, table.ctypes.data, len(table))}
 
-    def launches(self, runs: Sequence[int], work: int, divisor: int, ends: np.ndarray, at: int) -> np.ndarray:
-        """The records for one tile on a GPU, as of the last `evaluate`; what they give is taken if the step is.
+    def of(self, n: int) -> tuple[np.ndarray, int, int]:
+        """The records for n floats, where they are, and how many."""
+        if n not in self._tables:
+            table = self._tables[self.n][0].copy()
+            table[self._counts] = n
+            self._tables[n] = table, table.ctypes.data, len(table)
+        return self._tables[n]
+
+    def launches(self, n: int, runs: Sequence[int], work: int, divisor: int, ends: np.ndarray, at: int) -> np.ndarray:
+        """The records for n floats on a GPU, as of the last `evaluate`; what they give is taken if the step is.
 
         Args:
             runs: addresses of parameters, gradients and states.
             work: address of `nbytes` bytes.
             divisor: address of what the gradients are divided by.
             ends: where the parameters of the arena begin and end, (n, 2) int64 in pinned memory.
-            at: place of the tile in the arena.
+            at: place of the floats in the arena.
         """
-        first, end = np.searchsorted(ends[:, 1], at, "right"), np.searchsorted(ends[:, 0], at + self.n)
+        first, end = np.searchsorted(ends[:, 1], at, "right"), np.searchsorted(ends[:, 0], at + n)
+        table = self.of(n)[0]
         if first == end:
-            return self.table[:0]
+            return table[:0]
         bases = np.zeros(DIVISOR + 1, np.int64)
         bases[1 : 1 + len(runs)], bases[WORK], bases[DIVISOR] = runs, work, divisor
-        rows = (self.table & (1 << 56) - 1) + bases[self.table >> 56]
+        rows = (table & (1 << 56) - 1) + bases[table >> 56]
         rows[: len(self._used), 2] = [native.float_bits(s.value) for s in self._used]
         rows[len(rows) - self._last :, 3:6] = ends[first:].ctypes.data, end - first, at
         return rows
@@ -247,23 +266,36 @@ class RuleProgram:
                 "every step"
             ).on_all_ranks() from None
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Where its records are, and how many."""
-        return self.table.ctypes.data, len(self.table)
-
 
 class RulePrograms:
     """The programs of an optimizer's rule, made as they are needed: a step has runs of several kinds."""
 
     def __init__(self) -> None:
         self._programs: dict[Any, RuleProgram] = {}
+        self._step: dict[Any, RuleProgram] = {}  # those that this step has evaluated
         self._size, self._gaps = 0, np.zeros((0, 2), np.int64)  # of the arena, in floats; between its parameters
 
-    def _program(
-        self, optimizer: Any, n: int, lib: Any, given: Mapping[str, float], kinds: Sequence[Any]
-    ) -> RuleProgram:
-        key = (n, lib.table, *kinds)
+    def begin_step(self) -> None:
+        """Settings may have changed."""
+        self._step.clear()
+
+    def _program(self, optimizer: Any, n: int, lib: Any, mean: float, lr: float, decays: bool) -> RuleProgram:
+        given: dict[str, float] = {}
+        kinds: list[Any] = [n, lib.table, decays]  # what a recording depends on
+        for name, value in vars(optimizer).items():
+            kind = type(value)
+            if kind is float or kind is int:
+                given[name] = value
+            elif kind is tuple:
+                for i, v in enumerate(value):
+                    given[f"{name}[{i}]"] = v
+                kinds.append((name, len(value)))
+            elif kind is bool or kind is str or value is None:
+                kinds.append((name, value))
+            elif isinstance(value, NUMBERS):  # NumPy's
+                given[name] = float(value)
+        given |= {"mean": mean, "lr": lr} if decays else {"mean": mean, "lr": lr, "weight_decay": 0.0}
+        key = tuple(kinds)
         if key not in self._programs:
             self._programs[key] = RuleProgram(optimizer, n, lib)
         self._programs[key].evaluate(given)
@@ -276,40 +308,28 @@ class RulePrograms:
 
         Between parameters all stays 0, whatever the rule makes of zeros: not every layout computes there.
         """
-        n, at = u.n, u.at
-        given: dict[str, float] = {}
-        kinds: list[Any] = [decays]  # what beside n a recording depends on
-        for name, value in vars(optimizer).items():
-            if isinstance(value, tuple):
-                given.update((f"{name}[{i}]", v) for i, v in enumerate(value))
-                kinds.append((name, len(value)))
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                given[name] = value
-            elif isinstance(value, (bool, str, type(None))):
-                kinds.append((name, value))
-        given |= {"lr": lr} if decays else {"lr": lr, "weight_decay": 0.0}
-        if "tiles" not in lib.codes:
-            return self._launches(optimizer, lib, u, addresses, divisor, given, kinds)
-        given["mean"] = float(np.float32(1) / native.memory(divisor, 4).view(np.float32)[0])
-        whole = self._program(optimizer, TILE, lib, given, kinds)
-        rest = self._program(optimizer, n % TILE, lib, given, kinds) if n % TILE else whole
-        arena = optimizer.arena
+        arena, on_gpu, program = optimizer.arena, "tiles" not in lib.codes, self._step.get(decays)
+        if program is None:
+            n = min(GPU_TILE, arena.size) if on_gpu else TILE
+            mean = 1.0 if on_gpu else float(np.float32(1) / np.float32(c_float.from_address(divisor).value))
+            program = self._step[decays] = self._program(optimizer, n, lib, mean, lr, decays)
+        if on_gpu:
+            return self._launches(program, arena, u, addresses, divisor)
         if arena is not None and self._size != arena.size:
             ends = [(arena.offsets[name] + p.size, -p.size % ALIGN) for name, p in arena.named]
             gaps = [(end, end + more) for end, more in ends if more]
             self._size, self._gaps = arena.size, np.array(gaps, np.int64)
-        runs = self._gaps.ctypes.data, len(self._gaps), at, len(addresses), *addresses
-        return [[lib.codes["tiles"], lib.table, *whole.place, *rest.place, TILE, n, *runs]]
+        runs = self._gaps.ctypes.data, len(self._gaps), u.at, len(addresses), *addresses
+        rest = program.of(u.n % TILE or TILE)
+        return [[lib.codes["tiles"], lib.table, *program.of(TILE)[1:], *rest[1:], TILE, u.n, *runs]]
 
     def _launches(
-        self, optimizer: Any, lib: Any, u: Any, addresses: Sequence[int], divisor: int, given: Any, kinds: Sequence[Any]
-    ) -> list[Any]:
-        given["mean"], arena = 1.0, optimizer.arena
+        self, program: RuleProgram, arena: Any, u: Any, addresses: Sequence[int], divisor: int
+    ) -> list[np.ndarray]:
         ends = u.worker.pinned("parameters", 16 * len(arena.named)).view(np.int64).reshape(-1, 2)
         ends[:] = [(at := arena.offsets[name], at + p.size) for name, p in arena.named]
-        most = self._program(optimizer, min(GPU_TILE, arena.size), lib, given, kinds)
-        work, found = u.worker.area("rule", most.nbytes), []
-        for at in range(0, u.n, GPU_TILE):
-            tile = self._program(optimizer, min(GPU_TILE, u.n - at), lib, given, kinds)
-            found += [*tile.launches([a + 4 * at for a in addresses], work, divisor, ends, u.at + at)]
+        work, found = u.worker.area("rule", program.nbytes), []
+        for at in range(0, u.n, program.n):
+            n, runs = min(program.n, u.n - at), [a + 4 * at for a in addresses]
+            found += [*program.launches(n, runs, work, divisor, ends, u.at + at)]
         return found

@@ -222,6 +222,7 @@ class DeviceGroup:
         lib, n = library(), self.arena.size
         self.write()
         optimizer.steps += 1
+        optimizer._recorded.begin_step()
         own = divisor == sums.samples_address
         value = 0.0 if own else float(host.memory(divisor, 4).view(np.float32)[0])
         for w, worker in enumerate(self.workers):
