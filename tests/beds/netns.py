@@ -7,8 +7,8 @@
 The host h0 (10.77.0.254) holds the switch and runs what starts jobs; h1, h2, ... (10.77.0.1, ...) run ranks. MPI
 launchers find an `ssh` in PATH (ssh.py). Files are shared, as over NFS, except /dev/shm and /tmp; cores and memory are
 the machine's. Needs root, unshare, nsenter and iproute2. All of it is namespaces that processes hold: when these end,
-also because the test is killed, nothing is left. What it is not: a network with latency and loss (tbf is there for
-bandwidth, netem is not everywhere).
+also because the test is killed, nothing is left. `limit` gives a host less bandwidth (tbf); `shape` gives all of them
+wires with a rate, a delay and loss, which a program here makes (wire.c, with `cc`), since netem is not everywhere.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Hosts:
         self._pids: dict[int, int] = {}  # of each host's first process
         self._cut: set[int] = set()  # nothing comes from there, and nobody says so
         self._jobs: list[Job] = []
+        self._wire: subprocess.Popen | None = None  # between the hosts and the switch
         self._write_files()
         try:
             for k in range(count + 1):
@@ -227,12 +228,55 @@ class Hosts:
     def partition(self, k: int) -> None:
         """The switch forwards nothing to a host or from it; the host notices nothing but silence."""
         self._cut.add(k)
-        self._on(0, "ip", "link", "set", f"p{k}", "nomaster", "arp", "off")  # else h0 itself would answer there
+        self._on(0, "ip", "link", "set", self._port(k), "nomaster", "arp", "off")  # else h0 itself would answer there
 
     def heal(self, k: int) -> None:
         """Undoes `partition`."""
-        self._on(0, "ip", "link", "set", f"p{k}", "master", "switch", "arp", "on")
+        self._on(0, "ip", "link", "set", self._port(k), "master", "switch", "arp", "on")
         self._cut.discard(k)
+
+    def _port(self, k: int) -> str:
+        """The switch's device for a host."""
+        return f"p{k}" if self._wire is None else f"s{k}"
+
+    def shape(self, rate: float, round_trip: float = 0.0, loss: float = 0.0) -> None:
+        """Gives every host a wire of so many bits a second each way, until `restore`; a packet to another host and its
+        answer take so many seconds more, and this share of packets is lost on the way from host to host."""
+        self.unshape()
+        program = self.folder / "wire"
+        if not program.exists():
+            subprocess.run(["cc", "-O2", "-o", program, Path(__file__).with_name("wire.c")], check=True, timeout=60)
+        pairs = []
+        for k in sorted(self.alive):
+            self._on(0, "ip", "link", "set", f"p{k}", "nomaster")
+            self._on(0, "ip", "link", "add", "name", f"w{k}", "type", "veth", "peer", "name", f"s{k}")
+            self._on(0, "ip", "link", "set", f"s{k}", "master", "switch", "up")
+            self._on(0, "ip", "link", "set", f"w{k}", "up")
+            if loss:  # packets are lost one by one, not with all of a chunk that the kernel has not yet cut
+                self._on(k, "ip", "link", "set", "eth0", "gso_max_segs", "1")
+            pairs.append(f"p{k}:w{k}")
+        one_way = [str(rate), str(1e6 * round_trip / 4), str(1 - (1 - loss) ** 0.5)]  # of two wires on the way
+        command = ["nsenter", "--target", str(self._pids[0]), "--net", str(program), *one_way, *pairs]
+        guarded = ["setpriv", "--pdeathsig", "KILL", *command]
+        self._wire = subprocess.Popen(guarded, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert self._wire.stdout is not None
+        if self._wire.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"no wires: {self._wire.wait(5)}")
+
+    def unshape(self) -> None:
+        """Undoes `shape`."""
+        if self._wire is None:
+            return
+        self._wire.kill()
+        self._wire.wait(10)
+        self._wire.stdout.close()
+        for k in range(1, self.count + 1):
+            with contextlib.suppress(RuntimeError):  # gone with a host that was killed
+                self._on(0, "ip", "link", "delete", f"s{k}")
+                self._on(0, "ip", "link", "set", f"p{k}", "master", "switch")
+            if k in self._pids:
+                self._on(k, "ip", "link", "set", "eth0", "gso_max_segs", "65535")
+        self._wire = None
 
     def limit(self, k: int, rate: str) -> None:
         """Limits what a host sends and gets, as "50mbit"."""
@@ -282,6 +326,7 @@ class Hosts:
     def restore(self) -> list[int]:
         """Ends all jobs; afterwards every host is up, reachable and as fast as it was. Returns those that were dead."""
         self.end_jobs()
+        self.unshape()
         dead = [k for k in range(1, self.count + 1) if k not in self._pids]
         for k in range(1, self.count + 1):
             if k in dead:
@@ -301,6 +346,9 @@ class Hosts:
     def close(self) -> None:
         """Ends all jobs and all hosts."""
         self.end_jobs()
+        if self._wire is not None:
+            self._wire.kill()
+            self._wire.wait(10)
         if hasattr(self, "_ssh"):
             self._ssh.close()
         for process in self._first.values():

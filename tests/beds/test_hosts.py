@@ -109,6 +109,47 @@ def test_the_network_can_be_cut_and_made_slow(four_hosts):
     server.end()
 
 
+PING = """
+import socket, sys, time
+with socket.create_connection((sys.argv[1], 7000), timeout=5) as peer:
+    start = time.monotonic()
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+    print("seconds", time.monotonic() - start)
+"""
+
+
+def test_wires_have_a_rate_a_delay_and_loss(four_hosts):
+    four_hosts.shape(50e6, round_trip=0.1, loss=0.01)
+    server = four_hosts.job(["ssh", "h2", f"exec {sys.executable} -c '{LISTEN}'"])
+    server.wait_for("listens")
+
+    def seconds(program, *words):
+        one = four_hosts.job(["ssh", "h3", f"{sys.executable} -c '{program}' h2 {' '.join(words)}"])
+        assert one.wait() == 0, one.output
+        return float(one.output.split()[-1])
+
+    assert 0.1 <= seconds(PING)
+    assert 0.64 + 0.1 <= seconds(SEND, "4000000")  # 32 Mbit, and a round trip
+    counted = [four_hosts.on(3, "sh", "-c", f"nstat -az {name} | tail -1") for name in ("TcpRetransSegs", "TcpOutSegs")]
+    again, sent = (
+        float(subprocess.run(c, capture_output=True, text=True, timeout=20).stdout.split()[1]) for c in counted
+    )
+    assert 1 <= again < sent / 5
+    four_hosts.restore()
+    assert four_hosts._port(2) == "p2"
+
+
+def test_same_bits_over_slow_wires_with_loss(four_hosts, job):
+    options = ["--steps", 4, "--hidden", 4000]
+    alone = job([sys.executable, outside.JOB, *options])
+    four_hosts.shape(100e6, round_trip=0.005, loss=0.001)
+    command = [sys.executable, outside.JOB, *options, "--backend", "mpi"]
+    spread = four_hosts.job(four_hosts.mpirun(2, command, hosts=["h1", "h3"]))
+    assert [alone.wait(), spread.wait(120)] == [0, 0], spread.output
+    assert spread.weights == alone.weights
+
+
 def test_a_slow_link_is_named(four_hosts):
     """1 MB of gradients; a host that gets and sends 8 Mbit/s. Its rank computes as fast as the others."""
     four_hosts.limit(3, "8mbit")
