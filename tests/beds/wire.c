@@ -106,7 +106,7 @@ int main(int count, char **words) {
         at = now();
         for (int i = 0; i < directions; i++) {
             Direction *d = &all[i];
-            for (int k = 0; k < 64 && ready[i].revents & POLLIN; k++) {
+            for (int k = 0; k < 64 && ready[i].revents; k++) { /* the error of a device that is gone is taken, too */
                 long length = recv(d->from, data, LARGEST, 0);
                 if (length <= HEADER)
                     break;

@@ -10,7 +10,7 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.audit import planner, verify
 from odyssey.audit.planner import Link, Planned, Rehearsed
-from odyssey.comm import mock
+from odyssey.comm import mock, stand_in
 from odyssey.comm.stand_in import StandIn
 from odyssey.parallel import costs
 from odyssey.parallel.mesh import Mesh
@@ -69,6 +69,26 @@ def test_a_rank_alone_has_the_memory_and_the_bytes_of_one_in_a_world(seed, monke
     world, said = mock.run(ranks, trained, seed, settings), {}
     for rank in range(ranks):
         assert rehearsed(rank, ranks, per_node, seed, settings, said) == world[rank], f"{settings}, rank {rank}"
+
+
+@pytest.mark.parametrize("seed", range(24, 48))
+def test_what_a_rank_says_that_it_sends_is_what_it_hands_to_its_calls(seed, monkeypatch):
+    """Random layouts: the data of gradients, of parameters that ZeRO brings back, and of exchanges in a model.
+
+    Statistics, votes and envelopes, which are small, are not counted."""
+    monkeypatch.setattr(costs, "seconds", lambda records, *_: np.arange(len(records)) % 7 + 1.0)
+    monkeypatch.setattr(stand_in, "distances", lambda size: [])  # words of calls
+    settings, ranks, _ = drawn(seed)
+    said: dict = {}
+    for rank in range(ranks):
+        comm = StandIn(rank, ranks, 1, said)
+        trainer, batch = trainer_of(comm, seed, {**settings, "ranks_per_node": 1})
+        trainer.rehearse(batch)
+        before, sent = comm.traffic.numbers(), trainer.traffic()[0]
+        trainer.rehearse(batch)
+        after, sent = comm.traffic.numbers(), trainer.traffic()[0] - sent
+        handed = after[2] + after[4] - before[2] - before[4]
+        assert 0 <= handed - sent <= 2048, f"{settings}, rank {rank}: {handed} handed, {sent} counted"
 
 
 def test_what_a_rank_sends_is_counted_by_link():

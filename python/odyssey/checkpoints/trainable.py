@@ -42,7 +42,7 @@ class History:
     train_loss = _last("train_loss", "Mean training loss over the samples of the last epoch.")
     test_loss = _last("test_loss", "Mean loss on the validation set after the last epoch.")
     test_accuracy = _last("test_accuracy", "Share of the validation set that is right after the last epoch.")
-    bytes_per_step = _last("bytes_per_step", "Bytes that a rank sent per step of the last epoch to sum gradients.")
+    bytes_per_step = _last("bytes_per_step", "Bytes that a rank sent per step of the last epoch, of all kinds.")
     bytes_per_step_uncompressed = _last(
         "bytes_per_step_uncompressed", "The same if gradients were summed along the tree, uncompressed."
     )

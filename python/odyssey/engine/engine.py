@@ -129,6 +129,13 @@ class Engine:
             self.shard_size, self._storage = own, memory
             self._drop([key for key in self._prepared if key not in known])
 
+    def updated(self) -> None:
+        """After an update: see Ownership."""
+        before = self.ownership.bytes_sent
+        self.ownership.updated()
+        sent = self.ownership.bytes_sent - before
+        self.bytes_sent, self.bytes_plain = self.bytes_sent + sent, self.bytes_plain + sent
+
     def _mark(self, ready: Runner) -> None:
         """Sees to it that the exchange of this step compares what ranks must have alike."""
         stamp, self.alike = (ready, setting_versions.updates.value), True

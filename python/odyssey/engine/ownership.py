@@ -106,6 +106,7 @@ class Ownership:
         self._used: dict[int, list[int]] = {}  # parameter (offset) -> positions in the pipeline of the ops that read it
         self._several: dict[str, int] = {}  # parameters of several positions, and the one that updates them
         self._parts: Parts
+        self._lent = 0  # bytes of parameters of several positions that this rank has sent
         self._valid: list[tuple[int, int]] = []  # runs that come out right here,
         self._alone: list[tuple[int, int]] | None = None  # and of them those of no rank before this one of its model
 
@@ -346,4 +347,11 @@ class Ownership:
         if self.settled:
             self._parts.changed()
         for name, place in self._several.items():
-            self.groups.pp.broadcast(self.arena.view(self.arena.params, name), place)
+            value = self.arena.view(self.arena.params, name)
+            self.groups.pp.broadcast(value, place)
+            self._lent += value.nbytes * (self.groups.pp.size - 1) * (place == self.groups.p)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of parameters that this rank has sent to ranks that compute with them, so far."""
+        return self._lent + (self._parts.bytes_sent if self.settled else 0)

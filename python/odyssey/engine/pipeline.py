@@ -246,6 +246,7 @@ class PipelineRunner(Runner):
                 else:
                     started = time.perf_counter()
                     step[slot]()
+                    self.bytes_moved += step[slot].sent
                     self.waited += time.perf_counter() - started
             if i in self._ends:
                 stats[self._buffer[m]] = here[stats_at : stats_at + stats_bytes].view(np.float32)

@@ -185,7 +185,7 @@ class Runner:
     def traffic(self) -> tuple[int, int, int]:
         """Bytes that this rank has sent so far, those that the tree would have sent uncompressed, and those of the sent
         ones that went to other machines in sums along the tree."""
-        made, moved = self.reductions, self.bytes_moved
+        made, moved = self.reductions, self.bytes_moved + getattr(self.recorded.parts, "bytes_sent", 0)
         sent, plain = sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
         return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in made)
 

@@ -32,6 +32,8 @@ class TensorExchange:
         comm: the tensor-parallel group; its rank is that of the rewritten program.
         record: after `program.plan_memory`.
         works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
+
+    sent: bytes that this rank gives to others in a call.
     """
 
     def __init__(self, comm: Communicator, record: Pseudo, works: Sequence[np.ndarray]) -> None:
@@ -68,6 +70,8 @@ class TensorExchange:
         ]
         self._move = functools.partial(self._comm.all_gather_v, self._flat, self._ranges)
         self._run = self._packed
+        a, b = self._ranges[self._comm.rank]
+        self.sent = 4 * (b - a) * (self._comm.size - 1)
 
     def _packed(self) -> None:
         for to, value in self._pack:
@@ -85,6 +89,7 @@ class TensorExchange:
         self._unpack = [(value, piece) for piece, value in pairs]
         self._move = functools.partial(self._comm.all_to_all_v, send, counts, flat, came)
         self._run = self._packed
+        self.sent = 4 * (sum(counts) - counts[rank])
 
     @staticmethod
     def _cut(
@@ -114,6 +119,7 @@ class TensorExchange:
             self._received = native.aligned((ranks, n))
             results = [(y.ctypes.data, s * floats, floats) for s, y in enumerate(self._y)]
             self._run = self._sum_by_all
+            self.sent = 4 * n * (ranks - 1)
         else:
             self._ranges = blocks(n, ranks)
             a, b = self._ranges[rank]
@@ -123,6 +129,7 @@ class TensorExchange:
             self._results = np.split(self._flat, shards)
             results = [(self._flat.ctypes.data + 4 * a, 0, b - a)] if b > a else []
             self._run = self._sum_by_ranges
+            self.sent = 4 * (n - (b - a) + (b - a) * (ranks - 1))
         self._plan_adds(results, ranks)
 
     def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
@@ -139,6 +146,7 @@ class TensorExchange:
         self._received = native.aligned((ranks, n * shards))
         self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
         self._run = functools.partial(self._swap, self._pack)
+        self.sent = 4 * (sum(self._counts) - self._counts[self._comm.rank])
 
     def _swap(self, values: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Copies (to, value) into what is sent, gives each rank its count of it, and adds what came."""

@@ -45,10 +45,12 @@ class Parts:
 
     ranges[b][r]: floats of bucket b that rank r has (all of them for everyone at stage 0). own[b]: this rank's.
     starts[b]: where they begin in the state of the optimizer. floats: of the optimizer's state on this rank.
+    bytes_sent: by this rank so far, of parameters that others compute with.
     """
 
     def __init__(self, stage: int, buckets: list[Bucket], comm: Communicator, arena: Arena) -> None:
         self.stage, self.buckets, self.comm, self.arena = stage, buckets, comm, arena
+        self.bytes_sent = 0
         everything = stage == 0 or comm.size == 1
         self.ranges: list[tuple[Run, ...]] = [
             ((0, b.floats),) * comm.size if everything else exchange(comm.size, comm.size, 1, b.floats).ranges
@@ -150,6 +152,7 @@ class Parts:
         into[lo:hi] = self._store[b]
         self._holds[slot] = b
         self._requests[slot] = self.comm.all_gather_v(into, self.ranges[b], wait=False)
+        self.bytes_sent += 4 * (hi - lo) * (self.comm.size - 1)
 
     def use(self, b: int, slot: int) -> None:
         """Completes a bucket's parameters in a slot, until another one is gathered into it."""
@@ -172,6 +175,7 @@ class Parts:
                 self._abandon(slot)
             return
         self.fill(self.arena.params)
+        self.bytes_sent += 4 * self.floats * (self.comm.size - 1)
 
     def fill(self, flat: np.ndarray) -> None:
         """Completes an array of the arena's layout, in which each rank has its parts, on every rank."""

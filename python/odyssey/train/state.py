@@ -147,7 +147,8 @@ class EngineState(Changing):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that this rank has sent per training step to sum gradients (and, with pp or tp, activations)."""
+        """Bytes that this rank has sent per training step: gradients, parameters that ZeRO brings back, activations of
+        pp and tp."""
         return self._train.bytes_sent / max(self.steps, 1)
 
     @property

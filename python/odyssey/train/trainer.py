@@ -240,7 +240,7 @@ class DistributedTrainer(EngineState):
         elif not taken:
             self._not_finite(part, "gradient" if math.isfinite(sums.loss) else "loss", lr)
         if taken:
-            self._train.ownership.updated()
+            self._train.updated()
             self.numerics.fine()
         self.steps += 1
         self.last = Step(sums.loss, sums.correct, lr, taken, sums.updates, self._train.measured(sums))
@@ -266,7 +266,7 @@ class DistributedTrainer(EngineState):
             self._train.alike, sums.values[1] = True, float(samples)
             native.memory(sums.samples_address, 4).view(np.float32)[0] = samples
             self._train.commit_step(self.optimizer, sums, self._divisor(sums), self.rate(self.steps))
-            self._train.ownership.updated()
+            self._train.updated()
         lo, hi = self._train.part(samples)
         made = {id(r): r for runner in self._train.runners for r in runner.reductions if hasattr(r.comm, "shared")}
         return -(-(hi - lo) // self._train.shard_size_of(samples)), sum(r.bytes_sent for r in made.values())
