@@ -1,4 +1,4 @@
-"""The definitions of conv2d.mojo's functions, one float at a time: the fast forms are checked against them."""
+"""The definition of a convolution, one float at a time: for strides in rows, and to check the fast forms against."""
 
 from .conv2d import Conv
 from .lanes import LANES, Ptr
@@ -30,27 +30,3 @@ def conv2d_forward_naive[
                                         ]
                                     )
                         y[unsafe_offset=(((g * size.K + k) * P + p) * Q + q) * L + l] = s
-
-
-def conv2d_backward_naive[
-    L: Int = LANES
-](dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, size: Conv,):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
-    var P = size.P()
-    var Q = size.Q()
-    for g in range(size.G):
-        for k in range(size.K):
-            for p in range(P):
-                for q in range(Q):
-                    for l in range(L):
-                        var d = dy[unsafe_offset=(((g * size.K + k) * P + p) * Q + q) * L + l]
-                        db[unsafe_offset=k] += d
-                        for c in range(size.C):
-                            for r in range(size.R):
-                                for t in range(size.T):
-                                    var wi = ((k * size.C + c) * size.R + r) * size.T + t
-                                    var xi = (
-                                        ((g * size.C + c) * size.H + p * size.S + r) * size.W + q * size.S + t
-                                    ) * L + l
-                                    dw[unsafe_offset=wi] += d * x[unsafe_offset=xi]
-                                    dx[unsafe_offset=xi] += d * w[unsafe_offset=wi]

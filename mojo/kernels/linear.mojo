@@ -358,30 +358,3 @@ def linear_backward_weight(
                         row_stride,
                     )
     bias_gradient[LANES](db, dy, G, O, 1)
-
-
-# --- the definitions -------------------------------------------------------------
-
-
-def linear_forward_naive(y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
-    """The sum as it is written in a textbook, one float at a time."""
-    for g in range(G):
-        for o in range(O):
-            for l in range(LANES):
-                var s = b[unsafe_offset=o]
-                for i in range(I):
-                    s += w[unsafe_offset=o * I + i] * x[unsafe_offset=(g * I + i) * LANES + l]
-                y[unsafe_offset=(g * O + o) * LANES + l] = s
-
-
-def linear_backward_naive(dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, G: Int, I: Int, O: Int):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
-    for g in range(G):
-        for o in range(O):
-            for l in range(LANES):
-                var d = dy[unsafe_offset=(g * O + o) * LANES + l]
-                db[unsafe_offset=o] += d
-                for i in range(I):
-                    var xi = (g * I + i) * LANES + l
-                    dw[unsafe_offset=o * I + i] += d * x[unsafe_offset=xi]
-                    dx[unsafe_offset=xi] += d * w[unsafe_offset=o * I + i]

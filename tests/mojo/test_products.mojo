@@ -9,7 +9,7 @@ from kernels.conv2d import (
     conv2d_backward_weight,
     conv2d_forward,
 )
-from kernels.conv2d_naive import conv2d_backward_naive, conv2d_forward_naive
+from kernels.conv2d_naive import conv2d_forward_naive
 from kernels.conv2d_rows import (
     conv2d_backward_input_rows,
     conv2d_backward_weight_rows,
@@ -22,16 +22,15 @@ from kernels.linear import (
     WEIGHT_SCRATCH,
     columns_scratch,
     linear_backward_input,
-    linear_backward_naive,
     linear_backward_weight,
     linear_forward,
-    linear_forward_naive,
 )
 from kernels.linear_rows import (
     linear_backward_input_rows,
     linear_backward_weight_rows,
     linear_forward_rows,
 )
+from definitions import conv2d_backward_naive, linear_backward_naive, linear_forward_naive
 from numbers import Floats
 
 # C, H, W, K, R, T, S

@@ -147,14 +147,10 @@ def array(
     )
 
 
-def _pack_rows(
-    y: Operand,
-    x_: Operand,
-    n: UInt32,
-    N: Int32,
-    F: UInt32,
-    by_F: UInt64,
-):
+def _rows[
+    pack: Bool
+](lanes_: Operand, rows_: Operand, n: UInt32, N: Int32, F: UInt32, by_F: UInt64,):
+    """Rows into lanes if `pack`, else lanes into rows."""
     var i = small_index()
     if i >= n:
         return
@@ -162,66 +158,44 @@ def _pack_rows(
     var g = divide(vector, by_F)
     var f = Int(vector - g * F)
     var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
-    var x = of_shard(x_)
+    var lanes = of_shard(lanes_)
+    var rows = of_shard(rows_)
     var v = Four(0)
+    comptime if not pack:
+        v = load4(lanes, 4 * Int(i))
     comptime for j in range(4):
         if first + j < Int(N):
-            v[j] = x[unsafe_offset=(first + j) * Int(F) + f]
-    store4(of_shard(y), 4 * Int(i), v)
+            comptime if pack:
+                v[j] = rows[unsafe_offset=(first + j) * Int(F) + f]
+            else:
+                rows[unsafe_offset=(first + j) * Int(F) + f] = v[j]
+    comptime if pack:
+        store4(lanes, 4 * Int(i), v)
+
+
+def _enqueue_rows[pack: Bool](q: Queue, shards: Int, lanes: Operand, rows: Operand, N: Int, F: Int) raises:
+    in_lanes(lanes)
+    var n = quads(blocks(N, LANES) * F)
+    q.enqueue_function[_rows[pack]](
+        lanes,
+        rows,
+        UInt32(n),
+        Int32(N),
+        UInt32(F),
+        divisor(F),
+        grid_dim=(blocks(n, THREADS), shards),
+        block_dim=THREADS,
+    )
 
 
 def pack_rows(q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int) raises:
     """Writes rows x (N, F) into lanes y (G, F, L); lanes from N on become 0."""
-    in_lanes(y)
-    var n = quads(blocks(N, LANES) * F)
-    q.enqueue_function[_pack_rows](
-        y,
-        x,
-        UInt32(n),
-        Int32(N),
-        UInt32(F),
-        divisor(F),
-        grid_dim=(blocks(n, THREADS), shards),
-        block_dim=THREADS,
-    )
-
-
-def _unpack_rows(
-    y_: Operand,
-    x: Operand,
-    n: UInt32,
-    N: Int32,
-    F: UInt32,
-    by_F: UInt64,
-):
-    var i = small_index()
-    if i >= n:
-        return
-    var vector = i // UInt32(QUADS)
-    var g = divide(vector, by_F)
-    var f = Int(vector - g * F)
-    var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
-    var y = of_shard(y_)
-    var v = load4(of_shard(x), 4 * Int(i))
-    comptime for j in range(4):
-        if first + j < Int(N):
-            y[unsafe_offset=(first + j) * Int(F) + f] = v[j]
+    _enqueue_rows[True](q, shards, y, x, N, F)
 
 
 def unpack_rows(q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int) raises:
     """Writes the first N lanes of x (G, F, L) into rows y (N, F)."""
-    in_lanes(x)
-    var n = quads(blocks(N, LANES) * F)
-    q.enqueue_function[_unpack_rows](
-        y,
-        x,
-        UInt32(n),
-        Int32(N),
-        UInt32(F),
-        divisor(F),
-        grid_dim=(blocks(n, THREADS), shards),
-        block_dim=THREADS,
-    )
+    _enqueue_rows[False](q, shards, x, y, N, F)
 
 
 def _pad_forward(

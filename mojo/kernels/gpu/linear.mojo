@@ -37,104 +37,94 @@ comptime ENOUGH_BLOCKS = 100
 comptime ENOUGH_WARPS = 384
 
 
-@always_inline
-def _launch[
-    op: Int, precision: Int, size: Int
-](
-    q: Queue,
-    y: Operand,
-    a: Operand,
-    b: Operand,
-    bias: Operand,
-    rows: Int,
-    columns: Int,
-    terms: Int,
-    G: Int,
-    shards: Int,
-    teams: Int,
-    flags: Int,
-) raises:
-    comptime T = Tile[op, precision, size]
-    var threads = T.TEAM * (1 if size == LARGE else teams)
-    var grid = ceildiv(rows, T.ROWS)
-    var buffers = 1
-    comptime if op == WEIGHT:
-        grid *= ceildiv(columns, T.COLUMNS)
-        grid += ceildiv(rows, threads // LANES)
-        buffers = ceildiv(shards, teams)
-    else:
-        grid *= ceildiv(columns * LANES, T.COLUMNS)
-    q.enqueue_function[product[op, precision, size]](
-        y.ptr(),
-        y.step(),
-        a.ptr(),
-        a.step(),
-        b.ptr(),
-        b.step(),
-        bias.ptr(),
-        bias.step(),
-        Int32(rows),
-        Int32(columns),
-        Int32(terms),
-        Int32(G),
-        Int32(shards),
-        Int32(teams),
-        Int32(flags),
-        grid_dim=(grid, buffers),
-        block_dim=threads,
-        shared_mem_bytes=T.shared_bytes(teams),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(min(SHARED_LIMIT, T.shared_bytes(TEAMS)))),
-    )
+@fieldwise_init
+struct _Product(TrivialRegisterPassable):
+    """A product as gemm.mojo has it: y (rows, columns) of a and b, over `terms`."""
 
+    var y: Operand
+    var a: Operand
+    var b: Operand
+    var bias: Operand
+    var rows: Int
+    var columns: Int
+    var terms: Int
+    var G: Int
+    var shards: Int
+    var teams: Int
+    var flags: Int
 
-def _choose[
-    op: Int, precision: Int
-](
-    q: Queue,
-    y: Operand,
-    a: Operand,
-    b: Operand,
-    bias: Operand,
-    rows: Int,
-    columns: Int,
-    terms: Int,
-    G: Int,
-    shards: Int,
-    teams: Int,
-    flags: Int,
-    tile: Int,
-) raises:
-    var floats = columns if op == WEIGHT else columns * LANES
-    var buffers = ceildiv(shards, teams) if op == WEIGHT else 1
+    def launch[op: Int, precision: Int](self, q: Queue, tile: Int) raises:
+        """Enqueues it, with the tile given or the best."""
+        var floats = self.columns if op == WEIGHT else self.columns * LANES
+        var buffers = ceildiv(self.shards, self.teams) if op == WEIGHT else 1
+
+        @always_inline
+        def tiles[size: Int]() {imm} -> Int:
+            comptime T = Tile[op, precision, size]
+            return ceildiv(self.rows, T.ROWS) * ceildiv(floats, T.COLUMNS) * buffers
+
+        @always_inline
+        def area[size: Int]() {imm} -> Int:
+            """Of the tiles, with what they have beyond the result."""
+            comptime T = Tile[op, precision, size]
+            return tiles[size]() * T.ROWS * T.COLUMNS
+
+        @always_inline
+        def fits[size: Int]() {imm} -> Bool:
+            var within = Tile[op, precision, size].shared_bytes(self.teams) <= SHARED_LIMIT
+            return within and (op == WEIGHT or self.flags & ALIGNED != 0)
+
+        var size = tile
+        if tile < 0:
+            size = SMALL
+            if tiles[LARGE]() >= ENOUGH_BLOCKS and 7 * area[LARGE]() <= 8 * area[MEDIUM]() and fits[LARGE]():
+                size = LARGE
+            elif (
+                tiles[MEDIUM]() * self.teams >= ENOUGH_WARPS and area[MEDIUM]() <= 2 * area[SMALL]() and fits[MEDIUM]()
+            ):
+                size = MEDIUM
+        if size == LARGE:
+            self._enqueue[op, precision, LARGE](q)
+        elif size == MEDIUM:
+            self._enqueue[op, precision, MEDIUM](q)
+        else:
+            self._enqueue[op, precision, SMALL](q)
 
     @always_inline
-    def tiles[size: Int]() {imm} -> Int:
+    def _enqueue[op: Int, precision: Int, size: Int](self, q: Queue) raises:
         comptime T = Tile[op, precision, size]
-        return ceildiv(rows, T.ROWS) * ceildiv(floats, T.COLUMNS) * buffers
-
-    @always_inline
-    def area[size: Int]() {imm} -> Int:
-        """Of the tiles, with what they have beyond the result."""
-        comptime T = Tile[op, precision, size]
-        return tiles[size]() * T.ROWS * T.COLUMNS
-
-    @always_inline
-    def fits[size: Int]() {imm} -> Bool:
-        return Tile[op, precision, size].shared_bytes(teams) <= SHARED_LIMIT and (op == WEIGHT or flags & ALIGNED != 0)
-
-    var size = tile
-    if tile < 0:
-        size = SMALL
-        if tiles[LARGE]() >= ENOUGH_BLOCKS and 7 * area[LARGE]() <= 8 * area[MEDIUM]() and fits[LARGE]():
-            size = LARGE
-        elif tiles[MEDIUM]() * teams >= ENOUGH_WARPS and area[MEDIUM]() <= 2 * area[SMALL]() and fits[MEDIUM]():
-            size = MEDIUM
-    if size == LARGE:
-        _launch[op, precision, LARGE](q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags)
-    elif size == MEDIUM:
-        _launch[op, precision, MEDIUM](q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags)
-    else:
-        _launch[op, precision, SMALL](q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags)
+        var threads = T.TEAM * (1 if size == LARGE else self.teams)
+        var grid = ceildiv(self.rows, T.ROWS)
+        var buffers = 1
+        comptime if op == WEIGHT:
+            grid *= ceildiv(self.columns, T.COLUMNS)
+            grid += ceildiv(self.rows, threads // LANES)
+            buffers = ceildiv(self.shards, self.teams)
+        else:
+            grid *= ceildiv(self.columns * LANES, T.COLUMNS)
+        q.enqueue_function[product[op, precision, size]](
+            self.y.ptr(),
+            self.y.step(),
+            self.a.ptr(),
+            self.a.step(),
+            self.b.ptr(),
+            self.b.step(),
+            self.bias.ptr(),
+            self.bias.step(),
+            Int32(self.rows),
+            Int32(self.columns),
+            Int32(self.terms),
+            Int32(self.G),
+            Int32(self.shards),
+            Int32(self.teams),
+            Int32(self.flags),
+            grid_dim=(grid, buffers),
+            block_dim=threads,
+            shared_mem_bytes=T.shared_bytes(self.teams),
+            func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
+                UInt32(min(SHARED_LIMIT, T.shared_bytes(TEAMS)))
+            ),
+        )
 
 
 def linear_forward[
@@ -152,21 +142,9 @@ def linear_forward[
     tile: Int = ANY,
 ) raises:
     """Computes y = W x + b, then max(y, 0) if `relu`."""
-    _choose[FORWARD, precision](
-        q,
-        y,
-        w,
-        x,
-        b,
-        O,
-        shards * G,
-        I,
-        G,
-        shards,
-        parts_of(I, O),
-        (RELU if relu else 0) | (ALIGNED if I % 4 == 0 else 0),
-        tile,
-    )
+    var flags = (RELU if relu else 0) | (ALIGNED if I % 4 == 0 else 0)
+    var of = _Product(y, w, x, b, O, shards * G, I, G, shards, parts_of(I, O), flags)
+    of.launch[FORWARD, precision](q, tile)
 
 
 def linear_backward_input[
@@ -183,21 +161,9 @@ def linear_backward_input[
     tile: Int = ANY,
 ) raises:
     """Computes dx = W^T dy."""
-    _choose[INPUT, precision](
-        q,
-        dx,
-        w,
-        dy,
-        w,
-        I,
-        shards * G,
-        O,
-        G,
-        shards,
-        parts_of(O, I),
-        ALIGNED if I % 4 == 0 else 0,
-        tile,
-    )
+    var flags = ALIGNED if I % 4 == 0 else 0
+    var of = _Product(dx, w, dy, w, I, shards * G, O, G, shards, parts_of(O, I), flags)
+    of.launch[INPUT, precision](q, tile)
 
 
 def linear_backward_weight[
@@ -223,18 +189,6 @@ def linear_backward_weight[
         raise Error(
             t"[gpu] fold={fold} is refused: linear_backward_weight adds at most {TEAMS} shards; use a smaller fold"
         )
-    _choose[WEIGHT, precision](
-        q,
-        dw,
-        dy,
-        x,
-        db,
-        O,
-        I,
-        0,
-        G,
-        shards,
-        min(fold, shards),
-        (ACCUMULATE if accumulate else 0) | (ALIGNED if I % 4 == 0 else 0),
-        tile,
-    )
+    var flags = (ACCUMULATE if accumulate else 0) | (ALIGNED if I % 4 == 0 else 0)
+    var of = _Product(dw, dy, x, db, O, I, 0, G, shards, min(fold, shards), flags)
+    of.launch[WEIGHT, precision](q, tile)
