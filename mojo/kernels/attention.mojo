@@ -39,7 +39,7 @@ from .attention_tiles import (
     last_seen,
 )
 from .functions import exp_of_vectors as exp, log
-from .lanes import F32, LANES, Ptr, Vec, load, madd, store
+from .lanes import F32, LANES, Ptr, Vec, in_tiles_and_ones, load, madd, store
 from .layout import transpose
 from .panels import Panel, clear_rest, panel_of, put_group
 from .op import Op, call, no_scratch
@@ -193,13 +193,7 @@ def _forward[
                     part = sums.unsafe_offset(i * LANES)
                     put_group(lse, s.H, h, n, s.T, 1, part, g + i)
 
-            var g = 0
-            while g + BLOCK <= ceildiv(s.T, LANES):
-                queries[BLOCK](g)
-                g += BLOCK
-            while g < ceildiv(s.T, LANES):
-                queries[1](g)
-                g += 1
+            in_tiles_and_ones[BLOCK](ceildiv(s.T, LANES), queries)
     clear_rest(y, s.H * s.D, 0, s.N * s.T, s.H * s.D)
 
 
@@ -461,13 +455,7 @@ def _backward[
                     var part = dqr.unsafe_offset(i * s.D * LANES)
                     put_group(dq, of, s.at(0, h), n, s.T, s.D, part, g + i)
 
-            var g = 0
-            while g + BLOCK <= ceildiv(s.T, LANES):
-                queries[BLOCK](g)
-                g += BLOCK
-            while g < ceildiv(s.T, LANES):
-                queries[1](g)
-                g += 1
+            in_tiles_and_ones[BLOCK](ceildiv(s.T, LANES), queries)
             for g in range(ceildiv(s.S, LANES)):
                 var at = g * s.D * LANES
                 var part = dkr.unsafe_offset(at)

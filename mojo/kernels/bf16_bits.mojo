@@ -1,6 +1,6 @@
 """float32 as bf16 and back, number by number, for what travels between ranks: the same bits on every processor."""
 
-from .lanes import LANES
+from .lanes import LANES, in_tiles_and_ones
 
 comptime Words = Pointer[UInt32, MutUntrackedOrigin]
 comptime Halves = Pointer[UInt16, MutUntrackedOrigin]
@@ -15,21 +15,19 @@ def _rounded[w: SIMDLength, //](bits: SIMD[DType.uint32, w]) -> SIMD[DType.uint1
 
 def narrow_bf16(y: Halves, x: Words, n: Int):
     """Rounds n floats to the nearest bf16, ties to even; NaN stays NaN."""
-    var i = 0
-    while i + LANES <= n:
-        y.unsafe_store(i, _rounded(x.unsafe_offset(i).unsafe_load[width=LANES]()))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = _rounded(x[unsafe_offset=i])
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        y.unsafe_store(i, _rounded(x.unsafe_offset(i).unsafe_load[width=w]()))
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 def widen_bf16(y: Words, x: Halves, n: Int):
     """Makes n bf16 floats, exactly."""
-    var i = 0
-    while i + LANES <= n:
-        y.unsafe_store(i, x.unsafe_offset(i).unsafe_load[width=LANES]().cast[DType.uint32]() << 16)
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = x[unsafe_offset=i].cast[DType.uint32]() << 16
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        y.unsafe_store(i, x.unsafe_offset(i).unsafe_load[width=w]().cast[DType.uint32]() << 16)
+
+    in_tiles_and_ones[LANES](n, some)

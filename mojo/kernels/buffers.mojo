@@ -2,7 +2,7 @@
 
 from std.memory import unsafe_memcpy
 
-from .lanes import F32, LANES, Ptr, Vec, load, madd, store
+from .lanes import F32, LANES, Ptr, in_tiles_and_ones, load, madd, store
 from .op import Op, call, map2
 from .record import Record
 
@@ -19,24 +19,22 @@ def add(y: Ptr, a: Ptr, b: Ptr, n: Int):
 
 def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
     """Computes y += a x."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, madd(load(x, i), Vec(a), load(y, i)))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = madd(x[unsafe_offset=i], a, y[unsafe_offset=i])
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, madd(load[w](x, i), SIMD[F32, w](a), load[w](y, i)))
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 def fill(y: Ptr, a: Float32, n: Int):
     """Sets n floats to a."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, Vec(a))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = a
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, SIMD[F32, w](a))
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 def _copy(y: Ptr, x: Ptr, n: Int):

@@ -17,6 +17,7 @@ from .lanes import (
     REGISTERS,
     Ptr,
     Vec,
+    in_tiles,
     load,
     madd,
     splat,
@@ -123,10 +124,9 @@ def conv2d_forward[
             @always_inline
             def row[kb: Int](k: Int) {imm}:
                 var yr = y.unsafe_offset(((g * size.K + k) * P + p) * Q * LANES)
-                var q = 0
 
                 @always_inline
-                def piece[qb: Int]() {mut q, imm}:
+                def piece[qb: Int](q: Int) {imm}:
                     _forward_tile[kb, qb, relu](
                         yr.unsafe_offset(q * LANES),
                         xr.unsafe_offset(q * size.S * LANES),
@@ -134,21 +134,10 @@ def conv2d_forward[
                         b.unsafe_offset(k),
                         size,
                     )
-                    q += qb
 
-                while q + QB <= Q:
-                    piece[QB]()
-                comptime for n in range(1, QB):
-                    if Q - q == n:
-                        piece[n]()
+                in_tiles[QB](Q, piece)
 
-            var k = 0
-            while k + KB <= size.K:
-                row[KB](k)
-                k += KB
-            comptime for n in range(1, KB):
-                if size.K - k == n:
-                    row[n](k)
+            in_tiles[KB](size.K, row)
 
 
 # --- gradient of the weights ---------------------------------------------------

@@ -12,7 +12,7 @@ from std.math import ceildiv
 from std.sys import masked_store, prefetch
 
 from .conv2d import Conv, Gather, gather_rows, tap_offsets
-from .lanes import LANES, Ptr, Vec, first, load, load_first, splat, store, store_first
+from .lanes import LANES, Ptr, Vec, first, in_tiles, load, load_first, splat, store, store_first
 from .layout import transpose
 from .lowp import (
     HALF,
@@ -153,13 +153,7 @@ def conv2d_forward_bf16[
                                 size,
                             )
 
-                var k = 0
-                while k + KB <= size.K:
-                    tile[KB](k)
-                    k += KB
-                comptime for kb in range(1, KB):
-                    if size.K - k == kb:
-                        tile[kb](k)
+                in_tiles[KB](size.K, tile)
 
 
 # --- gradient of the weights -------------------------------------------------------------------

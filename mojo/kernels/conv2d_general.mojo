@@ -6,7 +6,7 @@ are faster for layers without either; these are one form for both layouts, and e
 """
 
 from .conv2d import Conv, KB, QB, TB
-from .lanes import F32, LANES, Ptr, load, madd, store
+from .lanes import F32, LANES, Ptr, in_tiles_and_ones, load, madd, store
 from .op import Op, call
 from .record import Record
 
@@ -108,21 +108,9 @@ def _forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
                             s,
                         )
 
-                    var q = 0
-                    while q + QB <= Q:
-                        pixels[QB](q)
-                        q += QB
-                    while q < Q:
-                        pixels[1](q)
-                        q += 1
+                    in_tiles_and_ones[QB](Q, pixels)
 
-                var k = 0
-                while k + KB <= s.outputs():
-                    channels[KB](k)
-                    k += KB
-                while k < s.outputs():
-                    channels[1](k)
-                    k += 1
+                in_tiles_and_ones[KB](s.outputs(), channels)
 
 
 @always_inline
@@ -163,21 +151,14 @@ def _weight[L: Int](dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, s: General):
         def channels[kb: Int](k: Int) {imm}:
             var dwk = dw.unsafe_offset((first + k) * taps)
             var dyk = dy.unsafe_offset((first + k) * plane * L)
-            var tap = 0
-            while tap + TB <= taps:
-                _weight_tile[L, kb, TB](dwk, dyk, xj, tap, s)
-                tap += TB
-            while tap < taps:
-                _weight_tile[L, kb, 1](dwk, dyk, xj, tap, s)
-                tap += 1
 
-        var k = 0
-        while k + KB <= s.outputs():
-            channels[KB](k)
-            k += KB
-        while k < s.outputs():
-            channels[1](k)
-            k += 1
+            @always_inline
+            def tile[tb: Int](tap: Int) {imm}:
+                _weight_tile[L, kb, tb](dwk, dyk, xj, tap, s)
+
+            in_tiles_and_ones[TB](taps, tile)
+
+        in_tiles_and_ones[KB](s.outputs(), channels)
     for k in range(s.K):
         var sum = SIMD[F32, L](0)
         for g in range(s.G):
@@ -231,13 +212,7 @@ def _input[L: Int](dx: Ptr, dy: Ptr, w: Ptr, s: General):
                             s,
                         )
 
-            var c = 0
-            while c + KB <= s.inputs():
-                channels[KB](c)
-                c += KB
-            while c < s.inputs():
-                channels[1](c)
-                c += 1
+            in_tiles_and_ones[KB](s.inputs(), channels)
 
 
 def conv2d_general_forward(

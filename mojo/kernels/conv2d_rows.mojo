@@ -17,6 +17,7 @@ from .lanes import (
     REGISTERS,
     Ptr,
     Vec,
+    in_tiles,
     load_first,
     splat,
     store_first,
@@ -169,21 +170,9 @@ def conv2d_backward_weight_rows(
                     size,
                 )
 
-            var tap = 0
-            while tap + TB <= taps:
-                tile[TB](tap)
-                tap += TB
-            comptime for n in range(1, TB):
-                if taps - tap == n:
-                    tile[n](tap)
+            in_tiles[TB](taps, tile)
 
-        var k = 0
-        while k + KB <= size.K:
-            channels[KB](k)
-            k += KB
-        comptime for n in range(1, KB):
-            if size.K - k == n:
-                channels[n](k)
+        in_tiles[KB](size.K, channels)
 
     for k in range(size.K):
         var sum = Vec(0)

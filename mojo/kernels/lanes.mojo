@@ -109,6 +109,30 @@ def splat(p: Ptr, i: Int) -> Vec:
     return Vec(p[unsafe_offset=i])
 
 
+@always_inline
+def in_tiles[B: def[size: Int](Int) -> None, //, most: Int](n: Int, body: B):
+    """Calls body[size](i) for tiles that cover 0 to n - 1: as many of `most` as fit, then one of what is left."""
+    var i = 0
+    while i + most <= n:
+        body[most](i)
+        i += most
+    comptime for size in range(1, most):
+        if n - i == size:
+            body[size](i)
+
+
+@always_inline
+def in_tiles_and_ones[B: def[size: Int](Int) -> None, //, most: Int](n: Int, body: B):
+    """Likewise, where what is left is computed one by one."""
+    var i = 0
+    while i + most <= n:
+        body[most](i)
+        i += most
+    while i < n:
+        body[1](i)
+        i += 1
+
+
 def _half(w: Int, second: Int) -> IndexList[LANES]:
     """Of two vectors, the first or second half of each run of 2 w lanes."""
     var mask = IndexList[LANES]()

@@ -6,7 +6,7 @@ Also padding, which is a copy here so that convolution never meets a border.
 from std.math import ceildiv, iota
 from std.sys import masked_load, masked_store
 
-from .lanes import F32, LANES, BytePtr, IntPtr, LongPtr, Ptr, Vec, load, store
+from .lanes import F32, LANES, BytePtr, IntPtr, LongPtr, Ptr, Vec, in_tiles_and_ones, load, store
 from .op import Op, by_layout, call
 from .record import Context, Record
 
@@ -75,15 +75,13 @@ def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
             var b = ctx.shift[unsafe_offset=c] if n < N else 0
             var at = c * plane
             var from_ = Int(ctx.rows[unsafe_offset=n]) * F + at if n < N else 0
-            var i = 0
-            while i + LANES <= plane:
-                var v = x.unsafe_offset(from_ + i).unsafe_load[width=LANES]().cast[F32]()
-                store(y, n * F + at + i, v * a + b)
-                i += LANES
-            while i < plane:
-                var v = x[unsafe_offset=from_ + i].cast[F32]()
-                y[unsafe_offset=n * F + at + i] = v * a + b
-                i += 1
+
+            @always_inline
+            def some[w: Int](i: Int) {imm}:
+                var v = x.unsafe_offset(from_ + i).unsafe_load[width=w]().cast[F32]()
+                store[w](y, n * F + at + i, v * a + b)
+
+            in_tiles_and_ones[LANES](plane, some)
 
 
 def array[

@@ -11,7 +11,21 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import prefetch
 
-from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, madd, splat, store, store_first
+from .lanes import (
+    F32,
+    LANES,
+    REGISTERS,
+    Ptr,
+    Vec,
+    in_tiles,
+    in_tiles_and_ones,
+    load,
+    load_first,
+    madd,
+    splat,
+    store,
+    store_first,
+)
 from .layout import transpose
 from .lowp import bias_gradient
 from .parts import PARTS, cut, fold
@@ -101,45 +115,40 @@ def _product[
     if packs:
         step = PANEL
 
-    @always_inline
-    def groups[gb: Int](g: Int, first: Int, end: Int) {imm}:
-        var n = first
-        comptime for i in range(len(OUTPUTS)):
-            comptime nb = materialize[OUTPUTS]()[i]
-            comptime if nb * gb + gb + 1 < REGISTERS or nb == 1:
-                while n + nb <= end:
-                    var bias = b
-                    if b:
-                        bias = b.value().unsafe_offset(n)
-                    var wn = wp.unsafe_offset(n if columns else n * stride)
-                    if packs:
-                        wn = packed.value().unsafe_offset(n - first)
-                    _tile[nb, gb, relu](
-                        y.unsafe_offset((g * outputs + n) * LANES),
-                        x.unsafe_offset(g * held * LANES),
-                        wn,
-                        bias,
-                        inputs,
-                        part,
-                        parts,
-                        1 if columns else stride,
-                        step,
-                        held * LANES,
-                        outputs * LANES,
-                    )
-                    n += nb
-
     for first in range(0, outputs, PANEL):
         var end = min(first + PANEL, outputs)
         if packs:
             _pack(packed.value(), wp.unsafe_offset(first), held, end - first, stride)
-        var g = 0
-        while g + GB <= G:
-            groups[GB](g, first, end)
-            g += GB
-        while g < G:
-            groups[1](g, first, end)
-            g += 1
+
+        @always_inline
+        def groups[gb: Int](g: Int) {imm}:
+            var n = first
+            comptime for i in range(len(OUTPUTS)):
+                comptime nb = materialize[OUTPUTS]()[i]
+                comptime if nb * gb + gb + 1 < REGISTERS or nb == 1:
+                    while n + nb <= end:
+                        var bias = b
+                        if b:
+                            bias = b.value().unsafe_offset(n)
+                        var wn = wp.unsafe_offset(n if columns else n * stride)
+                        if packs:
+                            wn = packed.value().unsafe_offset(n - first)
+                        _tile[nb, gb, relu](
+                            y.unsafe_offset((g * outputs + n) * LANES),
+                            x.unsafe_offset(g * held * LANES),
+                            wn,
+                            bias,
+                            inputs,
+                            part,
+                            parts,
+                            1 if columns else stride,
+                            step,
+                            held * LANES,
+                            outputs * LANES,
+                        )
+                        n += nb
+
+        in_tiles_and_ones[GB](G, groups)
 
 
 @always_inline
@@ -300,10 +309,9 @@ def _weight_panel[
             comptime for l in range(LANES):
                 store(xt, ((g * LANES + l) * ib + i) * LANES, a[l])
     var valid = inputs - (ib - 1) * LANES
-    var o = 0
 
     @always_inline
-    def tile[ob: Int]() {mut o, imm}:
+    def tile[ob: Int](o: Int) {imm}:
         _weight_tile[ob, ib](
             dw.unsafe_offset(o * row_stride),
             dy.unsafe_offset(o * LANES),
@@ -313,14 +321,8 @@ def _weight_panel[
             valid,
             row_stride,
         )
-        o += ob
 
-    while o + OB <= O:
-        tile[OB]()
-    comptime for n in range(1, OB):
-        if O - o == n:
-            tile[n]()
-            return
+    in_tiles[OB](O, tile)
 
 
 def linear_backward_weight(

@@ -9,7 +9,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import prefetch
 
-from .lanes import LANES, Ptr, Vec, load, load_first, splat, store, store_first
+from .lanes import LANES, Ptr, Vec, in_tiles, in_tiles_and_ones, load, load_first, splat, store, store_first
 from .layout import transpose
 from .lowp import (
     HALF,
@@ -135,13 +135,7 @@ def _panel[
                 n += nb
                 line = line.unsafe_offset(LANES)
 
-    var g = 0
-    while g + GB <= G:
-        groups[GB](g)
-        g += GB
-    while g < G:
-        groups[1](g)
-        g += 1
+    in_tiles_and_ones[GB](G, groups)
 
 
 def linear_forward_bf16[
@@ -392,11 +386,7 @@ def linear_backward_weight_bf16(
                     min(I - (v + ib - 1) * LANES, LANES),
                 )
 
-            for o in range(0, O - OB + 1, OB):
-                tile[OB](o)
-            comptime for n in range(1, OB):
-                if O % OB == n:
-                    tile[n](O - n)
+            in_tiles[OB](O, tile)
 
         for p in range(panels):
             var v = vectors * p // panels

@@ -7,7 +7,7 @@ weights, so each pass over them does all it can.
 
 from std.memory import unsafe_stack_allocation
 
-from .lanes import madd, F32, LANES, REGISTERS, Ptr, Vec, load, load_first, splat, store, store_first
+from .lanes import madd, F32, LANES, REGISTERS, Ptr, Vec, in_tiles, load, load_first, splat, store, store_first
 from .layout import transpose
 from .parts import PARTS, cut, fold
 
@@ -34,13 +34,7 @@ def linear_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: I
                 min(O - o, LANES),
             )
 
-        var n = 0
-        while n + SAMPLES <= G:
-            outputs[SAMPLES](n)
-            n += SAMPLES
-        comptime for ns in range(1, SAMPLES):
-            if G - n == ns:
-                outputs[ns](n)
+        in_tiles[SAMPLES](G, outputs)
 
 
 @always_inline

@@ -13,7 +13,7 @@ from std.memory import bitcast
 from std.sys import CompilationTarget, llvm_intrinsic, masked_load
 from std.math import iota
 
-from .lanes import F32, LANES, Ptr, Vec, load, load_first, store
+from .lanes import F32, LANES, Ptr, Vec, in_tiles_and_ones, load, load_first, store
 
 comptime BF16 = DType.bfloat16
 comptime F16 = DType.float16
@@ -137,13 +137,12 @@ def pack_row(y: HalfPtr, x: Ptr, n: Int):
 
 def rounded[dtype: DType](y: Ptr, x: Ptr, n: Int):
     """Computes y = x rounded to `dtype`, to nearest, ties to even; what is too large for it becomes infinite."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, load(x, i).cast[dtype]().cast[F32]())
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = x[unsafe_offset=i].cast[dtype]().cast[F32]()
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, load[w](x, i).cast[dtype]().cast[F32]())
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 def bias_gradient[L: Int](db: Ptr, dy: Ptr, G: Int, O: Int, n: Int):
@@ -161,7 +160,4 @@ def bias_gradient[L: Int](db: Ptr, dy: Ptr, G: Int, O: Int, n: Int):
             db[unsafe_offset=o + j] += s[j].reduce_add()
 
     # several at once: an addition waits for the one before
-    for o in range(0, O - 3, 4):
-        outputs[4](o)
-    for o in range(O // 4 * 4, O):
-        outputs[1](o)
+    in_tiles_and_ones[4](O, outputs)

@@ -20,7 +20,7 @@ from std.sys import CompilationTarget, llvm_intrinsic
 from std.time import perf_counter_ns
 from std.utils.numerics import isnan
 
-from kernels.lanes import BytePtr, F32, LANES, Ptr, Vec, load, store
+from kernels.lanes import BytePtr, F32, LANES, Ptr, Vec, in_tiles_and_ones, load, store
 from kernels.reduce import split
 
 comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
@@ -226,13 +226,12 @@ def _reduce[dtype: DType, op: Int, w: Int](buffers: LongPtr, lo: Int, n: Int, i:
 
 def _reduce_all[dtype: DType, op: Int](y: Int, buffers: LongPtr, n: Int, count: Int):
     var to = Pointer[Scalar[dtype], MutUntrackedOrigin](unsafe_from_address=y)
-    var i = 0
-    while i + LANES <= count:
-        to.unsafe_store(i, _reduce[dtype, op, LANES](buffers, 0, n, i))
-        i += LANES
-    while i < count:
-        to.unsafe_store(i, _reduce[dtype, op, 1](buffers, 0, n, i))
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        to.unsafe_store(i, _reduce[dtype, op, w](buffers, 0, n, i))
+
+    in_tiles_and_ones[LANES](count, some)
 
 
 comptime TYPES: List[DType] = [
