@@ -1,7 +1,7 @@
 """Two-dimensional convolution over lanes (see lanes.mojo for the layout and the letters).
 
 Forward, gradient of the weights and gradient of the input. The input comes padded (`pad_forward` in layout.mojo), so
-no kernel here knows about borders. conv2d_naive.mojo has the definition, which the fast forms are checked against.
+no kernel here knows about borders. tests/mojo/definitions.mojo has what they are checked against.
 
 In the gradient of the input the sum over K is cut in parts (parts.mojo), so that several processes can compute it
 together. No other sum here is ever shared between processes.

@@ -85,7 +85,8 @@ def _forward_tile[L: Int, kb: Int, qb: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: G
             store[L](y, (k * s.P() * s.Q() + q) * L, acc[k * qb + q])
 
 
-def _forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
+def forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
+    """Computes y = x * w + b."""
     var P = s.P()
     var Q = s.Q()
     var taps = s.inputs() * s.R * s.T
@@ -140,7 +141,8 @@ def _weight_tile[L: Int, kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, s
             dw[unsafe_offset=k * taps + tap + i] += acc[k * tb + i].reduce_add()
 
 
-def _weight[L: Int](dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, s: General):
+def backward_weight[L: Int](dw: Ptr, dy: Ptr, x: Ptr, s: General):
+    """Adds the gradient of the weights."""
     var plane = s.P() * s.Q()
     var taps = s.inputs() * s.R * s.T
     for j in range(s.groups):
@@ -159,6 +161,10 @@ def _weight[L: Int](dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, s: General):
             in_tiles_and_ones[TB](taps, tile)
 
         in_tiles_and_ones[KB](s.outputs(), channels)
+
+
+def _bias[L: Int](db: Ptr, dy: Ptr, s: General):
+    var plane = s.P() * s.Q()
     for k in range(s.K):
         var sum = SIMD[F32, L](0)
         for g in range(s.G):
@@ -225,9 +231,9 @@ def conv2d_general_forward(
 ):
     """Computes y = x * w + b."""
     if r.rows():
-        _forward[1](y, x, w, b, size)
+        forward[1](y, x, w, b, size)
     else:
-        _forward[LANES](y, x, w, b, size)
+        forward[LANES](y, x, w, b, size)
 
 
 def conv2d_general_backward_weight(
@@ -240,9 +246,11 @@ def conv2d_general_backward_weight(
 ):
     """Adds the gradients of weights and bias, summed over samples and pixels."""
     if r.rows():
-        _weight[1](dw, db, dy, x, size)
+        backward_weight[1](dw, dy, x, size)
+        _bias[1](db, dy, size)
     else:
-        _weight[LANES](dw, db, dy, x, size)
+        backward_weight[LANES](dw, dy, x, size)
+        _bias[LANES](db, dy, size)
 
 
 def conv2d_general_backward_input(

@@ -1,7 +1,7 @@
 """Two-dimensional convolution for a few samples, in rows (N, C, H, W): vectors run along the width.
 
 The same functions as conv2d.mojo with the same letters and arguments; there are no groups: G counts samples. The last
-vector of a row is masked. Strides other than 1 are computed one float at a time: they do not fit vectors along a row.
+vector of a row is masked. Strides other than 1, which do not fit vectors along a row, are computed as conv2d_general.mojo has them.
 """
 
 from std.math import iota
@@ -9,7 +9,7 @@ from std.memory import unsafe_stack_allocation
 from std.sys import masked_load
 
 from .conv2d import Conv, tap_offsets
-from .conv2d_naive import conv2d_forward_naive
+from .conv2d_general import backward_weight, forward
 from .lanes import (
     madd,
     F32,
@@ -64,7 +64,7 @@ def conv2d_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):
     var P = size.P()
     var Q = size.Q()
     if size.S != 1:
-        conv2d_forward_naive[1](y, x, w, b, size)
+        forward[1](y, x, w, b, size)
         comptime if relu:
             for i in range(size.G * size.K * P * Q):
                 if y[unsafe_offset=i] < 0:
@@ -135,45 +135,25 @@ def conv2d_backward_weight_rows(
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
-    if size.S != 1:
-        for k in range(size.K):
-            for i in range(taps):
-                var sum: Float32 = 0
-                for s in range(size.G):
-                    for p in range(P):
-                        for q in range(Q):
-                            sum += (
-                                dy[unsafe_offset=((s * size.K + k) * P + p) * Q + q]
-                                * x[
-                                    unsafe_offset=(
-                                        (s * size.C + i // (size.R * size.T)) * size.H
-                                        + p * size.S
-                                        + i // size.T % size.R
-                                    )
-                                    * size.W
-                                    + q * size.S
-                                    + i % size.T
-                                ]
-                            )
-                dw[unsafe_offset=k * taps + i] += sum
-    else:
 
+    @always_inline
+    def channels[kb: Int](k: Int) {imm}:
         @always_inline
-        def channels[kb: Int](k: Int) {imm}:
-            @always_inline
-            def tile[tb: Int](tap: Int) {imm}:
-                _weight_tile[kb, tb](
-                    dw.unsafe_offset(k * taps + tap),
-                    dy.unsafe_offset(k * P * Q),
-                    x,
-                    tap,
-                    size,
-                )
+        def tile[tb: Int](tap: Int) {imm}:
+            _weight_tile[kb, tb](
+                dw.unsafe_offset(k * taps + tap),
+                dy.unsafe_offset(k * P * Q),
+                x,
+                tap,
+                size,
+            )
 
-            in_tiles[TB](taps, tile)
+        in_tiles[TB](taps, tile)
 
+    if size.S == 1:
         in_tiles[KB](size.K, channels)
-
+    else:
+        backward_weight[1](dw, dy, x, size)
     for k in range(size.K):
         var sum = Vec(0)
         for s in range(size.G):

@@ -9,7 +9,6 @@ from kernels.conv2d import (
     conv2d_backward_weight,
     conv2d_forward,
 )
-from kernels.conv2d_naive import conv2d_forward_naive
 from kernels.conv2d_rows import (
     conv2d_backward_input_rows,
     conv2d_backward_weight_rows,
@@ -30,7 +29,7 @@ from kernels.linear_rows import (
     linear_backward_weight_rows,
     linear_forward_rows,
 )
-from definitions import conv2d_backward_naive, linear_backward_naive, linear_forward_naive
+from definitions import conv2d_backward_naive, conv2d_forward_naive, linear_backward_naive, linear_forward_naive
 from numbers import Floats
 
 # C, H, W, K, R, T, S
