@@ -17,7 +17,7 @@ ROOT = build.source_root()
 #: all of the Mojo face.
 CEILINGS = {
     "core": 31_900,
-    "kernels": 13_307,
+    "kernels": 13_061,
     "torch": 3_376,
     "mojo": 1_100,
     "view": 1_280,
@@ -25,7 +25,7 @@ CEILINGS = {
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 72_286, 600
+ALL_LINES, FILE_LINES = 72_053, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
