@@ -119,13 +119,14 @@ class Average(callbacks.Callback):
         self.values = list(state["values"])
 
     def on_step_end(self, context: callbacks.Context) -> None:
-        now = list(context.trainer.module.parameters())[-1].detach().flatten().tolist()
+        with context.trainer.gathered() as module:
+            now = list(module.parameters())[-1].detach().flatten().tolist()
         before = self.values or now
         self.values = [self.decay * a + (1 - self.decay) * b for a, b in zip(before, now, strict=True)]
 
     def on_epoch_end(self, context: callbacks.Context) -> None:
-        p = list(context.trainer.module.parameters())[-1]
-        with torch.no_grad():
+        with torch.no_grad(), context.trainer.gathered() as module:
+            p = list(module.parameters())[-1]
             p.copy_(torch.tensor(self.values).reshape(p.shape))
 
 

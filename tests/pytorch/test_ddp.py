@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,23 @@ def test_loops_have_the_same_bits_on_any_number_of_ranks(launch):
         assert done.returncode == 0, done.stderr
         hashes |= set(done.stdout.splitlines())
     assert len(hashes) == 1 and len(hashes.pop().split()) == 6
+
+
+def test_a_gan_as_documented_has_the_same_bits_on_any_number_of_ranks(launch):
+    """The block of docs/pytorch.md, two optimizers over one net, as it is written there."""
+    text = (HERE.parents[1] / "docs" / "pytorch.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "of_G, of_D" in block)
+    ends = (
+        "\nimport hashlib\n"
+        "state = [*net.state_dict().values(), *(s['exp_avg'] for o in (of_G, of_D) for s in o.state.values())]\n"
+        "print(len(state), hashlib.sha256(b''.join(t.numpy().tobytes() for t in state)).hexdigest())\n"
+    )
+    hashes = set()
+    for ranks in (0, 2, 4):
+        done = launch.python("-W", "ignore", "-c", code + ends, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        hashes |= {line for line in done.stdout.splitlines() if line}
+    assert len(hashes) == 1 and hashes.pop().startswith("30 "), hashes
 
 
 @pytest.fixture

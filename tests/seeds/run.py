@@ -106,10 +106,10 @@ BLOCKS: dict[str, Block] = {
     "001:10": Block(
         TORCH,
         {"from deepspeed import DeepSpeedConfig\n": "DeepSpeedConfig = dict\n"},
-        refused="use zero_stage.*: 1 for torch modules",
+        refused="use zero_stage.*, 1 to 3",
     ),
     "001:11": Block(TORCH, {}, MOVED),
-    "001:12": Block(TORCH, {"zero_stage=3": "zero_stage=1"}, FITS),
+    "001:12": Block(TORCH, {}, "assert trainer.zero == 3\n" + FITS),
     "001:14": Block(TORCH, {}, FITS + "import os\nassert trainer.comm.rank or os.listdir('runs')\n"),
     "001:15": Block(TORCH + "samples_per_second = 1.0\n", {}, MOVED),
     "001:16": Block(TORCH + "trainer = PyTorchDDPTrainer(model)\n", {}, MOVED),

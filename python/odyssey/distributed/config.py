@@ -19,7 +19,7 @@ from ..settings.declarations import Settings, Training, declared, did_you_mean
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.
 _INSTEAD = {
-    "deepspeed_config": "use zero_stage, its zero_optimization's stage: 1 for torch modules, 1 to 3 for our own models",
+    "deepspeed_config": "use zero_stage, its zero_optimization's stage, 1 to 3",
     "device_ids": "leave it out: the ranks decide",
     "bucket_cap_mb": "use bucket_size_mb",
     "pin_memory": "leave it out",
@@ -27,7 +27,7 @@ _INSTEAD = {
 _TRAINERS = registry.provided("trainers")  # of a torch module; a model of our own has one, whatever its name elsewhere
 FRAMEWORKS = {
     "tensorflow": "a Keras model trains with KERAS_BACKEND=torch and backend='pytorch-ddp' (docs/migration.md)",
-    "deepspeed": "use zero_stage (1 for torch modules, 1 to 3 for our own models)",
+    "deepspeed": "use zero_stage (1 to 3)",
 }
 _LOGGING = {name: p.default for name, p in inspect.signature(loggers.asked).parameters.items()}
 _OWN: dict[str, Any] = {  # keys that mean something else than a setting of odyssey

@@ -7,6 +7,7 @@ too. What it is not: our own Arena (core/arena.py), whose parameters are not tor
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ class ModuleArena:
 
     Attributes:
         named: parameters by name, each once, those that are trained first.
-        trained: how many these are. size: floats of their gradients. params: all parameters, float32.
+        trained: how many these are. size: floats of their gradients. params: all parameters, float32; extent: floats
+            of them, wherever they are (zero.py). grads: gradients of the parameters `held`; gradients: their places.
         statistics: float buffers of normalisations (name, tensor), views of `running`; `kept`: their values before a
             step. counters: integer buffers of normalisations. others: buffers that a shard must leave as they are.
 
@@ -77,27 +79,49 @@ class ModuleArena:
         self.trained = sum(name in trained for name, _ in named)
         _make_dense(self.named)
         tensors = [p for _, p in self.named]
-        self.at, floats = aligned_sizes(tensors)
-        self.size = self.at[self.trained] if self.trained < len(tensors) else floats
-        self.params = native.aligned(floats)
+        self.at, self.extent = aligned_sizes(tensors)
+        self.size = self.end(self.trained)
+        self.params = native.aligned(self.extent)
         self.params[:] = 0
         for p, at in zip(tensors, self.at, strict=True):
             own = view(self.params, at, p)
             own.copy_(p.data)
             p.data = own
-        self._addresses = [p.data_ptr() for p in tensors]
-        self.grads = native.aligned(self.size)
+        self.settle()
+
+    def settle(self) -> None:
+        """The parameters are where they will be found."""
+        self._addresses = [p.data_ptr() for _, p in self.named]
+
+    def end(self, parameters: int) -> int:
+        """Where the first so many parameters end, in floats."""
+        return self.at[parameters] if parameters < len(self.at) else self.extent
+
+    def hold(self, run: range) -> None:
+        """Has memory for the gradients of these trained parameters."""
+        self.held, lo = run, self.end(run.start)
+        self.grads = native.aligned(self.end(run.stop) - lo)
         self.grads[:] = 0
-        self.gradients = self.views(self.grads)
+        self.gradients = [view(self.grads, self.at[i] - lo, self.named[i][1]) for i in run]
+
+    def shares(self, first: int, stop: int, ranks: int) -> list[range]:
+        """Parameters `first` to `stop` - 1 cut into runs of about as many floats, one for each rank."""
+        starts, lo, hi = self.at[:stop], self.end(first), self.end(stop)
+        cuts = [bisect.bisect_left(starts, lo + (hi - lo) * r / ranks, first) for r in range(ranks)] + [stop]
+        return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def moved(self) -> str | None:
+        """The name of a parameter that is not where it was put, or None."""
+        found = zip(self.named, self._addresses, strict=True)
+        return next((name for (name, p), address in found if p.data_ptr() != address), None)
 
     def check(self) -> None:
         """ConfigError if a parameter is not where it was put: what is trained would not be what is saved."""
-        for (name, p), address in zip(self.named, self._addresses, strict=True):
-            if p.data_ptr() != address:
-                raise ConfigError(
-                    f"[torch] {name} is not where it was: a later trainer or DistributedDataParallel of this module, "
-                    "or module.to(), has moved it; use the later one, or make a new one"
-                )
+        if name := self.moved():
+            raise ConfigError(
+                f"[torch] {name} is not where it was: a later trainer or DistributedDataParallel of this module, "
+                "or module.to(), has moved it; use the later one, or make a new one"
+            )
 
     def views(self, flat: np.ndarray) -> list[torch.Tensor]:
         """The places of the trained parameters in an array of the layout of gradients."""
@@ -135,6 +159,11 @@ def _refuse(module: nn.Module) -> None:
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ConfigError(f"[torch] {name} has no shape yet; run the module on a sample first")
+        if p.numel() > 1 and not any(p.stride()) and bool(p.detach().isnan().all()):
+            raise ConfigError(
+                f"[torch] {name} is in parts, as an earlier trainer of this module has zero=3; make the new one in "
+                "`with trainer.gathered():` of that"
+            )
         if p.dtype != torch.float32 or p.device.type != "cpu" or p.layout != torch.strided:
             raise ConfigError(
                 f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 on the "

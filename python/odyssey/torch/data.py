@@ -156,12 +156,18 @@ class DataLoader(own.DataLoader):
             raise _other_size(self.shard_size, shard_size)
         self.shard_size = shard_size
 
+    def _own(self, part: Part | None, samples: int) -> range:
+        """The shards of a batch that this rank reads."""
+        if isinstance(part, Share):
+            return part.shards.own(samples, part.train)
+        return range(*plan.share(plan.shard_count(samples, self.shard_size), self.comm.size, self.comm.rank))
+
     def _batches(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
         """Batches with this rank's shards; torch reads those of an epoch in one go, so that its workers are ahead."""
         if isinstance(part, Share) and part.shards.shard_size is not None:
             self.follow(part.shards.shard_size)
         pieces, size = list(cut), self.shard_size
-        runs = [range(*plan.share(plan.shard_count(len(n), size), self.comm.size, self.comm.rank)) for _, n in pieces]
+        runs = [self._own(part, len(n)) for _, n in pieces]
         shards = (n[s * size : (s + 1) * size] for (_, n), run in zip(pieces, runs, strict=True) for s in run)
         self._read.now = ([(epoch, k) for k in numbers.tolist()] for numbers in shards)
         read: Iterator[Any] = iter(self._loader) if self._table is None else map(self._table, self._read.now)

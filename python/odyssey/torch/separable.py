@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import CollectiveError
 from ..nn import in_mode
 from .seeded import keys, put_back, states
 
@@ -25,11 +26,14 @@ APART = 1e-4  # of a parameter's gradient, what no weights explain: rounding is 
 NOISE = 1e-6  # of the whole gradient: what smaller ones are may be rounding
 
 
-def looked_at(owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any) -> tuple[str, list[float]]:
+def looked_at(
+    owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any, copies: bool = True
+) -> tuple[str, list[float]]:
     """Returns what a loss is, "mean", "sum" or "neither" of its samples, and its values of all and of both halves.
     "unknown": the samples cannot be taken apart, or forward() draws in eval mode too.
 
     owners: modules that `loss` of a batch calls, the one with the parameters first. batch: a tree, samples in rows.
+    copies: parameters are put back, too, if they are changed.
     """
     taken, size = [], 0
     for p in sorted((p for p in owners[0].parameters() if p.requires_grad), key=torch.numel):
@@ -43,7 +47,7 @@ def looked_at(owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batc
         return "unknown", []
     values: list[float] = []
     gradients: list[list[torch.Tensor]] = []
-    with _as_before(owners), in_mode(owners[0], False), warnings.catch_warnings(), torch.enable_grad():
+    with _as_before(owners, copies), in_mode(owners[0], False), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         before = keys(states())
         try:
@@ -53,6 +57,8 @@ def looked_at(owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batc
                     found = torch.autograd.grad(value, taken, materialize_grads=True)
                     values.append(float(value.detach()))
                     gradients.append([g.reshape(-1) for g in found])
+        except CollectiveError:
+            raise
         except Exception:  # what is wrong with forward() itself is said where it is trained
             return "unknown", []
         drawn = keys(states()) != before
@@ -76,10 +82,10 @@ def _kind(whole: list[torch.Tensor], first: list[torch.Tensor], second: list[tor
 
 
 @contextlib.contextmanager
-def _as_before(owners: list[nn.Module]) -> Iterator[None]:
+def _as_before(owners: list[nn.Module], copies: bool) -> Iterator[None]:
     """Generators, parameters, buffers and attributes of modules are afterwards what they were."""
     drawn = states()
-    tensors = [t for owner in owners for t in (*owner.parameters(), *owner.buffers())]
+    tensors = [t for owner in owners for t in (*(owner.parameters() if copies else ()), *owner.buffers())]
     values = [(t, t._version, t.detach().clone()) for t in tensors]
     own: list[Any] = [vars(m) for owner in owners for m in owner.modules()]
     inside = [c for attributes in own for c in attributes.values() if isinstance(c, (dict, list, set))]

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from ..comm import Communicator
+from ..core import fingerprint
 from ..errors import ConfigError, OdysseyError
 from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
@@ -155,13 +156,16 @@ class Shards:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._sent = 0, 0, 0
         self._told: set[str] = set()
+        self._count = 0  # shards of the batch that has begun
         self._lay_out()
         self.running, self.kept = torch.from_numpy(arena.running), torch.from_numpy(arena.kept)
 
     def _lay_out(self) -> None:
         arena = self.arena
+        arena.hold(range(arena.trained))
         self.gradient = torch.from_numpy(arena.grads)
         # gradients | statistics | whether changed | SUMS | reached | raised
+        self._gradients = arena.size
         sizes = [arena.size, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]
         self._places = np.cumsum(sizes).tolist()
 
@@ -213,13 +217,42 @@ class Shards:
         machines."""
         return functools.reduce(_more, (p.reduction for p in self._prepared.values()), self._sent)
 
-    def share(self, samples: int, train: bool = True) -> tuple[int, int]:
-        """The samples of a batch that this rank's shards have, (first, one past the last); one if it has no shard."""
+    def kept_parameters(self) -> list[fingerprint.Run]:
+        """The parameters that this rank counts for a fingerprint of all."""
+        return [(self.arena.params.ctypes.data, self.arena.extent, 0)]
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of parameters, and of gradients with their reduction, on this rank."""
+        made = sum(p.reduction.floats_needed for p in self._prepared.values())
+        return self.arena.params.nbytes, self.arena.grads.nbytes + 4 * made
+
+    def own(self, samples: int, train: bool = True) -> range:
+        """The shards of a batch that this rank runs."""
         assert self.shard_size is not None
         shards = planning.shard_count(samples, self.shard_size)
-        run = planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[self.comm.rank]
-        lo, hi = run[0] * self.shard_size, min(run[1] * self.shard_size, samples)
-        return (lo, hi) if hi > lo else (0, min(1, samples))
+        return range(*planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[self.comm.rank])
+
+    def share(self, samples: int, train: bool = True) -> tuple[int, int]:
+        """The samples from this rank's first shard to its last, (first, one past the last); one if it has no shard."""
+        own = self.own(samples, train)
+        if not own:
+            return 0, min(1, samples)
+        size = self.shard_size or 1
+        return own[0] * size, min((own[-1] + 1) * size, samples)
+
+    def phase(self, run: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Parameters may be used in the block; with ZeRO 3 a collective call, as others have them (zero.py). run: it
+        has the shards of a training step."""
+        return contextlib.nullcontext()
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """All parameters are there in the block; with ZeRO 3 a collective call."""
+        return contextlib.nullcontext()
+
+    def holding(self) -> contextlib.AbstractContextManager[set[int] | None]:
+        """The parameters that this rank keeps are there in the block; their ids, or None: it has all."""
+        return contextlib.nullcontext()
 
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
         """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
@@ -232,14 +265,24 @@ class Shards:
         prepared = self.prepared(samples, train)
         before = [int(b) for _, b in self.arena.counters] if train else []
         part = StepOutcome(prepared.reduction, (self._places[2] if train else 0) + 1)
-        self._begun = prepared, train, before, part
+        self._begun, self._count = (prepared, train, before, part), prepared.plan.shards
         return part
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """The shards of a batch that has begun, as calling this object gives them."""
+        prepared, train, _, _ = self._begun
+        with self._nothing_else_changes(train):
+            for action in (*prepared.plan.threads[0], *prepared.plan.final):
+                if action.kind == "add":
+                    prepared.flat[action.a].add_(prepared.flat[action.b])
+                    continue
+                gradients = prepared.gradients[action.b] if train else []
+                yield from self._shard(action.a, samples, step, prepared.flat[action.b], gradients)
+
+    @contextlib.contextmanager
+    def _nothing_else_changes(self, train: bool) -> Iterator[None]:
+        """The generator is afterwards what it was, and so must all be that the shards of the block must leave alone."""
         arena = self.arena
-        prepared, train, before, _ = self._begun
-        plan, size = prepared.plan, self.shard_size
         if train:
             arena.check()
         fixed = [(name, t, t._version) for name, t in (*arena.others, *arena.named)]
@@ -248,33 +291,36 @@ class Shards:
                 raise ConfigError(f"[torch] {name} was frozen and is not any more; make a new trainer of the module")
         drawn = generator.get_state()
         try:
-            for action in (*plan.threads[0], *plan.final):
-                if action.kind == "add":
-                    prepared.flat[action.a].add_(prepared.flat[action.b])
-                    continue
-                shard, b = action.a, action.b
-                flat, gradients = prepared.flat[b], prepared.gradients[b] if train else []
-                lo, hi = shard * size, min((shard + 1) * size, samples)
-                flat.zero_()
-                self._sums = [0.0] * (SUMS - 1)
-                versions = self._enter(gradients, before) if train else []
-                generator.manual_seed(seed_of(self.seed, step, shard, train))
-                yield lo, hi
-                tail = [self._sums[0], float(hi - lo), *self._sums[1:]]
-                if train:
-                    tail += self._leave(flat, gradients, versions, before, hi - lo)
-                at = self._places[2] if train else 0
-                prepared.reduction.buffers[b][at : at + len(tail)] = tail
+            yield
         finally:
             generator.set_state(drawn)
         self._check_fixed(fixed)
 
+    def _shard(
+        self, shard: int, samples: int, step: int, flat: torch.Tensor, gradients: list[torch.Tensor]
+    ) -> Iterator[tuple[int, int]]:
+        """One shard, whose sums go into `flat`. gradients: places among them."""
+        _, train, before, _ = self._begun
+        size = self.shard_size or samples
+        lo, hi = shard * size, min((shard + 1) * size, samples)
+        flat.zero_()
+        self._sums = [0.0] * (SUMS - 1)
+        versions = self._enter(gradients, before) if train else []
+        generator.manual_seed(seed_of(self.seed, step, shard, train))
+        yield lo, hi
+        tail = [self._sums[0], float(hi - lo), *self._sums[1:]]
+        if train:
+            tail += self._reached(gradients, versions)
+            tail += self._leave(flat, before, hi - lo)
+        at = self._places[2] if train else 0
+        flat.numpy()[at : at + len(tail)] = tail
+
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """The shards of a batch that has begun, for a pass before theirs: with the same random numbers and running
         statistics, and nothing is kept of it."""
-        prepared, train, before, _ = self._begun
+        _, train, before, _ = self._begun
         with self.drawing(step, train):
-            for shard in (action.a for action in prepared.plan.threads[0] if action.kind != "add"):
+            for shard in self.own(samples, train):
                 if train:
                     self._begin_statistics(before)
                 generator.manual_seed(seed_of(self.seed, step, shard, train))
@@ -291,7 +337,7 @@ class Shards:
             generator.set_state(drawn)
 
     def count(self, loss: float, *metrics: float) -> None:
-        """Sums over the samples of the shard that is being run."""
+        """BatchSums over the samples of the shard that is being run."""
         self._sums[: 1 + len(metrics)] = loss, *metrics
 
     def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
@@ -307,35 +353,33 @@ class Shards:
             for (_, b), value in zip(self.arena.counters, before, strict=True):
                 b.fill_(value)
 
-    def _leave(
-        self, flat: torch.Tensor, gradients: list[torch.Tensor], versions: list[int], before: list[int], n: int
-    ) -> list[float]:
-        """The statistics that a shard made go behind its gradients; gives what goes behind its sums."""
-        arena, (statistics, changed) = self.arena, self._places[:2]
+    def _reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
+        """By parameter, whether the shard that has run reached it."""
         reach = []
-        for (name, p), place, version in zip(arena.named, gradients, versions, strict=False):
+        for (name, p), place, version in zip(self.arena.named, gradients, versions, strict=False):
             if p.grad is not place:
                 raise LoopError(
                     f"[torch] the gradient of {name} was replaced while a shard was run: call zero_grad() before the "
                     "shards, clip and step after them"
                 )
             reach.append(float(place._version != version))
+        return reach
+
+    def _leave(self, flat: torch.Tensor, before: list[int], n: int) -> list[float]:
+        """The statistics that a shard made go behind its gradients; by how much it raised the counters."""
+        arena, (gradients, statistics, changed) = self.arena, (self._gradients, *self._places[:2])
         if self.mean:
-            flat[: arena.size].mul_(n)
+            flat[:gradients].mul_(n)
         if arena.floats:
             torch.mul(self.running, float(n), out=flat[statistics : statistics + arena.floats])
             flat[changed : changed + arena.floats] = (self.running != self.kept).float()
-        reach += [float(int(b) - value) for (_, b), value in zip(arena.counters, before, strict=True)]
-        return reach
+        return [float(int(b) - value) for (_, b), value in zip(arena.counters, before, strict=True)]
 
     def sums(self) -> BatchSums:
         """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call.
         Raises what a rank's part failed with: on all ranks; nothing was changed."""
-        prepared, train, before, part = self._begun
-        part.tell()
-        prepared.reduction.start()
-        prepared.reduction.finish()
-        result, arena = prepared.result, self.arena
+        _, train, before, part = self._begun
+        result, arena = self._complete(), self.arena
         statistics, changed, sums = self._places[:3] if train else (0, 0, 0)
         if train and (part.error is not None or math.isnan(result[sums + 1])):
             self.settle(False)
@@ -350,10 +394,22 @@ class Shards:
             n = arena.floats
             mean = result[statistics : statistics + n] / samples
             self.merged = torch.where(result[changed : changed + n] > 0, mean, self.kept)
-        raised = [math.ceil(total / prepared.plan.shards) for total in flags[arena.trained :]]
+        raised = [math.ceil(total / self._count) for total in flags[arena.trained :]]
         self._counters = [value + by for value, by in zip(before, raised, strict=True)]
-        torch.div(result[: arena.size], samples, out=self.gradient)
+        self._divide(result, samples)
         return BatchSums(loss, samples, metrics, [f > 0 for f in flags[: arena.trained]])
+
+    def _complete(self) -> torch.Tensor:
+        """The sums over all shards: gradients, and what goes behind them."""
+        prepared, _, _, part = self._begun
+        part.tell()
+        prepared.reduction.start()
+        prepared.reduction.finish()
+        return prepared.result
+
+    def _divide(self, result: torch.Tensor, samples: float) -> None:
+        """Makes the mean gradient of the sum."""
+        torch.div(result[: self._gradients], samples, out=self.gradient)
 
     def settle(self, taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it was not taken."""

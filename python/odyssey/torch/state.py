@@ -4,9 +4,10 @@ and what decides its bits, compared between ranks and with checkpoints.
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import functools
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,24 @@ class TrainerState(Sharing):
     _built: ModuleSettings
     _first: list[str]  # names of the parameters that are trained, as the trainer was made
 
-    partial = False
+    @property
+    def partial(self) -> bool:
+        """Returns whether fingerprints() are of this rank's part."""
+        return self.zero > 1 and self.comm.size > 1
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The module with all of its parameters, for what a program or callback does with them; a collective call with
+        zero=3, where ranks have them in parts. What it writes into them must be the same on all ranks."""
+        with self.shards.whole():
+            yield self.module
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer. With zero 2 and
+        3 at most, where backward passes reach parameters in the reverse of their order."""
+        parameters, gradients = self.shards.nbytes
+        state = [v for some in self.optimizer.state.values() for v in some.values() if isinstance(v, torch.Tensor)]
+        return {"parameters": parameters, "gradients": gradients, "optimizer": sum(v.nbytes for v in state)}
 
     def _description(self) -> dict[str, Any]:
         """The training as it was given: what must be alike on all ranks, and when it goes on."""
@@ -82,11 +100,11 @@ class TrainerState(Sharing):
 
     @functools.cached_property
     def _prints(self) -> tuple[fingerprint.Runs, fingerprint.Runs]:
-        arena = self.arena
-        weights = [(arena.params.ctypes.data, arena.params.size, 0)]
-        if arena.floats:
-            weights.append((arena.kept.ctypes.data, arena.floats, arena.params.size))
-        return fingerprint.Runs([(arena.grads.ctypes.data, arena.size, 0)]), fingerprint.Runs(weights)
+        arena, lo = self.arena, self.arena.end(self.arena.held.start)
+        weights = self.shards.kept_parameters()
+        if arena.floats and not (self.partial and self.comm.rank):
+            weights.append((arena.kept.ctypes.data, arena.floats, arena.extent))
+        return fingerprint.Runs([(arena.grads.ctypes.data, arena.grads.size, lo)]), fingerprint.Runs(weights)
 
     def fingerprints(self) -> tuple[int, int]:
         """Returns those of the mean gradients of the last step, and of parameters and running statistics."""
@@ -94,29 +112,39 @@ class TrainerState(Sharing):
         return gradients(), weights()
 
     def check_replicas(self) -> None:
-        """Compares parameters and running statistics of all ranks; a collective call. Raises NumericsError."""
-        check_replicas(self.comm, self.steps, {"weights": self._prints[1]()})
+        """Compares parameters and running statistics that all ranks have; a collective call. Raises NumericsError."""
+        arena = self.arena
+        own = [fingerprint.of(array) for array in (arena.params, arena.kept)]  # with zero=3 the latter alone
+        check_replicas(self.comm, self.steps, {"weights": fingerprint.hash_of(own)})
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Parameters and buffers by name, copies; tied parameters once."""
-        tensors = [*self.arena.named, *self.arena.buffers]
-        return {name: t.detach().numpy().copy() for name, t in tensors}
+        """Parameters and buffers by name, copies; tied parameters once. Collective with zero=3."""
+        with self.shards.whole():
+            tensors = [*self.arena.named, *self.arena.buffers]
+            return {name: t.detach().numpy().copy() for name, t in tensors}
 
     def last_gradients(self) -> dict[str, np.ndarray]:
-        """The mean gradients of the last step by the parameters' names, as the optimizer saw them."""
-        named = self.arena.named[: self.arena.trained]
-        return {name: g.numpy().copy() for (name, _), g in zip(named, self.arena.gradients, strict=True)}
+        """The mean gradients of the last step by the parameters' names, as the optimizer saw them; collective with zero
+        2 and 3."""
+        held = [(self.arena.named[i][0], g) for i, g in zip(self.arena.held, self.arena.gradients, strict=True)]
+        found = {name: g.numpy().copy() for name, g in held}
+        if not self.partial:
+            return found
+        return {k: v for rank in range(self.comm.size) for k, v in resume.spread(self.comm, found, rank).items()}
 
     def weights_sha256(self) -> str:
-        """SHA-256 over parameters and buffers: one value for one training, on any number of ranks."""
+        """SHA-256 over parameters and buffers: one value for one training, on any number of ranks. Collective with
+        zero=3."""
         digest = hashlib.sha256()
-        for _, t in sorted([*self.arena.named, *self.arena.buffers], key=lambda pair: pair[0]):
-            digest.update(t.detach().contiguous().numpy().tobytes())
+        with self.shards.whole():
+            for _, t in sorted([*self.arena.named, *self.arena.buffers], key=lambda pair: pair[0]):
+                digest.update(t.detach().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def named_state(self) -> dict[str, np.ndarray]:
-        """Parameters as "weight NAME", buffers as "buffer NAME", "optimizer STATE of NAME"; collective with zero=1."""
-        arrays = {f"weight {n}": p.detach().numpy().copy() for n, p in self.arena.named}
+        """Parameters as "weight NAME", buffers as "buffer NAME", "optimizer STATE of NAME"; collective with zero."""
+        with self.shards.whole():
+            arrays = {f"weight {n}": p.detach().numpy().copy() for n, p in self.arena.named}
         arrays.update((f"buffer {n}", b.detach().numpy().copy()) for n, b in self.arena.buffers)
         for key, value in self._optimizer_state().items():
             state, _, name = key.partition("/")
@@ -142,14 +170,16 @@ class TrainerState(Sharing):
         return [name for name, _ in self.arena.named[: self.arena.trained]]
 
     def _arrange(self, trained: list[str]) -> None:
-        """Has places for the gradients of these; a collective call with zero=1, where others own them then."""
+        """Has places for the gradients of these; a collective call with zero, where others own them then."""
         state = self._optimizer_state() if self.zero else {}
         self.shards.arrange(trained)
         for name in ("_prints", "_runs"):
             vars(self).pop(name, None)
         if self.zero:
+            with self.shards.holding():
+                made = self._state_of(state)
             self.optimizer.state.clear()
-            self.optimizer.state.update(self._state_of(state))
+            self.optimizer.state.update(made)
 
     def _unfreeze(self) -> None:
         """Parameters that a callback has unfrozen get places for their gradients."""
@@ -162,11 +192,8 @@ class TrainerState(Sharing):
     @functools.cached_property
     def _runs(self) -> list[range]:
         """The trained parameters that each rank updates: with zero=1 a run of them, else all."""
-        starts, ranks = self.arena.at[: self.arena.trained], self.comm.size
-        if not self.zero:
-            return [range(len(starts))] * ranks
-        cuts = [bisect.bisect_left(starts, self.arena.size * r / ranks) for r in range(ranks)] + [len(starts)]
-        return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        trained, ranks = self.arena.trained, self.comm.size
+        return self.arena.shares(0, trained, ranks) if self.zero else [range(trained)] * ranks
 
     @property
     def owned(self) -> range:
@@ -177,8 +204,7 @@ class TrainerState(Sharing):
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """The floats of the parameters that each rank updates with zero=1."""
-        ends = [*self.arena.at[: self.arena.trained], self.arena.size]
-        return [(ends[r.start], ends[r.stop]) for r in self._runs]
+        return [(self.arena.end(r.start), self.arena.end(r.stop)) for r in self._runs]
 
     @property
     def _kept(self) -> list[tuple[str, nn.Parameter]]:
@@ -217,7 +243,7 @@ class TrainerState(Sharing):
     @property
     def state_bytes(self) -> int:
         """About the bytes of a checkpoint: parameters, and two arrays as large for the optimizer."""
-        return 12 * self.arena.params.size + 4 * self.arena.floats
+        return 12 * self.arena.extent + 4 * self.arena.floats
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
         """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: a
@@ -225,11 +251,12 @@ class TrainerState(Sharing):
         optimizer = self._optimizer_state(parts)
         arrays = {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)}
         self._built.share(self.comm)
+        parameters = self._parameters(parts)
         if self.comm.rank != 0:
-            return Snapshot(self.steps, {"optimizer": arrays}) if parts else None
+            return Snapshot(self.steps, {"parameters": parameters, "optimizer": arrays}) if parts else None
         names = {id(p): name for name, p in self.arena.named}
         arrays = {
-            "parameters": {name: p.detach().numpy() for name, p in self.arena.named},
+            "parameters": parameters,
             "buffers": {name: b.detach().numpy() for name, b in self.arena.buffers},
             "optimizer": arrays,
             "generators": self._orders.state(),
@@ -257,6 +284,14 @@ class TrainerState(Sharing):
             },
         )
 
+    def _parameters(self, parts: bool) -> dict[str, np.ndarray]:
+        """The parameters for a checkpoint: whole on rank 0, or `parts`: of each rank what no other has. A collective
+        call with zero=3."""
+        with self.shards.holding() if parts else self.shards.whole() as mine:
+            own = [(n, p) for n, p in self.arena.named if (self.comm.rank == 0 if mine is None else id(p) in mine)]
+            arrays = {name: p.detach().numpy() for name, p in own}
+            return arrays if parts or not self.partial else {name: a.copy() for name, a in arrays.items()}
+
     def load(self, snapshot: Snapshot, name: str) -> None:
         """Puts back a snapshot that all ranks have, of whatever number of ranks. Raises ConfigError: it is of another
         training. CheckpointError: something is missing. Nothing was changed."""
@@ -278,7 +313,8 @@ class TrainerState(Sharing):
                     self._arrange(list(trained))
             groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
             self._regroup(groups, values["optimizer"].get("names"))
-            state = self._state_of({**arrays.get("optimizer", {}), **numbers})
+            with self.shards.holding():  # strides of states are those of parameters
+                state = self._state_of({**arrays.get("optimizer", {}), **numbers})
             scheduler, scheduled = values["scheduler"], int(values["scheduled"])
             hyper = [_merged(_hyper(g), new) for g, new in zip(self.optimizer.param_groups, groups, strict=True)]
         except (KeyError, TypeError, ValueError) as problem:
@@ -315,9 +351,10 @@ class TrainerState(Sharing):
         ]
 
     def _take(self, values: list[tuple[torch.Tensor, Any]]) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), self.shards.holding() as mine:
             for t, value in values:
-                t.copy_(torch.from_numpy(np.array(value)))
+                if mine is None or not isinstance(t, nn.Parameter) or id(t) in mine:
+                    t.copy_(torch.from_numpy(np.array(value)))
         self.arena.kept[:] = self.arena.running
 
     def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]] | None) -> None:

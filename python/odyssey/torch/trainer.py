@@ -24,6 +24,7 @@ from ..checkpoints import Evaluation, Step
 from ..engine import Layout
 from ..errors import ConfigError, check_kind
 from ..nn import in_mode
+from ..nn.utils import global_norm
 from ..parallel import MODES, Mesh, StepOutcome, Strategy
 from ..settings import Training
 from ..settings import declarations as declaration
@@ -36,6 +37,7 @@ from .generators import Orders, generators
 from .shards import BatchSums, Shards, Share
 from .state import TrainerState
 from .whole_batch_loss import Outputs, WholeBatchLoss
+from .zero import Spread
 
 OURS = (
     "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling conv_algorithm offload"
@@ -64,9 +66,10 @@ class DistributedTrainer(TrainerState):
         gather: for a loss that compares samples with each other (contrastive, ranking): it is given the outputs and
             targets of the whole batch, whose shards run twice: for their outputs, then for the gradients of these.
         mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
-        settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps, zero (0, 1:
-            each rank keeps the optimizer's state of its parameters), nonfinite, check_every, reduction, servers,
-            ranks_per_node, compression, compression_ratio, compression_warmup_steps, powersgd_rank.
+        settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps, zero (of
+            its parameters alone a rank keeps 1: the optimizer's state, 2: gradients too, 3: values too), nonfinite,
+            check_every, reduction, servers, ranks_per_node, compression, compression_ratio, compression_warmup_steps,
+            powersgd_rank.
 
     Raises ConfigError: something is not allowed, or cannot be held; the message names it. Or the ranks differ.
     """
@@ -111,7 +114,12 @@ class DistributedTrainer(TrainerState):
         self.threads, self.deterministic, self.zero = threads, deterministic, made.zero
         self.workers = self.replicas = self.comm.size
         held: dict[str, Any] = {"threads": threads, "deterministic": deterministic, "tell": self.say}
-        self.shards = Shards(module, self.comm, self.strategy, shard_size=made.shard_size, seed=made.seed, **held)
+        held.update(shard_size=made.shard_size, seed=made.seed)
+        if made.zero > 1 and self.comm.size > 1:
+            held.update(zero=made.zero, autocast=made.precision == "bf16")
+            self.shards: Shards = Spread(module, self.comm, self.strategy, **held)
+        else:
+            self.shards = Shards(module, self.comm, self.strategy, **held)
         self._train = self.shards
         self.arena = self.shards.arena
         if not module.training:
@@ -123,6 +131,10 @@ class DistributedTrainer(TrainerState):
         self._built, self._first = ModuleSettings(module, self.loss, deterministic == "error"), self._trained
         self._compare_settings({"zero": self.zero})
         self.shards.agree(self._given)
+        if self.partial:  # some make the state of all parameters at once
+            for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
+                if i not in self.owned:
+                    optimizer.state.pop(p, None)
 
     def take_step(self, batch: datasets.Batch) -> Step:
         """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
@@ -139,7 +151,8 @@ class DistributedTrainer(TrainerState):
         rate = self.rate
         self._watch.batch(batch, self.steps)
         sums = self._run(batch, self.steps)
-        self._look_at_route([self.shards.prepared(len(batch.indices)).reduction], len(batch.indices))
+        if not self.partial:
+            self._look_at_route([self.shards.prepared(len(batch.indices)).reduction], len(batch.indices))
         with slot.span("optimizer"):
             taken = self._commit(sums)
         if taken:
@@ -185,13 +198,13 @@ class DistributedTrainer(TrainerState):
         begun = self.shards.begin(n, train)
         joined: WholeBatchLoss | None = None
         several = n > (self.shards.shard_size or n)
-        with begun.tried():
+        with self.shards.phase(), begun.tried():
             batch = batch.covering(*self.shards.share(n, train))
             if several and train and not self._looked_at:
                 self._look_at_loss(batch, n)
         if several and self.gather:
             joined = self._joined(begun, batch, step, train)
-        with begun.tried(), contextlib.closing(self.shards.run(n, step)) as run:
+        with self.shards.phase(train), begun.tried(), contextlib.closing(self.shards.run(n, step)) as run:
             for lo, hi in run if begun.error is None else ():
                 with self._built.looking(), in_a_line():
                     if joined is None:
@@ -226,7 +239,7 @@ class DistributedTrainer(TrainerState):
         """The loss of all outputs of a batch, on ranks that have a shard; a collective call. Raises what a rank's part
         failed with: on all ranks; nothing was changed."""
         made, n = Outputs(), len(batch.indices)
-        with begun.tried(), contextlib.closing(self.shards.preview(n, step)) as run:
+        with self.shards.phase(), begun.tried(), contextlib.closing(self.shards.preview(n, step)) as run:
             for lo, hi in run if begun.error is None else ():
                 with self._built.looking(), in_a_line():
                     made.add(lo, hi, *self._output(*part(batch, lo, hi)))
@@ -235,11 +248,12 @@ class DistributedTrainer(TrainerState):
             if train:
                 self.shards.settle(False)
             begun.end(math.nan)
-        with begun.tried(), self.shards.drawing(step, train), self._autocast():
+        joined: WholeBatchLoss | None = None
+        with self.shards.phase(), begun.tried(), self.shards.drawing(step, train), self._autocast():
             if made.shards:
                 scale = (1 if self._loss_is_sum else n) if train else None
-                return WholeBatchLoss(made, everyone or [], self._loss_of, scale)
-        return None
+                joined = WholeBatchLoss(made, everyone or [], self._loss_of, scale)
+        return joined
 
     def _run_joined(self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool) -> None:
         """The second pass of a shard."""
@@ -260,7 +274,8 @@ class DistributedTrainer(TrainerState):
             return
         owners = [m for m in (self.module, self.loss) if isinstance(m, nn.Module)]
         both = tree_of(part(batch, 0, size))
-        kind, values = separable.looked_at(owners, lambda both: self._loss_of(*self._output(*both)), both)
+        loss = lambda both: self._loss_of(*self._output(*both))  # noqa: E731
+        kind, values = separable.looked_at(owners, loss, both, not self.partial)
         if kind not in ("neither", "sum") or (kind == "sum" and self._loss_is_sum):
             return
         whole, *halves = (f"{value:.5g}" for value in values)
@@ -288,24 +303,39 @@ class DistributedTrainer(TrainerState):
     def _commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, unless it is not finite: then nothing is changed."""
         gradient = self.shards.gradient
-        finite = math.isfinite(sums.loss) and all(math.isfinite(float(v)) for v in torch.aminmax(gradient))
+        finite = math.isfinite(sums.loss) and self._finite(gradient)
         if finite:
             if self.clip_norm is not None:
-                self.grad_norm = norm = float(torch.linalg.vector_norm(gradient))
+                self.grad_norm = norm = self._norm()
                 if math.isfinite(norm) and norm > self.clip_norm:
                     gradient.mul_(self.clip_norm / norm)
+            held = dict(zip(self.arena.held, self.arena.gradients, strict=True))
             for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
-                p.grad = self.arena.gradients[i] if sums.reached[i] and i in self.owned else None
-            self.optimizer.step()
-            if self.zero and self.comm.size > 1:
+                p.grad = held[i] if sums.reached[i] and i in self.owned else None
+            with self.shards.holding():
+                self.optimizer.step()
+            if self.zero in (1, 2) and self.comm.size > 1:
                 self.comm.all_gather_v(self.arena.params, self.ranges)
         self.shards.settle(finite)
         return finite
 
+    def _finite(self, gradient: torch.Tensor) -> bool:
+        """Says whether all gradients are finite, whoever has which; a collective call with zero 2 and 3."""
+        own = not gradient.numel() or all(math.isfinite(float(v)) for v in torch.aminmax(gradient))
+        return bool(self.comm.all_reduce(np.array([own], np.int32), "min")[0]) if self.partial else own
+
+    def _norm(self) -> float:
+        """The norm of the mean gradient, the same bits whoever has which part; a collective call with zero 2 and 3."""
+        gradient = self.shards.gradient
+
+        def over(op: str) -> Callable[[np.ndarray], np.ndarray]:
+            return lambda a: self.comm.all_reduce(a, op) if self.partial else a
+
+        own = [(gradient.data_ptr(), gradient.numel())] if gradient.numel() else []
+        return global_norm(own, over("max"), over("sum"))
+
     def gradient_norm(self) -> float | None:
-        if self.clip_norm is not None:
-            return self.grad_norm
-        return float(torch.linalg.vector_norm(self.shards.gradient))
+        return self.grad_norm if self.clip_norm is not None else self._norm()
 
     def traffic(self) -> tuple[int, int, int]:
         return self.shards.traffic()
@@ -401,15 +431,10 @@ class DistributedTrainer(TrainerState):
         count = 0
         with self._evaluating():
             for number, batch in enumerate(self._evaluated(loader, targets=False)):
-                for lo, hi in self.shards(n := len(batch.indices), number, train=False):
-                    with self._autocast():
-                        out = huggingface.predictions(self._forward(part(batch, lo, hi, targets=False)[0]))
-                    if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
-                        found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-                        raise ConfigError(
-                            f"[torch] forward() of {hi - lo} samples gives {found}; a tensor ({hi - lo}, ...) is needed"
-                        )
-                    rows[f"{count + lo}"] = (out.float() if out.dtype == torch.bfloat16 else out).numpy()
+                shards = self.shards(n := len(batch.indices), number, train=False)
+                with self.shards.phase(), contextlib.closing(shards):
+                    for lo, hi in shards:
+                        rows[f"{count + lo}"] = self._predicted(part(batch, lo, hi, targets=False)[0], hi - lo)
                 count += n
         if not count:
             raise ConfigError("[predict] the loader gave no batch; give it data")
@@ -417,6 +442,17 @@ class DistributedTrainer(TrainerState):
         if len(shapes := sorted({a.shape[1:] for a in whole.values()})) > 1:
             raise ConfigError(f"[predict] outputs have the shapes {shapes}; pad all batches to one length")
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
+
+    def _predicted(self, x: Any, samples: int) -> np.ndarray:
+        """Outputs of a shard."""
+        with self._autocast():
+            out = huggingface.predictions(self._forward(x))
+        if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
+            found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise ConfigError(
+                f"[torch] forward() of {samples} samples gives {found}; a tensor ({samples}, ...) is needed"
+            )
+        return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
 
 
 @contextlib.contextmanager
@@ -474,10 +510,19 @@ def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: An
             f"precision is {made.precision!r}; use 'fp32', or 'bf16' for autocast",
         ),
         (made.device == "gpu", "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'"),
-        (made.zero > 1, f"zero is {made.zero}; torch modules have 0 and 1, fully_shard (docs/migration.md) the rest"),
+        (
+            made.zero > 1 and (made.reduction != "tree" or made.compression),
+            f"zero={made.zero} has sums of its own along the tree; leave reduction and compression out, or use zero=1",
+        ),
+        (made.zero > 1 and made.rebalance, f"zero={made.zero} takes shards in rounds of all ranks; rebalance=False"),
+        (
+            made.zero == 3
+            and any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for m in module.modules()),
+            "zero=3 looks at each operation, which torch.compile joins; use zero=2, or the module as it is",
+        ),
         (
             made.zero and not type(optimizer).__module__.startswith("torch.optim"),
-            f"zero=1 with {name}: only torch.optim's optimizers are known to go by parameter; use zero=0",
+            f"zero={made.zero} with {name}: only torch.optim's optimizers are known to go by parameter; use zero=0",
         ),
         (made.reduction in MODES, f"reduction={made.reduction!r}: ranks take every step together here; use 'tree'"),
     ):
