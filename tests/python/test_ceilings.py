@@ -18,14 +18,14 @@ ROOT = build.source_root()
 CEILINGS = {
     "core": 31_900,
     "kernels": 13_061,
-    "torch": 3_376,
+    "torch": 3_882,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 72_053, 600
+ALL_LINES, FILE_LINES = 72_722, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
