@@ -12,7 +12,6 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_float
 from types import SimpleNamespace
 from typing import Any
 
@@ -311,7 +310,7 @@ class RulePrograms:
         arena, on_gpu, program = optimizer.arena, "tiles" not in lib.codes, self._step.get(decays)
         if program is None:
             n = min(GPU_TILE, arena.size) if on_gpu else TILE
-            mean = 1.0 if on_gpu else float(np.float32(1) / np.float32(c_float.from_address(divisor).value))
+            mean = 1.0 if on_gpu else float(np.float32(1) / native.memory(divisor, 4).view(np.float32)[0])
             program = self._step[decays] = self._program(optimizer, n, lib, mean, lr, decays)
         if on_gpu:
             return self._launches(program, arena, u, addresses, divisor)
