@@ -17,6 +17,7 @@ from ..core import native
 from ..core.tensor import Tensor
 from ..errors import ConfigError, NumericsError
 
+__all__ = ["clip_grad_norm_", "global_norm"]
 Run = tuple[int, int]  # address of float32 numbers, how many
 
 
