@@ -120,14 +120,7 @@ def odyssey_shared_all_reduce(team: TeamPtr, job: JobPtr, nanoseconds: Int) abi(
 
 @export
 def odyssey_shared_all_reduce_at_once(
-    team: TeamPtr,
-    job: JobPtr,
-    x: LongPtr,
-    y: LongPtr,
-    count: Int,
-    sequence: Int,
-    signature: Int,
-    nanoseconds: Int,
+    team: TeamPtr, job: JobPtr, x: LongPtr, y: LongPtr, count: Int, sequence: Int, signature: Int, nanoseconds: Int
 ) abi("C") -> Int:
     """Begins an all-reduce of the array whose address is at x into that whose address is at y, and moves it on."""
     job[].x, job[].y = Int(x[]), Int(y[])

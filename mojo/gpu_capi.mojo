@@ -121,12 +121,7 @@ def odyssey_gpu_peer(gpu: GpuPtr, other: GpuPtr, error: BytePtr, size: Int) abi(
 
 @export
 def odyssey_gpu_allocate(
-    gpu: GpuPtr,
-    bytes: Int,
-    pinned: Int,
-    into: LongPtr,
-    error: BytePtr,
-    size: Int,
+    gpu: GpuPtr, bytes: Int, pinned: Int, into: LongPtr, error: BytePtr, size: Int
 ) abi("C") -> Int:
     """Writes the address of new device memory, or of new pinned host memory."""
     try:
@@ -172,13 +167,7 @@ def odyssey_gpu_copy(
 
 @export
 def odyssey_gpu_copy_peer(
-    gpu: GpuPtr,
-    other: GpuPtr,
-    dst: Int,
-    src: Int,
-    bytes: Int,
-    error: BytePtr,
-    size: Int,
+    gpu: GpuPtr, other: GpuPtr, dst: Int, src: Int, bytes: Int, error: BytePtr, size: Int
 ) abi("C") -> Int:
     """Enqueues a copy from another device's memory (Gpu.take)."""
     try:
@@ -259,14 +248,7 @@ def odyssey_gpu_scratch(gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
 
 @export
 def odyssey_gpu_tree_sum(
-    gpu: GpuPtr,
-    y: Int,
-    x: Int,
-    stride: Int,
-    n: Int,
-    floats: Int,
-    error: BytePtr,
-    size: Int,
+    gpu: GpuPtr, y: Int, x: Int, stride: Int, n: Int, floats: Int, error: BytePtr, size: Int
 ) abi("C") -> Int:
     """Enqueues the sum along the tree of n buffers, `stride` floats apart."""
     try:
@@ -284,11 +266,7 @@ def odyssey_gpu_norm(gpu: GpuPtr, y: Int, x: Int, floats: Int, error: BytePtr, s
         var numbers = Ptr(unsafe_from_address=x)
         largest(gpu[].compute, most, numbers, floats)
         fixed_squares(
-            gpu[].compute,
-            LongPtr(unsafe_from_address=y),
-            IntPtr(unsafe_from_address=y + 16),
-            numbers,
-            floats,
+            gpu[].compute, LongPtr(unsafe_from_address=y), IntPtr(unsafe_from_address=y + 16), numbers, floats
         )
         return 0
     except e:
@@ -303,14 +281,7 @@ def odyssey_gpu_fingerprint_scratch(count: Int, longest: Int) abi("C") -> Int:
 
 @export
 def odyssey_gpu_fingerprint(
-    gpu: GpuPtr,
-    y: LongPtr,
-    scratch: LongPtr,
-    runs: LongPtr,
-    count: Int,
-    longest: Int,
-    error: BytePtr,
-    size: Int,
+    gpu: GpuPtr, y: LongPtr, scratch: LongPtr, runs: LongPtr, count: Int, longest: Int, error: BytePtr, size: Int
 ) abi("C") -> Int:
     """Enqueues the fingerprint of runs in device memory (kernels/gpu/fingerprint.mojo)."""
     try:

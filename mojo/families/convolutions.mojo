@@ -38,16 +38,7 @@ def _conv2d_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, si
         conv2d_forward[relu](y, xr[0], wr[0], b, size)
 
 
-def _conv2d_forward_op(
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    scratch: Ptr,
-    size: Conv,
-    relu: Bool,
-    r: Record,
-):
+def _conv2d_forward_op(y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv, relu: Bool, r: Record):
     if relu:
         _conv2d_forward[True](y, x, w, b, scratch, size, r)
     else:

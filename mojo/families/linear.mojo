@@ -36,9 +36,7 @@ def _linear(G: Int, I: Int, O: Int) -> Conv:
     return Conv(G, I, 1, 1, O, 1, 1, 1)
 
 
-def _linear_forward[
-    relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record,):
+def _linear_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record):
     if in_tiles(r):
         comptime if HAS_AMX:
             var size = _linear(G, I, O)
@@ -60,35 +58,14 @@ def _linear_forward[
         linear_forward[relu](y, xr[0], wr[0], b, G, I, O)
 
 
-def _linear_forward_op(
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    scratch: Ptr,
-    G: Int,
-    I: Int,
-    O: Int,
-    relu: Bool,
-    r: Record,
-):
+def _linear_forward_op(y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, relu: Bool, r: Record):
     if relu:
         _linear_forward[True](y, x, w, b, scratch, G, I, O, r)
     else:
         _linear_forward[False](y, x, w, b, scratch, G, I, O, r)
 
 
-def _linear_backward_weight(
-    dw: Ptr,
-    db: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    scratch: Ptr,
-    G: Int,
-    I: Int,
-    O: Int,
-    r: Record,
-):
+def _linear_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record):
     if in_tiles(r) and not r.rows():
         comptime if HAS_AMX:
             var size = _linear(G, I, O)

@@ -80,7 +80,7 @@ def _score[
 @always_inline
 def _exponentiate[
     lo: Int, gb: Int, masked: Bool
-](scores: Ptr, mut total: Array[Vec, gb], most: Array[Vec, gb], g: Int, start: Int, end: Int, size: Attention,):
+](scores: Ptr, mut total: Array[Vec, gb], most: Array[Vec, gb], g: Int, start: Int, end: Int, size: Attention):
     """Turns scores into exponentials, 0 for keys that are not seen, and adds them up."""
     comptime for i in range(lo, gb):
         var last = last_seen(size, g + i)
@@ -320,43 +320,13 @@ def _backward_block[
         var corner = start + LANES == all and groups == 2
         var whole = LANES if corner else count
         _differentiate[0, gb, more](
-            p,
-            ds,
-            factors,
-            mask,
-            drawn,
-            dy,
-            q,
-            k,
-            v,
-            lse,
-            delta,
-            g,
-            start,
-            0,
-            LANES if corner else groups * LANES,
-            size,
+            p, ds, factors, mask, drawn, dy, q, k, v, lse, delta, g, start, 0, LANES if corner else groups * LANES, size
         )
         combine[gb](dq, ds, LANES, gb * LANES, k, start // LANES, whole, D)
         comptime if gb == 2:
             if corner:
                 _differentiate[1, gb, more](
-                    p,
-                    ds,
-                    factors,
-                    mask,
-                    drawn,
-                    dy,
-                    q,
-                    k,
-                    v,
-                    lse,
-                    delta,
-                    g,
-                    start,
-                    LANES,
-                    2 * LANES,
-                    size,
+                    p, ds, factors, mask, drawn, dy, q, k, v, lse, delta, g, start, LANES, 2 * LANES, size
                 )
                 combine[1](
                     dq.unsafe_offset(D * LANES),

@@ -190,7 +190,7 @@ def all_see(size: Attention, g: Int, keys: Int) -> Int:
 @always_inline
 def drop[
     lo: Int, gb: Int
-](x: Ptr, drawn: Drawn, g: Int, first: Int, start: Int, end: Int, size: Attention,):  # (keys, gb, L)
+](x: Ptr, drawn: Drawn, g: Int, first: Int, start: Int, end: Int, size: Attention):  # (keys, gb, L)
     """Divides those of keys start .. end - 1 behind key `first` that stay by 1 - p, zeroes the others, of groups lo ..
     gb - 1 of queries. start must be a multiple of 4.
     """
@@ -199,12 +199,7 @@ def drop[
         var token = iota[U32, LANES](drawn.token + UInt32((g + i) * LANES))
         for key in range(start, end, 4):
             var stay = stays[LANES](
-                drawn.first + (first + key) // 4,
-                token,
-                size.layer,
-                size.p,
-                drawn.context[].step,
-                drawn.context[].seed,
+                drawn.first + (first + key) // 4, token, size.layer, size.p, drawn.context[].step, drawn.context[].seed
             )
             comptime for j in range(4):
                 var at = ((key + j) * gb + i) * LANES

@@ -11,19 +11,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import prefetch
 
-from .lanes import (
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    in_tiles,
-    load,
-    madd,
-    splat,
-    store,
-    totals,
-)
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, in_tiles, load, madd, splat, store, totals
 from .lowp import bias_gradient
 from .parts import PARTS, cut, fold
 
@@ -77,9 +65,7 @@ comptime QB = 6 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 
 
 @always_inline
-def _forward_tile[
-    kb: Int, qb: Int, relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv,):
+def _forward_tile[kb: Int, qb: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):
     """One row piece: kb output channels, qb neighbouring pixels."""
     var plane = size.P() * size.Q()
     var acc = Array[Vec, kb * qb](fill=Vec(0))
@@ -112,7 +98,7 @@ def _forward_tile[
 
 def conv2d_forward[
     relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv,):  # (G, K, P, Q, L)  # (G, C, H, W, L)  # (K, C, R, T)  # (K)
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):  # (G, K, P, Q, L)  # (G, C, H, W, L)  # (K, C, R, T)  # (K)
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
     var P = size.P()
     var Q = size.Q()
@@ -167,9 +153,7 @@ def tap_offsets[n: Int](tap: Int, size: Conv) -> Array[Int, n]:
 
 
 @no_inline
-def _weight_tile[
-    kb: Int, tb: Int
-](dw: Ptr, dy: Ptr, x: Ptr, offset: Array[Int, tb], P: Int, Q: Int, size: Conv,):
+def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, offset: Array[Int, tb], P: Int, Q: Int, size: Conv):
     var taps = size.taps()
     # far apart and in no cache: as far away as the products of a small image are long
     comptime for k in range(kb):
@@ -328,9 +312,7 @@ def _spread_piece[
 
 
 @always_inline
-def _spread_row[
-    T: Int, cb: Int
-](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int, parts: Int, r0: Int, r1: Int,):
+def _spread_row[T: Int, cb: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int, parts: Int, r0: Int, r1: Int):
     """One row of cb input channels, in pieces from left to right."""
     var P = size.P()
     var Q = size.Q()
@@ -371,9 +353,7 @@ def _spread_row[
             store(dx, c * channel + (Q + i) * LANES, sum[0])
 
 
-def _backward_input_spread[
-    T: Int
-](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int, parts: Int,):
+def _backward_input_spread[T: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int, parts: Int):
     var P = size.P()
     var Q = size.Q()
     var start = cut(size.K, part)
@@ -503,16 +483,10 @@ struct _Gather[L: Int](Gather):
             fold(acc, saved, part, self.parts)
         comptime for m in range(cb):
             comptime for n in range(qb):
-                store[Self.L](
-                    self.dx,
-                    (((c + m) * size.H + h) * size.W + i + n * size.S) * Self.L,
-                    acc[m * qb + n],
-                )
+                store[Self.L](self.dx, (((c + m) * size.H + h) * size.W + i + n * size.S) * Self.L, acc[m * qb + n])
 
 
-def conv2d_backward_input_any[
-    L: Int
-](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int = 0, parts: Int = PARTS,):
+def conv2d_backward_input_any[L: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int = 0, parts: Int = PARTS):
     """Any stride and kernel."""
     var held = cut(size.K, part + parts) - cut(size.K, part)
     # As for stride 1, all rows share the weights of some channels, or two strides of rows do.

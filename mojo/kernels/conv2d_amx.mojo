@@ -49,7 +49,7 @@ struct _Sum(TrivialRegisterPassable):
 @no_inline
 def _block[
     mb: Int, nb: Int
-](y: Ptr, y_vector: Int, y_group: Int, w: HalfPtr, w_vector: Int, x: HalfPtr, x_group: Int, start: Ptr, s: _Sum,):
+](y: Ptr, y_vector: Int, y_group: Int, w: HalfPtr, w_vector: Int, x: HalfPtr, x_group: Int, start: Ptr, s: _Sum):
     """Writes a pixel of mb vectors of channels of nb groups; sums start from `start` (mb, 16, 16)."""
     comptime for m in range(mb):
         comptime for n in range(nb):
@@ -204,14 +204,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                         )
                     else:
                         var from_ = (g0 + g) * self.inputs() * self.plane() + n0
-                        pack_pixels[False](
-                            to,
-                            x.unsafe_offset(from_ * LANES),
-                            self.inputs(),
-                            self.plane(),
-                            n,
-                            0,
-                        )
+                        pack_pixels[False](to, x.unsafe_offset(from_ * LANES), self.inputs(), self.plane(), n, 0)
                 self._groups[relu](y, xp, wp, bias, g0, groups, room, h0, h1, rows[0])
         end()
 

@@ -119,12 +119,7 @@ def _pack_x(
             comptime for c in range(LANES):
                 if v * LANES + c < C:
                     a[c] = bitcast[DType.uint32, LANES](
-                        _two_groups(
-                            x,
-                            ((v * LANES + c) * plane + i) * LANES,
-                            group,
-                            both,
-                        )
+                        _two_groups(x, ((v * LANES + c) * plane + i) * LANES, group, both)
                     )
             transpose(a)
             var to = y.unsafe_offset((v * vector_step + i) * TILE)

@@ -128,13 +128,7 @@ def conv2d_forward_bf16[
     _pack_weights(wp, w, size.K, size.C, size.R * size.T, size.taps(), size.R * size.T)
     var pieces = (Q + QB - 1) // QB
     for g in range(size.G):
-        pack_neighbours(
-            xp,
-            x.unsafe_offset(g * size.x() * LANES),
-            1,
-            size.C,
-            size.H * size.W,
-        )
+        pack_neighbours(xp, x.unsafe_offset(g * size.x() * LANES), 1, size.C, size.H * size.W)
         for p in range(P):
             for i in range(pieces):
                 var q = Q * i // pieces
@@ -424,11 +418,7 @@ struct _Gather(Gather):
                     w = w.unsafe_offset(2 * taps)
         comptime for m in range(cb):
             comptime for n in range(qb):
-                store(
-                    self.dx,
-                    (((c + m) * size.H + h) * size.W + i + n * size.S) * LANES,
-                    acc[m * qb + n],
-                )
+                store(self.dx, (((c + m) * size.H + h) * size.W + i + n * size.S) * LANES, acc[m * qb + n])
 
 
 def conv2d_backward_input_bf16(

@@ -210,12 +210,7 @@ def _input[L: Int](dx: Ptr, dy: Ptr, w: Ptr, s: General):
                 for h in range(s.H):
                     for i in range(s.W):
                         _input_tile[L, cb](
-                            dx.unsafe_offset(at * L),
-                            dyj,
-                            w.unsafe_offset(first * taps + c * s.R * s.T),
-                            h,
-                            i,
-                            s,
+                            dx.unsafe_offset(at * L), dyj, w.unsafe_offset(first * taps + c * s.R * s.T), h, i, s
                         )
 
             in_tiles_and_ones[KB](s.inputs(), channels)
@@ -270,11 +265,7 @@ def conv2d_general_backward_input(
 def ops() -> List[Op]:
     """The ops of this file. D: from one tap to the next."""
     return [
-        Op(
-            "conv2d_general_forward",
-            "y; x, w, b; G, C, H, W, K, R, T, S, D, groups",
-            call[conv2d_general_forward],
-        ),
+        Op("conv2d_general_forward", "y; x, w, b; G, C, H, W, K, R, T, S, D, groups", call[conv2d_general_forward]),
         Op(
             "conv2d_general_backward_weight",
             "+dw, +db; dy, x; G, C, H, W, K, R, T, S, D, groups",

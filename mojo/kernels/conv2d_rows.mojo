@@ -10,19 +10,7 @@ from std.sys import masked_load
 
 from .conv2d import Conv, tap_offsets
 from .conv2d_general import backward_weight, forward
-from .lanes import (
-    madd,
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    in_tiles,
-    load_first,
-    splat,
-    store_first,
-    totals,
-)
+from .lanes import madd, F32, LANES, REGISTERS, Ptr, Vec, in_tiles, load_first, splat, store_first, totals
 
 # --- register tiles: kb channels x pb rows of one vector each; 6 x 4 sums + 4 + 1 registers ------
 comptime CHANNELS: List[Int] = [6, 4, 2, 1]
@@ -124,13 +112,7 @@ def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, size: Con
             dw[unsafe_offset=k * size.taps() + j] += sums[unsafe_offset=k * tb + j]
 
 
-def conv2d_backward_weight_rows(
-    dw: Ptr,
-    db: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    size: Conv,
-):
+def conv2d_backward_weight_rows(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, size: Conv):
     """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1."""
     var P = size.P()
     var Q = size.Q()
@@ -140,13 +122,7 @@ def conv2d_backward_weight_rows(
     def channels[kb: Int](k: Int) {imm}:
         @always_inline
         def tile[tb: Int](tap: Int) {imm}:
-            _weight_tile[kb, tb](
-                dw.unsafe_offset(k * taps + tap),
-                dy.unsafe_offset(k * P * Q),
-                x,
-                tap,
-                size,
-            )
+            _weight_tile[kb, tb](dw.unsafe_offset(k * taps + tap), dy.unsafe_offset(k * P * Q), x, tap, size)
 
         in_tiles[TB](taps, tile)
 
@@ -180,11 +156,7 @@ def _input_tile[cb: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, h: Int, i0: Int):
                 var live = first_between(-column, Q - column)
                 var v = masked_load[LANES](row.unsafe_offset(column), live, Vec(0))
                 comptime for c in range(cb):
-                    acc[c] = madd(
-                        v,
-                        splat(w, ((k * size.C + c) * size.R + r) * size.T + t),
-                        acc[c],
-                    )
+                    acc[c] = madd(v, splat(w, ((k * size.C + c) * size.R + r) * size.T + t), acc[c])
     comptime for c in range(cb):
         store_first(dx, c * size.H * size.W, acc[c], size.W - i0)
 
@@ -196,12 +168,7 @@ def first_between(lo: Int, hi: Int) -> SIMD[DType.bool, LANES]:
     return l.ge(Float32(lo)) & l.lt(Float32(hi))
 
 
-def conv2d_backward_input_rows(
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    size: Conv,
-):
+def conv2d_backward_input_rows(dx: Ptr, dy: Ptr, w: Ptr, size: Conv):
     """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1."""
     var P = size.P()
     var Q = size.Q()

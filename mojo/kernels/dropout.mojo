@@ -26,11 +26,7 @@ def stays[
     tokens of samples, first T + position. p must be in [0, 1).
     """
     var words = philox[w](
-        SIMD[U32, w](UInt32(block)),
-        sample,
-        SIMD[U32, w](UInt32(step)),
-        SIMD[U32, w](UInt32(layer)),
-        seed,
+        SIMD[U32, w](UInt32(block)), sample, SIMD[U32, w](UInt32(step)), SIMD[U32, w](UInt32(layer)), seed
     )
     # the same as unit(word) >= p, in integers
     var least = SIMD[U32, w](UInt32(ceil(p * 16777216)) << 8)

@@ -84,9 +84,7 @@ def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
             in_tiles_and_ones[LANES](plane, some)
 
 
-def array[
-    L: Int
-](y: IntPtr, G: Int, F: Int, T: Int, k: Int, rest: Int, r: Record,):  # (G, F, L), numbers of 32 bits
+def array[L: Int](y: IntPtr, G: Int, F: Int, T: Int, k: Int, rest: Int, r: Record):  # (G, F, L), numbers of 32 bits
     """Lane n T + t of y becomes place t of row rows[n] of array k, (samples, T, F), bit by bit; lanes without a sample
     become `rest` (labels: -1, which every loss ignores). T is 1 unless lanes are tokens.
     """
@@ -222,9 +220,5 @@ def ops() -> List[Op]:
             by_layout[call[pad_forward[LANES]], call[pad_forward[1]]],
             "again",
         ),
-        Op(
-            "pad_backward",
-            "dx; dy; planes, H, W, ph, pw",
-            by_layout[call[pad_backward[LANES]], call[pad_backward[1]]],
-        ),
+        Op("pad_backward", "dx; dy; planes, H, W, ph, pw", by_layout[call[pad_backward[LANES]], call[pad_backward[1]]]),
     ]

@@ -172,7 +172,7 @@ def columns_scratch(G: Int, O: Int) -> Int:
 
 def linear_forward[
     relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int,):  # (G, O, L)  # (G, I, L)  # (O, I)  # (O)
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):  # (G, O, L)  # (G, I, L)  # (O, I)  # (O)
     """Computes y = W x + b, then max(y, 0) if `relu`. The sum over I in parts, then the bias."""
     _product[relu, False](y, x, w, b, None, G, O, I, 0, PARTS, I)
 
@@ -236,9 +236,7 @@ def linear_backward_input_columns(
     _product[False, True](dx, dy, w, None, packed, G, columns, O, 0, PARTS, row_stride)
 
 
-def linear_bias[
-    relu: Bool
-](y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int,):  # (G, O, L)  # (G, O, L), may be y  # (O)
+def linear_bias[relu: Bool](y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int):  # (G, O, L)  # (G, O, L), may be y  # (O)
     """Computes y = x + b, then max(y, 0) if `relu`: the end of linear_forward."""
     for g in range(G):
         for o in range(O):
@@ -263,9 +261,7 @@ comptime WEIGHT_SCRATCH = BLOCK * LANES * IB * LANES
 
 
 @always_inline
-def _weight_tile[
-    ob: Int, ib: Int
-](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int,):
+def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int):
     """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs."""
     # From beyond the second level it takes as long as the samples of a small shard.
     comptime for o in range(ob):
@@ -294,9 +290,7 @@ def _weight_tile[
 
 
 @always_inline
-def _weight_panel[
-    ib: Int
-](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int,):
+def _weight_panel[ib: Int](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int):
     """All outputs of `inputs` inputs, which fill ib vectors, over G groups; x is transposed into xt (G * L, ib * L)."""
     for g in range(G):
         comptime for i in range(ib):
@@ -312,15 +306,7 @@ def _weight_panel[
 
     @always_inline
     def tile[ob: Int](o: Int) {imm}:
-        _weight_tile[ob, ib](
-            dw.unsafe_offset(o * row_stride),
-            dy.unsafe_offset(o * LANES),
-            xt,
-            G,
-            O,
-            valid,
-            row_stride,
-        )
+        _weight_tile[ob, ib](dw.unsafe_offset(o * row_stride), dy.unsafe_offset(o * LANES), xt, G, O, valid, row_stride)
 
     in_tiles[OB](O, tile)
 

@@ -163,9 +163,7 @@ def linear_forward_bf16[
             var n = min(NB, O - o)
             for i in range(n):
                 pack_row(
-                    wp.unsafe_offset(i * 2 * count),
-                    w.unsafe_offset((o + i) * I + 2 * p0),
-                    min(2 * count, I - 2 * p0),
+                    wp.unsafe_offset(i * 2 * count), w.unsafe_offset((o + i) * I + 2 * p0), min(2 * count, I - 2 * p0)
                 )
 
             @always_inline
@@ -261,11 +259,7 @@ def linear_backward_input_bf16(
             var n = min(COLUMNS, I - i)
             for p in range(count):
                 _pack_columns(
-                    wp.unsafe_offset(p * 2 * COLUMNS),
-                    w.unsafe_offset(2 * (p0 + p) * I + i),
-                    n,
-                    I,
-                    2 * (p0 + p) + 1 < O,
+                    wp.unsafe_offset(p * 2 * COLUMNS), w.unsafe_offset(2 * (p0 + p) * I + i), n, I, 2 * (p0 + p) + 1 < O
                 )
             var start = Optional[Ptr]()
             if block == 0:

@@ -119,19 +119,7 @@ def matmul(c: Ptr, a: Ptr, b: Ptr, scratch: Ptr, s: Product):
 def sizes[size: def(Int) -> Int](get: size) -> Product:
     """The sizes of a record; get(i): number i of them."""
     return Product(
-        get(0),
-        get(1),
-        get(2),
-        get(3),
-        get(4),
-        get(5),
-        get(6),
-        get(7),
-        get(8),
-        get(9),
-        get(10),
-        get(11),
-        get(12),
+        get(0), get(1), get(2), get(3), get(4), get(5), get(6), get(7), get(8), get(9), get(10), get(11), get(12)
     )
 
 
@@ -156,5 +144,5 @@ def ops() -> List[Op]:
             _matmul,
             "",
             _scratch,
-        ),
+        )
     ]

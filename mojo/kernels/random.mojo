@@ -15,7 +15,7 @@ comptime U64 = DType.uint64
 @always_inline
 def philox[
     w: Int
-](c0: SIMD[U32, w], c1: SIMD[U32, w], c2: SIMD[U32, w], c3: SIMD[U32, w], seed: UInt64,) -> Array[SIMD[U32, w], 4]:
+](c0: SIMD[U32, w], c1: SIMD[U32, w], c2: SIMD[U32, w], c3: SIMD[U32, w], seed: UInt64) -> Array[SIMD[U32, w], 4]:
     """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`."""
     # Words stay in 64 bits, of which the upper half means nothing but in a product: half of the instructions
     comptime LOW = SIMD[U64, w](0xFFFFFFFF)
@@ -86,7 +86,4 @@ def _normal(r: Record):
 
 def ops() -> List[Op]:
     """The ops of this file."""
-    return [
-        Op("uniform", "y; ; n, seed, stream, low, high", _uniform),
-        Op("normal", "y; ; n, seed, stream", _normal),
-    ]
+    return [Op("uniform", "y; ; n, seed, stream, low, high", _uniform), Op("normal", "y; ; n, seed, stream", _normal)]

@@ -140,11 +140,7 @@ def _loss[T: Team, kind: Int](team: T, r: Row[T.L], y: Ptr, x: Ptr, labels: Ptr)
             comptime if kind == GRADIENT:
                 p = _gradient(rounded(p), label, f, r.number)
             r.put(y, f, r.F, p)
-    return Loss[T.L](
-        label.ge(0).select(all - _at_label(r, x, label), SIMD[F32, T.L](0)),
-        label.ge(0),
-        label.eq(top[1]),
-    )
+    return Loss[T.L](label.ge(0).select(all - _at_label(r, x, label), SIMD[F32, T.L](0)), label.ge(0), label.eq(top[1]))
 
 
 def _cross_entropy[T: Team](team: T, r: Row[T.L]) -> Loss[T.L]:

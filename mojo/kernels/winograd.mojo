@@ -265,7 +265,7 @@ def _sums[ob: Int, nb: Int, split: Bool](z: Ptr, v: Ptr, u: Ptr, I: Int, inputs:
 
 def _multiply[
     nb: Int, split: Bool
-](z: Ptr, v: Ptr, u: Ptr, places: Int, s: _Images, inputs: Int, part: Int, parts: Int,):
+](z: Ptr, v: Ptr, u: Ptr, places: Int, s: _Images, inputs: Int, part: Int, parts: Int):
     """Makes z (places, O, nb) of v (places, I, nb) and u (places, O, I)."""
     for e in range(places):
         var ve = v.unsafe_offset(e * s.I * nb * LANES)
@@ -317,9 +317,7 @@ def _forward[m: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, G: Int,
                 first += nb
 
 
-def _backward[
-    m: Int, whole: Bool
-](dx: Ptr, dy: Ptr, w: Ptr, u: Ptr, G: Int, s: _Images, K: Int, part: Int, parts: Int,):
+def _backward[m: Int, whole: Bool](dx: Ptr, dy: Ptr, w: Ptr, u: Ptr, G: Int, s: _Images, K: Int, part: Int, parts: Int):
     """dx, or if not `whole` what `winograd_backward_input_end` makes it of."""
     comptime n = m + 2
     var v = u.unsafe_offset(ceildiv(n * n * s.I * s.O, LANES) * LANES)

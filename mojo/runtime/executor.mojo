@@ -61,12 +61,7 @@ def _mxcsr() -> UInt32:
 @always_inline
 def _set_mxcsr(value: UInt32):
     var word = Array[UInt32, 1](fill=value)
-    inlined_assembly[
-        "ldmxcsr ($0)",
-        NoneType,
-        constraints="r,~{memory}",
-        has_side_effect=True,
-    ](Int(word.unsafe_ptr()))
+    inlined_assembly["ldmxcsr ($0)", NoneType, constraints="r,~{memory}", has_side_effect=True](Int(word.unsafe_ptr()))
     _ = word^
 
 

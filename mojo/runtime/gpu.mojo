@@ -145,16 +145,14 @@ struct Gpu(Movable):
         """Enqueues a copy from host to device memory."""
         var q = self.queue(which)
         q.enqueue_copy(
-            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=dst), bytes, owning=False),
-            U8Ptr(unsafe_from_address=src),
+            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=dst), bytes, owning=False), U8Ptr(unsafe_from_address=src)
         )
 
     def download(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
         """Enqueues a copy from device to host memory."""
         var q = self.queue(which)
         q.enqueue_copy(
-            U8Ptr(unsafe_from_address=dst),
-            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=src), bytes, owning=False),
+            U8Ptr(unsafe_from_address=dst), DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=src), bytes, owning=False)
         )
 
     def clear(self, address: Int, bytes: Int, which: Int) raises:

@@ -91,13 +91,7 @@ def futex(word: WordPtr, operation: Int, value: Int, nanoseconds: Int):
         timeout[0] = Int64(nanoseconds // 1_000_000_000)
         timeout[1] = Int64(nanoseconds % 1_000_000_000)
         _ = external_call["syscall", Int, num_fixed_args=1](
-            NUMBER,
-            Int(word),
-            operation,
-            value,
-            timeout.unsafe_ptr(),
-            0,
-            0,
+            NUMBER, Int(word), operation, value, timeout.unsafe_ptr(), 0, 0
         )
         _ = timeout
     else:
@@ -219,8 +213,7 @@ def _reduce[dtype: DType, op: Int, w: Int](buffers: LongPtr, lo: Int, n: Int, i:
         return p.unsafe_offset(i).unsafe_load[width=w]()
     var left = split(n)
     return _combine[op=op](
-        _reduce[dtype, op, w](buffers, lo, left, i),
-        _reduce[dtype, op, w](buffers, lo + left, n - left, i),
+        _reduce[dtype, op, w](buffers, lo, left, i), _reduce[dtype, op, w](buffers, lo + left, n - left, i)
     )
 
 
@@ -375,11 +368,6 @@ def _reduce_slots(team: Team, job: Job, y: Int, first: Int, count: Int, own: Int
     for r in range(team.ranks):
         buffers[r] = Int64((own if own != 0 and r == team.rank else slot(team, r, team.barrier & 1)) + first * job.item)
     reduce_buffers(
-        y,
-        buffers.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
-        team.ranks,
-        count,
-        job.dtype,
-        job.op,
+        y, buffers.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](), team.ranks, count, job.dtype, job.op
     )
     _ = buffers

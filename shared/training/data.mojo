@@ -18,7 +18,7 @@ struct Dataset(Movable, Sized):
 
     def __init__[
         T: DType, //
-    ](out self, var samples: List[Scalar[T]], var labels: List[Int32], var **settings: PythonObject,) raises:
+    ](out self, var samples: List[Scalar[T]], var labels: List[Int32], var **settings: PythonObject) raises:
         """Copies samples of bytes or floats.
 
         Args:

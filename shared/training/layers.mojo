@@ -166,7 +166,7 @@ struct Conv2d[
         Windows[h, Self.kernel_size, Self.stride, Self.padding],
         Windows[w, Self.kernel_size, Self.stride, Self.padding],
         device=Self.device,
-    ] where (d == Self.device, "the input is on another device than the layer; move it with .to[DEVICE]()",):
+    ] where (d == Self.device, "the input is on another device than the layer; move it with .to[DEVICE]()"):
         """Computes the layer."""
         comptime assert (
             min(h, w) + 2 * Self.padding >= Self.kernel_size

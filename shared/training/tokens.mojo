@@ -25,7 +25,7 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
 
     def first[
         t: Int
-    ](self) raises -> Tokens[t, Self.features, device=Self.device] where (t <= Self.count, "there are fewer vectors",):
+    ](self) raises -> Tokens[t, Self.features, device=Self.device] where (t <= Self.count, "there are fewer vectors"):
         """Returns the vectors of ids 0 to t - 1, the same for each sequence: of places in it."""
         return {self._module.built().weight[0:t]}
 

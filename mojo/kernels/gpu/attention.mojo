@@ -10,15 +10,7 @@ from ..dropout import stays
 from ..functions import exp_of_vectors as exp, log
 from ..lanes import F32, LANES, Ptr
 from ..record import sizes_of
-from .launch import (
-    GpuOp,
-    Launch,
-    Operand,
-    Queue,
-    Sent,
-    StepContextPtr,
-    blocks,
-)
+from .launch import GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks
 from .quads import THREADS, index, of_shard
 
 
@@ -64,27 +56,13 @@ def _factor(s: Attention, ctx: StepContextPtr, token: Int, h: Int, key: Int) -> 
         return 1
     var shard = UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size)
     var stay = stays[1](
-        s.draws(h) + key // 4,
-        shard * UInt32(s.T) + UInt32(token),
-        s.layer,
-        s.p,
-        ctx[].step,
-        ctx[].seed,
+        s.draws(h) + key // 4, shard * UInt32(s.T) + UInt32(token), s.layer, s.p, ctx[].step, ctx[].seed
     )
     return Float32(1) / (1 - s.p) if stay[key % 4] else 0
 
 
 @always_inline
-def _score(
-    s: Attention,
-    q: Ptr,
-    k: Ptr,
-    mask_: Operand,
-    n: Int,
-    h: Int,
-    t: Int,
-    key: Int,
-) -> Float32:
+def _score(s: Attention, q: Ptr, k: Ptr, mask_: Operand, n: Int, h: Int, t: Int, key: Int) -> Float32:
     """HIDDEN if the mask hides the key."""
     var score = _dot(q, k, s.D) * s.scale
     if s.masks == 0:
@@ -265,7 +243,4 @@ def attention_backward(queue: Queue, r: Launch) raises:
 
 def ops() -> List[GpuOp]:
     """The ops of this file."""
-    return [
-        GpuOp("attention_forward", attention_forward),
-        GpuOp("attention_backward", attention_backward),
-    ]
+    return [GpuOp("attention_forward", attention_forward), GpuOp("attention_backward", attention_backward)]

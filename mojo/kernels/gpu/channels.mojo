@@ -102,9 +102,5 @@ def enqueue_channels[A: Channels, f: def[T: Channel](T, A) thin](q: Queue, r: La
     for i in range(MOST):
         strides[i] = r.stride(1 + i)
     q.enqueue_function[_channels[A, f]](
-        Sent(a),
-        Sent(strides),
-        r.context,
-        grid_dim=(a.sizes().C, r.shards),
-        block_dim=THREADS,
+        Sent(a), Sent(strides), r.context, grid_dim=(a.sizes().C, r.shards), block_dim=THREADS
     )

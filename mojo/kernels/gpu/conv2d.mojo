@@ -18,11 +18,7 @@ from ..lanes import Ptr
 from .conv2d_any import correlate_any, gather_input
 from .conv2d_direct import correlate
 from .conv2d_mma import correlate_mma, worth_it
-from .conv2d_mma_weight import (
-    pieces_mma,
-    weight_gradient_mma,
-    worth_it_for_weights,
-)
+from .conv2d_mma_weight import pieces_mma, weight_gradient_mma, worth_it_for_weights
 from .conv2d_tiles import PADDED, PLAIN, POOLED, Shape
 from .conv2d_weight import STRANDS, pieces, weight_gradient
 from .launch import BF16, FP32, Operand, Queue
@@ -119,11 +115,7 @@ def conv2d_backward_input[
     correlate[PADDED, precision != FP32](q, shards, dx, NONE, dy, w, NONE, s)
 
 
-def conv2d_backward_weight_scratch(
-    shards: Int,
-    fold: Int,
-    size: General,
-) -> Int:
+def conv2d_backward_weight_scratch(shards: Int, fold: Int, size: General) -> Int:
     """Floats of scratch memory that conv2d_backward_weight wants."""
     var s = Shape.forward(size, FP32, False)
     var most = pieces(s)
@@ -151,12 +143,7 @@ def conv2d_backward_weight[
     The bias is a sum of float32 numbers in every precision. Errors: a fold above 8.
     """
     if fold > STRANDS:
-        raise Error(
-            "conv2d_backward_weight: ",
-            fold,
-            " shards for one buffer; at most ",
-            STRANDS,
-        )
+        raise Error("conv2d_backward_weight: ", fold, " shards for one buffer; at most ", STRANDS)
     var s = Shape.forward(size, precision, False)
     comptime if _on_tensor_cores[precision]():
         if s.D * s.groups == 1 and worth_it_for_weights(s):

@@ -10,17 +10,7 @@ from std.utils.numerics import isnan
 from max.gpu import block_idx, global_idx, thread_idx
 
 from ..lanes import BytePtr, LANES, Ptr
-from .conv2d_tiles import (
-    PADDED,
-    POOLED,
-    Shape,
-    Sizes,
-    THREADS,
-    at_least,
-    quotient,
-    rounded,
-    split,
-)
+from .conv2d_tiles import PADDED, POOLED, Shape, Sizes, THREADS, at_least, quotient, rounded, split
 from .launch import Operand, Queue, blocks
 
 
@@ -44,15 +34,14 @@ def _sum_at[
                     if not (UInt32(h) < UInt32(s.H) and UInt32(i) < UInt32(s.W)):
                         continue
                 sum = rounded[low](
-                    x[unsafe_offset=(((g * s.C + first + c) * s.H + h) * s.W + i) * LANES],
-                    s.precision,
+                    x[unsafe_offset=(((g * s.C + first + c) * s.H + h) * s.W + i) * LANES], s.precision
                 ).fma(rounded[low](w[unsafe_offset=wi], s.precision), sum)
     return sum
 
 
 def _each[
     form: Int, low: Bool
-](y: Ptr, y_step: Int64, argmax: BytePtr, argmax_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
+](y: Ptr, y_step: Int64, argmax: BytePtr, argmax_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes):
     var s = Shape(sizes)
     var n = global_idx.x // LANES
     var out = global_idx.x
@@ -69,19 +58,7 @@ def _each[
         var at = 0
         for r in range(s.PR):
             for t in range(s.PT):
-                var v = at_least(
-                    _sum_at[False, low](
-                        xp,
-                        w,
-                        b[unsafe_offset=k],
-                        s,
-                        n,
-                        k,
-                        p * s.PS + r,
-                        q * s.PS + t,
-                    ),
-                    0,
-                )
+                var v = at_least(_sum_at[False, low](xp, w, b[unsafe_offset=k], s, n, k, p * s.PS + r, q * s.PS + t), 0)
                 if r + t == 0 or v > best or isnan(v):
                     best = v
                     at = r * s.PT + t
@@ -117,22 +94,15 @@ def _each_input[low: Bool](dx: Ptr, dx_step: Int64, dy: Ptr, dy_step: Int64, w: 
                 var q = i - t * s.D
                 if q < 0 or split(q, s.S) != 0 or q >= s.Q:
                     continue
-                sum = rounded[low](
-                    dyp[unsafe_offset=((k * s.P + p) * s.Q + q) * LANES],
-                    s.precision,
-                ).fma(
-                    rounded[low](
-                        w[unsafe_offset=((k * inputs + c) * s.R + r) * s.T + t],
-                        s.precision,
-                    ),
-                    sum,
+                sum = rounded[low](dyp[unsafe_offset=((k * s.P + p) * s.Q + q) * LANES], s.precision).fma(
+                    rounded[low](w[unsafe_offset=((k * inputs + c) * s.R + r) * s.T + t], s.precision), sum
                 )
     dx[unsafe_offset=block_idx.z * Int(dx_step) + global_idx.x] = sum
 
 
 def correlate_any[
     form: Int, low: Bool
-](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape,) raises:
+](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape) raises:
     """Takes any sizes; P and Q of `shape` are the pooled ones if POOLED, with any window."""
     q.enqueue_function[_each[form, low]](
         y.ptr(),
@@ -144,11 +114,7 @@ def correlate_any[
         w.ptr(),
         b.ptr(),
         shape.pack(),
-        grid_dim=(
-            blocks(shape.G * shape.K * shape.P * shape.Q * LANES, THREADS),
-            1,
-            shards,
-        ),
+        grid_dim=(blocks(shape.G * shape.K * shape.P * shape.Q * LANES, THREADS), 1, shards),
         block_dim=THREADS,
     )
 
@@ -162,10 +128,6 @@ def gather_input[low: Bool](q: Queue, shards: Int, dx: Operand, dy: Operand, w: 
         dy.step(),
         w.ptr(),
         shape.pack(),
-        grid_dim=(
-            blocks(shape.G * shape.C * shape.H * shape.W * LANES, THREADS),
-            1,
-            shards,
-        ),
+        grid_dim=(blocks(shape.G * shape.C * shape.H * shape.W * LANES, THREADS), 1, shards),
         block_dim=THREADS,
     )

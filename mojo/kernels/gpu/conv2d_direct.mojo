@@ -12,13 +12,7 @@ of zeros around, and the weights turned by 180 degrees, output and input channel
 from std.math import ceildiv
 from std.utils.numerics import inf, isnan
 
-from max.gpu import (
-    AddressSpace,
-    WARP_SIZE,
-    barrier,
-    block_idx,
-    thread_idx,
-)
+from max.gpu import AddressSpace, WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.memory import external_memory
 
 from ..lanes import BytePtr, F32, LANES, Ptr
@@ -91,7 +85,7 @@ def _direct[
     QT: Int,
     form: Int,
     low: Bool,  # round the factors
-](y: Ptr, y_step: Int64, argmax: BytePtr, argmax_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
+](y: Ptr, y_step: Int64, argmax: BytePtr, argmax_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes):
     comptime KS = _slots(KT)
     comptime N = KT * RT * QT
     var s = Shape(sizes)
@@ -208,12 +202,7 @@ def _direct[
                         comptime for rt in range(RT):
                             comptime if r >= rt and r - rt < T:
                                 comptime for t in range(T):
-                                    multiply[
-                                        (r - rt) * T + t,
-                                        rt,
-                                        r * M + t,
-                                        ROWS * M,
-                                    ](values)
+                                    multiply[(r - rt) * T + t, rt, r * M + t, ROWS * M](values)
                     wp = wp.unsafe_offset(T * T * KS)
                     comptime if ahead:
                         values = coming^
@@ -230,15 +219,9 @@ def _direct[
                             comptime for j in range(QT):
                                 comptime if form == PADDED:
                                     if UInt32(row + r) < UInt32(s.H) and UInt32(column + t + j) < UInt32(s.W):
-                                        values[j] = rounded[low](
-                                            xr[unsafe_offset=j * LANES],
-                                            s.precision,
-                                        )
+                                        values[j] = rounded[low](xr[unsafe_offset=j * LANES], s.precision)
                                 else:
-                                    values[j] = rounded[low](
-                                        xr[unsafe_offset=j * S * LANES],
-                                        s.precision,
-                                    )
+                                    values[j] = rounded[low](xr[unsafe_offset=j * S * LANES], s.precision)
                             multiply[0, 0, 0, QT](values)
                             wp = wp.unsafe_offset(KS)
                     xp = xp.unsafe_offset(x_channel)
@@ -277,7 +260,7 @@ def _direct[
 
 def correlate[
     form: Int, low: Bool
-](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape,) raises:
+](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape) raises:
     """Chooses a tile by the sizes and the work there is, and launches. P and Q of `shape` are the pooled ones if POOLED.
     """
     comptime rows = 2 if form == POOLED else 1

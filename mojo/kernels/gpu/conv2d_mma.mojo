@@ -18,26 +18,12 @@ and of m16n8k8 (tf32):
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from max.gpu import (
-    AddressSpace,
-    WARP_SIZE,
-    barrier,
-    block_dim,
-    block_idx,
-    thread_idx,
-)
+from max.gpu import AddressSpace, WARP_SIZE, barrier, block_dim, block_idx, thread_idx
 from max.gpu.compute.mma import mma
 from max.gpu.memory import external_memory
 
 from ..lanes import F32, LANES, Ptr
-from .conv2d_tiles import (
-    ENOUGH_BLOCKS,
-    Shape,
-    Sizes,
-    WARPS,
-    rounded_tf32,
-    split,
-)
+from .conv2d_tiles import ENOUGH_BLOCKS, Shape, Sizes, WARPS, rounded_tf32, split
 from .launch import BF16, FP16, Operand, Queue, TF32, blocks
 
 comptime TERMS = 16  # of a sum, in one step: one mma, or two of tf32
@@ -70,19 +56,14 @@ def factors[precision: Int, n: Int](v: SIMD[F32, n]) -> SIMD[kind(precision), n]
 
 
 @always_inline
-def multiply[
-    precision: Int
-](a: SIMD[kind(precision), 8], b: SIMD[kind(precision), 4], c: SIMD[F32, 4],) -> SIMD[F32, 4]:
+def multiply[precision: Int](a: SIMD[kind(precision), 8], b: SIMD[kind(precision), 4], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
     """One step of a 16 x 8 tile: adds 16 terms. Elements are those of m16n8k16."""
     var d = c
     comptime if precision == TF32:
         # Two products of 8 terms: h is which of them, e the half of its terms.
         comptime for h in range(2):
             var ah = SIMD[F32, 4](
-                a[4 * h].cast[F32](),
-                a[4 * h + 2].cast[F32](),
-                a[4 * h + 1].cast[F32](),
-                a[4 * h + 3].cast[F32](),
+                a[4 * h].cast[F32](), a[4 * h + 2].cast[F32](), a[4 * h + 1].cast[F32](), a[4 * h + 3].cast[F32]()
             )
             var bh = SIMD[F32, 2](b[2 * h].cast[F32](), b[2 * h + 1].cast[F32]())
             mma(d, ah, bh, d)
@@ -104,11 +85,7 @@ def bytes_of_a_step(precision: Int) -> Int:
 def _share_factors[
     precision: Int, padded: Bool
 ](
-    weights: Pointer[
-        Scalar[kind(precision)],
-        MutUntrackedOrigin,
-        address_space=AddressSpace.SHARED,
-    ],
+    weights: Pointer[Scalar[kind(precision)], MutUntrackedOrigin, address_space=AddressSpace.SHARED],
     offsets: SharedInts,
     places: SharedInts,
     w: Ptr,
@@ -166,7 +143,7 @@ def _share_factors[
 
 def _correlate[
     precision: Int, padded: Bool
-](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
+](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes):
     """As _direct of conv2d_direct.mojo. A warp has ROWS x 16 output channels and PIXELS neighbours of one row.
 
     `chunk` is how many steps of 16 taps have their weights in shared memory at a time, as fragments.
@@ -178,9 +155,7 @@ def _correlate[
     # where a tap's pixel is, and its row and column as two halves of a number
     var offsets = unsafe_stack_allocation[MOST_STEPS * TERMS, DType.int32, address_space=AddressSpace.SHARED]()
     var places = unsafe_stack_allocation[
-        MOST_STEPS * TERMS if padded else 1,
-        DType.int32,
-        address_space=AddressSpace.SHARED,
+        MOST_STEPS * TERMS if padded else 1, DType.int32, address_space=AddressSpace.SHARED
     ]()
     var area = s.R * s.T
     var taps = s.C * area
@@ -276,12 +251,7 @@ def _correlate[
                     comptime for j in range(PIXELS):
                         comptime i = (m * PIXELS + j) * 2
                         # columns 2 t and 2 t + 1 of two tiles: samples 4 t to 4 t + 3
-                        var v = SIMD[F32, 4](
-                            acc[i][2 * r],
-                            acc[i + 1][2 * r],
-                            acc[i][2 * r + 1],
-                            acc[i + 1][2 * r + 1],
-                        )
+                        var v = SIMD[F32, 4](acc[i][2 * r], acc[i + 1][2 * r], acc[i][2 * r + 1], acc[i + 1][2 * r + 1])
                         if s.relu != 0:
                             v = v.lt(0).select(SIMD[F32, 4](0), v)
                         y.unsafe_offset(
@@ -297,15 +267,11 @@ def worth_it(s: Shape) -> Bool:
 
 def correlate_mma[
     precision: Int, padded: Bool
-](q: Queue, shards: Int, y: Operand, x: Operand, w: Operand, b: Operand, shape: Shape,) raises:
+](q: Queue, shards: Int, y: Operand, x: Operand, w: Operand, b: Operand, shape: Shape) raises:
     """Launches _correlate."""
     var s = shape
     s.k_warps = min(ceildiv(s.K, ROWS * 16), 4)
-    s.chunk = min(
-        ceildiv(s.C * s.R * s.T, TERMS),
-        SHARED_BYTES // (s.k_warps * bytes_of_a_step(precision)),
-        MOST_STEPS,
-    )
+    s.chunk = min(ceildiv(s.C * s.R * s.T, TERMS), SHARED_BYTES // (s.k_warps * bytes_of_a_step(precision)), MOST_STEPS)
     s.pixel_warps = WARPS // s.k_warps
     var n = blocks(s.G * s.P * ceildiv(s.Q, PIXELS), s.pixel_warps)
     var across_k = ceildiv(s.K, s.k_warps * ROWS * 16)
@@ -320,11 +286,7 @@ def correlate_mma[
         w.ptr(),
         b.ptr(),
         s.pack(),
-        grid_dim=(
-            ceildiv(n, s.tiles),
-            across_k,
-            shards,
-        ),
+        grid_dim=(ceildiv(n, s.tiles), across_k, shards),
         block_dim=s.pixel_warps * s.k_warps * WARP_SIZE,
         shared_mem_bytes=s.chunk * s.k_warps * bytes_of_a_step(precision),
     )

@@ -20,7 +20,7 @@ comptime TAP_TILES = 4  # tiles of 8 taps of a warp
 
 def _weights[
     precision: Int
-](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes,):  # (shards, pieces, weights + biases)
+](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes):  # (shards, pieces, weights + biases)
     """A warp has ROWS x 16 output channels x TAP_TILES x 8 taps and one piece of the pixels, `units` rows of them.
 
     One pixel is one step: its 16 samples are the terms.

@@ -149,12 +149,7 @@ def rounded_tf32(v: Float32) -> Float32:
     """The nearest number with 10 bits of mantissa, ties to even."""
     comptime if is_nvidia_gpu["sm_90a"]():
         return bitcast[F32](
-            inlined_assembly[
-                "cvt.rn.tf32.f32 $0, $1;",
-                UInt32,
-                constraints="=r,f",
-                has_side_effect=False,
-            ](v)
+            inlined_assembly["cvt.rn.tf32.f32 $0, $1;", UInt32, constraints="=r,f", has_side_effect=False](v)
         )
     else:
         var bits = bitcast[DType.uint32](v)

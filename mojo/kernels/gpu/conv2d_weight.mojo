@@ -13,26 +13,10 @@ and pieces depend on the layer's sizes alone.
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from max.gpu import (
-    AddressSpace,
-    WARP_SIZE,
-    barrier,
-    block_idx,
-    thread_idx,
-)
+from max.gpu import AddressSpace, WARP_SIZE, barrier, block_idx, thread_idx
 
 from ..lanes import F32, LANES, Ptr
-from .conv2d_tiles import (
-    MULTIPROCESSORS,
-    Shape,
-    Sizes,
-    TEAMS,
-    WARPS,
-    quotient,
-    rounded,
-    split,
-    sum_warp,
-)
+from .conv2d_tiles import MULTIPROCESSORS, Shape, Sizes, TEAMS, WARPS, quotient, rounded, split, sum_warp
 from .launch import Operand, Queue
 
 comptime COLUMNS = 4  # pixels that are loaded together
@@ -107,7 +91,7 @@ def pieces(s: Shape) -> Int:
 @always_inline
 def _store[
     n: Int, //, KT: Int, TT: Int
-](partial: Ptr, sums: Array[Float32, n], s: Shape, k: Int, last: Int, tap: Int, taps: Int,):  # (K, taps) and then (K)
+](partial: Ptr, sums: Array[Float32, n], s: Shape, k: Int, last: Int, tap: Int, taps: Int):  # (K, taps) and then (K)
     """Writes the warp's KT x TT weights and KT biases of its tile, which begins at (k, tap) and has no channel from `last`
     on.
     """
@@ -123,9 +107,7 @@ def _store[
             partial[unsafe_offset=s.K * taps + k + i - KT * TT] = sum
 
 
-def _sums[
-    T: Int, KT: Int, low: Bool
-](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes,):
+def _sums[T: Int, KT: Int, low: Bool](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes):
     """Tile: KT output channels x the T x T taps of one input channel."""
     comptime TT = T * T
     comptime N = KT * TT + KT
@@ -194,20 +176,10 @@ def _sums[
             xp = xp.unsafe_offset(LANES)
             q += 1
 
-    _store[KT, TT](
-        scratch.unsafe_offset((shard * s.pieces + piece) * s.K * (taps + 1)),
-        acc,
-        s,
-        k,
-        s.K,
-        c * TT,
-        taps,
-    )
+    _store[KT, TT](scratch.unsafe_offset((shard * s.pieces + piece) * s.K * (taps + 1)), acc, s, k, s.K, c * TT, taps)
 
 
-def _sums_any[
-    low: Bool
-](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes,):
+def _sums_any[low: Bool](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes):
     """Any convolution. Tile: ANY_K output channels of a group x ANY_TAPS taps (c, r, t) in a row."""
     comptime N = ANY_K * ANY_TAPS + ANY_K
     var s = Shape(sizes)
@@ -262,13 +234,7 @@ def _sums_any[
             xp = xp.unsafe_offset(s.S * LANES)
 
     _store[ANY_K, ANY_TAPS](
-        scratch.unsafe_offset((shard * s.pieces + piece) * s.K * (taps + 1)),
-        acc,
-        s,
-        k,
-        last,
-        tap,
-        taps,
+        scratch.unsafe_offset((shard * s.pieces + piece) * s.K * (taps + 1)), acc, s, k, last, tap, taps
     )
 
 
@@ -289,11 +255,7 @@ def _add_pieces(
     accumulate: Int32,
 ):
     """A block takes WARP_SIZE numbers of one buffer; a thread one of them and one strand, later one shard."""
-    var sums = unsafe_stack_allocation[
-        STRANDS * STRANDS * WARP_SIZE,
-        F32,
-        address_space=AddressSpace.SHARED,
-    ]()
+    var sums = unsafe_stack_allocation[STRANDS * STRANDS * WARP_SIZE, F32, address_space=AddressSpace.SHARED]()
     var n = Int(n_)
     var column = thread_idx.x % WARP_SIZE
     var strand = thread_idx.x // WARP_SIZE
@@ -339,10 +301,7 @@ def spread_warps(mut s: Shape, shards: Int, tiles_k: Int, tiles_of_taps: Int):
 
     As many as let the launch have a block for each multiprocessor.
     """
-    var warps = min(
-        WARPS,
-        max(1, shards * s.pieces * tiles_k * tiles_of_taps // MULTIPROCESSORS),
-    )
+    var warps = min(WARPS, max(1, shards * s.pieces * tiles_k * tiles_of_taps // MULTIPROCESSORS))
     s.k_warps = min(tiles_k, 4, warps)
     s.chunk = min(tiles_of_taps, warps // s.k_warps)
     s.pixel_warps = warps // (s.k_warps * s.chunk)
@@ -409,11 +368,7 @@ def launch_sums[
         x.ptr(),
         x.step(),
         s.pack(),
-        grid_dim=(
-            ceildiv(s.pieces, s.pixel_warps),
-            ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk),
-            shards,
-        ),
+        grid_dim=(ceildiv(s.pieces, s.pixel_warps), ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk), shards),
         block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
     )
     var weights = s.K * s.taps()

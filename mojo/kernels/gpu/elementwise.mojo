@@ -28,30 +28,8 @@ from ..views import (
 )
 from .channels import enqueue_channels
 from .lane_parts import Rows, enqueue_losses, enqueue_shared_rows
-from .launch import (
-    Enqueue,
-    GpuOp,
-    Launch,
-    Operand,
-    Queue,
-    Sent,
-    StepContextPtr,
-    blocks,
-    call,
-)
-from .quads import (
-    THREADS,
-    aligned,
-    divide,
-    divisor,
-    in_lanes,
-    index,
-    load4,
-    of_shard,
-    quads,
-    small_index,
-    store4,
-)
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks, call
+from .quads import THREADS, aligned, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 from .reduce import tree
 
 
@@ -290,10 +268,7 @@ def _enqueue_cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wid
         divisor(z.columns()),
     )
     q.enqueue_function[_cells[Z, f, wide]](
-        Sent(grid),
-        Sent(z),
-        grid_dim=(blocks(n, THREADS), r.shards),
-        block_dim=THREADS,
+        Sent(grid), Sent(z), grid_dim=(blocks(n, THREADS), r.shards), block_dim=THREADS
     )
 
 
@@ -335,12 +310,7 @@ def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]]):
 
 def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
     var weights = Weights[R].read(r)
-    q.enqueue_function[_update[R]](
-        r.ok(),
-        Sent(weights),
-        grid_dim=blocks(weights.n, 4 * THREADS),
-        block_dim=THREADS,
-    )
+    q.enqueue_function[_update[R]](r.ok(), Sent(weights), grid_dim=blocks(weights.n, 4 * THREADS), block_dim=THREADS)
 
 
 # --- optimizers that are rules (python/odyssey/core/rule.py): op by op, and what they give goes into the arena at the end ---
@@ -399,13 +369,7 @@ def _loss_scale(y: Operand, shards: Int32, ctx: StepContextPtr):
 
 def loss_scale(q: Queue, shards: Int, y: Operand, ctx: StepContextPtr) raises:
     """Writes the step's loss scale, one float per shard."""
-    q.enqueue_function[_loss_scale](
-        y,
-        Int32(shards),
-        ctx,
-        grid_dim=blocks(shards, THREADS),
-        block_dim=THREADS,
-    )
+    q.enqueue_function[_loss_scale](y, Int32(shards), ctx, grid_dim=blocks(shards, THREADS), block_dim=THREADS)
 
 
 def ops() -> List[GpuOp]:

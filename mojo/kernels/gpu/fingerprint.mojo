@@ -6,14 +6,7 @@ by as many threads, once, and read by all from shared memory.
 
 from std.memory import unsafe_stack_allocation
 
-from max.gpu import (
-    AddressSpace,
-    barrier,
-    block_dim,
-    block_idx,
-    grid_dim,
-    thread_idx,
-)
+from max.gpu import AddressSpace, barrier, block_dim, block_idx, grid_dim, thread_idx
 
 from ..fingerprint import COLUMNS_SEED, ROW, ROWS_SEED, odd_key
 from .launch import LongPtr, Queue, blocks

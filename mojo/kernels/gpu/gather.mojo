@@ -9,9 +9,7 @@ from .launch import GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 
 
-def _rows[
-    backward: Bool
-](y_: Operand, x_: Operand, rows_: Operand, n_: Int64, V: Int64, F_: Int64,):
+def _rows[backward: Bool](y_: Operand, x_: Operand, rows_: Operand, n_: Int64, V: Int64, F_: Int64):
     """Number i of the result: of row i // F of what was taken, or of the table's gradient."""
     var n = Int(n_)
     var F = Int(F_)
@@ -52,7 +50,4 @@ def _enqueue[backward: Bool](q: Queue, r: Launch) raises:
 
 def ops() -> List[GpuOp]:
     """The ops of this file."""
-    return [
-        GpuOp("take", _enqueue[False]),
-        GpuOp("take_backward", _enqueue[True]),
-    ]
+    return [GpuOp("take", _enqueue[False]), GpuOp("take_backward", _enqueue[True])]

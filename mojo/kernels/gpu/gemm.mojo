@@ -35,12 +35,7 @@ from max.gpu.globals import MAX_THREADS_PER_BLOCK_METADATA
 from max.gpu.memory import external_memory
 
 from ..lanes import LANES, Ptr
-from .gemm_results import (
-    bias_gradient,
-    column_at,
-    write_all,
-    write_quad,
-)
+from .gemm_results import bias_gradient, column_at, write_all, write_quad
 from .gemm_tiles import (
     ALIGNED,
     CHUNK,
@@ -210,10 +205,7 @@ def product[
             var unit = t + U(u) * TEAM
             b_at[u] = pair_of[op, precision, size](unit) * 32 + unit % 4 * 4
             comptime if size != SMALL:  # several groups
-                var group = min(
-                    column0 // 16 + group_of[op, precision, size](unit),
-                    columns - 1,
-                )
+                var group = min(column0 // 16 + group_of[op, precision, size](unit), columns - 1)
                 b_at[u] += U(group_at(group, G, terms, b_step) - origin)
     pa = pa.unsafe_offset(Int(begin * a_chunk))
     pb = pb.unsafe_offset(Int(begin * b_chunk))
@@ -268,10 +260,7 @@ def product[
                 var term = chunk * 16 + pair_of[op, precision, size](unit) * 2
                 comptime for h in range(2):
                     vb[2 * u + h] = four_of[False](
-                        pb.unsafe_offset(h * LANES),
-                        b_at[u],
-                        U(4) if term + U(h) < stop else U(0),
-                        True,
+                        pb.unsafe_offset(h * LANES), b_at[u], U(4) if term + U(h) < stop else U(0), True
                     )
         pa = pa.unsafe_offset(Int((until - chunk) * a_chunk))
         pb = pb.unsafe_offset(Int((until - chunk) * b_chunk))
@@ -305,10 +294,7 @@ def product[
             comptime for u in range(T.B_QUADS):
                 var unit = Int(t + U(u) * TEAM)
                 put_by_term[precision, T.PAIRS, T.B_ROW](
-                    sb,
-                    unit // 4 % T.COLUMNS,
-                    unit // (4 * T.COLUMNS) * CHUNK + unit % 4 * 4,
-                    vb[u],
+                    sb, unit // 4 % T.COLUMNS, unit // (4 * T.COLUMNS) * CHUNK + unit % 4 * 4, vb[u]
                 )
         else:
             comptime for u in range(T.B_QUADS // 2):
@@ -367,10 +353,7 @@ def product[
             if next == runs_end:
                 comptime if op == WEIGHT:
                     _finish_shard[op, precision, size](
-                        acc,
-                        shared.unsafe_offset(T.REGION + 4 * Int(t)),
-                        run,
-                        run + 1 == n,
+                        acc, shared.unsafe_offset(T.REGION + 4 * Int(t)), run, run + 1 == n
                     )
                 else:
                     write_all[op, precision, size](
@@ -437,13 +420,7 @@ def product[
                 bias,
                 s,
                 row0 + U(row_of[op, precision, size](q, lane)),
-                column_at[op](
-                    column0 + U(column_of[op, precision, size](q, lane)),
-                    rows,
-                    columns,
-                    G,
-                    y_step,
-                ),
+                column_at[op](column0 + U(column_of[op, precision, size](q, lane)), rows, columns, G, y_step),
                 rows,
                 columns,
                 True,

@@ -96,16 +96,7 @@ def write_quad[
     comptime if Tile[op, precision, size].TENSOR:
         comptime for h in range(2):
             _write[op, 2](
-                y,
-                bias,
-                SIMD[F32, 2](v[2 * h], v[2 * h + 1]),
-                row + U(8 * h),
-                at,
-                rows,
-                columns,
-                first,
-                last,
-                flags,
+                y, bias, SIMD[F32, 2](v[2 * h], v[2 * h + 1]), row + U(8 * h), at, rows, columns, first, last, flags
             )
     else:
         _write[op, 4](y, bias, v, row, at, rows, columns, first, last, flags)
@@ -133,13 +124,7 @@ def write_all[
     comptime T = Tile[op, precision, size]
     var at = Array[Int, T.ACROSS](fill=0)
     comptime for j in range(T.ACROSS):
-        at[j] = column_at[op](
-            column0 + U(column_of[op, precision, size](j, lane)),
-            rows,
-            columns,
-            G,
-            step,
-        )
+        at[j] = column_at[op](column0 + U(column_of[op, precision, size](j, lane)), rows, columns, G, step)
     comptime for q in range(quads):
         write_quad[op, precision, size](
             y,

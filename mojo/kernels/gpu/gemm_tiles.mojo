@@ -85,8 +85,7 @@ struct Tile[op: Int, precision: Int, size: Int]:
     comptime SAVED = 4 * Self.QUADS * Self.TEAM  # a tile of partial sums
     comptime REGION = Self.STAGES * Self.STAGE if Self.size == LARGE else max(Self.STAGE, Self.SAVED)
     comptime A_QUADS = max(
-        1 if Self.A_BY_TERM else 2,
-        Self.ROWS * Self.CHUNKS * CHUNK // (4 * Self.TEAM),
+        1 if Self.A_BY_TERM else 2, Self.ROWS * Self.CHUNKS * CHUNK // (4 * Self.TEAM)
     )  # loads of a thread
     # half a team is enough for a chunk of a
     comptime SPARE = Self.ROWS * Self.CHUNKS * CHUNK < 8 * Self.TEAM
@@ -252,7 +251,7 @@ def _quad_at(p: Shared, i: Int) -> Quad:
 @always_inline
 def multiply[
     op: Int, precision: Int, size: Int, quads: Int
-](mut acc: Array[Quad, quads], a: Shared, b: Shared, lane: Int, chunks: Int,):
+](mut acc: Array[Quad, quads], a: Shared, b: Shared, lane: Int, chunks: Int):
     """Adds the products of the chunks in shared memory to the sums; a and b begin at the warp's rows and columns."""
     comptime T = Tile[op, precision, size]
     comptime if T.TENSOR:
@@ -281,19 +280,9 @@ def multiply[
                         comptime if precision == TF32:
                             mma(acc[q], fa[i], fb, acc[q])
                         elif precision == BF16:
-                            mma(
-                                acc[q],
-                                bitcast[DType.bfloat16, 8](fa[i]),
-                                bitcast[DType.bfloat16, 4](fb),
-                                acc[q],
-                            )
+                            mma(acc[q], bitcast[DType.bfloat16, 8](fa[i]), bitcast[DType.bfloat16, 4](fb), acc[q])
                         else:
-                            mma(
-                                acc[q],
-                                bitcast[DType.float16, 8](fa[i]),
-                                bitcast[DType.float16, 4](fb),
-                                acc[q],
-                            )
+                            mma(acc[q], bitcast[DType.float16, 8](fa[i]), bitcast[DType.float16, 4](fb), acc[q])
     else:
         var pa = a.unsafe_offset(row_of[op, precision, size](0, lane) * (T.A_ROW if T.BY_ROW else 1))
         var pb = b.unsafe_offset(column_of[op, precision, size](0, lane))

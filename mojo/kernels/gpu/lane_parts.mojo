@@ -154,9 +154,7 @@ def enqueue_shared_rows[f: OfShared, operands: Int](q: Queue, r: Launch) raises:
     @always_inline
     def launch[K: Int]() raises {imm}:
         q.enqueue_function[_shared_rows[f, K]](
-            Sent(rows),
-            grid_dim=(blocks(rows.G, THREADS // (LANES * K)), r.shards),
-            block_dim=THREADS,
+            Sent(rows), grid_dim=(blocks(rows.G, THREADS // (LANES * K)), r.shards), block_dim=THREADS
         )
 
     if rows.F <= FEW:

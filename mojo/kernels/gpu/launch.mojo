@@ -25,18 +25,7 @@ from max.gpu.host import DeviceContext
 
 from ..lanes import BytePtr, IntPtr, LongPtr, Ptr
 from ..op import OpOf
-from ..record import (
-    Argument,
-    Arguments,
-    BF16,
-    DTYPE,
-    FP16,
-    FP32,
-    OFFSET,
-    SPACES,
-    Source,
-    TF32,
-)
+from ..record import Argument, Arguments, BF16, DTYPE, FP16, FP32, OFFSET, SPACES, Source, TF32
 
 comptime Queue = DeviceContext
 
@@ -220,9 +209,7 @@ comptime GpuOp = OpOf[Enqueue]
 
 
 def call[
-    Ts: TypeList[Trait=AnyType, ...],
-    //,
-    f: def(Queue, Int, /, * args: * Ts) raises thin,
+    Ts: TypeList[Trait=AnyType, ...], //, f: def(Queue, Int, /, * args: * Ts) raises thin
 ](q: Queue, r: Launch) raises:
     """f for all shards, with the record's arguments, each read as the type that f declares (record.Arguments)."""
     var arguments = Arguments[Ts]()

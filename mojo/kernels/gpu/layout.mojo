@@ -7,38 +7,11 @@ and written in whole sectors of 32 bytes (uint8: a sector serves four warps), la
 from max.gpu import block_idx
 
 from ..lanes import F32, LANES, IntPtr, Ptr
-from .launch import (
-    blocks,
-    call,
-    GpuOp,
-    Operand,
-    Queue,
-    StepContextPtr,
-)
-from .quads import (
-    QUADS,
-    THREADS,
-    Four,
-    divide,
-    divisor,
-    in_lanes,
-    index,
-    load4,
-    of_shard,
-    quads,
-    small_index,
-    store4,
-)
+from .launch import blocks, call, GpuOp, Operand, Queue, StepContextPtr
+from .quads import QUADS, THREADS, Four, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 
 
-def _input(
-    y: Operand,
-    n: UInt32,
-    F: UInt32,
-    by_F: UInt64,
-    by_plane: UInt64,
-    ctx: StepContextPtr,
-):
+def _input(y: Operand, n: UInt32, F: UInt32, by_F: UInt64, by_plane: UInt64, ctx: StepContextPtr):
     var i = small_index()
     if i >= n:
         return
@@ -60,10 +33,7 @@ def _input(
             else:
                 v[j] = ctx[].images.unsafe_bitcast[Float32]()[unsafe_offset=at]
         var c = Int(divide(UInt32(f), by_plane))
-        v = v.fma(
-            Four(ctx[].scale[unsafe_offset=c]),
-            Four(ctx[].shift[unsafe_offset=c]),
-        )
+        v = v.fma(Four(ctx[].scale[unsafe_offset=c]), Four(ctx[].shift[unsafe_offset=c]))
         comptime for j in range(4):
             out[j] = v[j] if first + j < valid else 0
     store4(of_shard(y), 4 * Int(i), out)
@@ -95,15 +65,7 @@ def input(
     )
 
 
-def _array(
-    y: Operand,
-    n: Int32,
-    F: Int32,
-    T: Int32,
-    k: Int32,
-    rest: Int32,
-    ctx: StepContextPtr,
-):
+def _array(y: Operand, n: Int32, F: Int32, T: Int32, k: Int32, rest: Int32, ctx: StepContextPtr):
     var i = index()
     var shard = block_idx.y
     if i >= Int(n):
@@ -147,9 +109,7 @@ def array(
     )
 
 
-def _rows[
-    pack: Bool
-](lanes_: Operand, rows_: Operand, n: UInt32, N: Int32, F: UInt32, by_F: UInt64,):
+def _rows[pack: Bool](lanes_: Operand, rows_: Operand, n: UInt32, N: Int32, F: UInt32, by_F: UInt64):
     """Rows into lanes if `pack`, else lanes into rows."""
     var i = small_index()
     if i >= n:
@@ -199,15 +159,7 @@ def unpack_rows(q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int) r
 
 
 def _pad_forward(
-    y: Operand,
-    x: Operand,
-    n: UInt32,
-    H: Int32,
-    W: Int32,
-    ph: Int32,
-    pw: Int32,
-    by_high: UInt64,
-    by_wide: UInt64,
+    y: Operand, x: Operand, n: UInt32, H: Int32, W: Int32, ph: Int32, pw: Int32, by_high: UInt64, by_wide: UInt64
 ):
     var i = small_index()
     if i >= n:
@@ -219,10 +171,7 @@ def _pad_forward(
     var h = Int32(row - plane * UInt32(H + 2 * ph)) - ph
     var v = Four(0)
     if h >= 0 and h < H and w >= 0 and w < W:
-        v = load4(
-            of_shard(x),
-            Int((Int32(plane) * H + h) * W + w) * LANES + Int(i % UInt32(QUADS)) * 4,
-        )
+        v = load4(of_shard(x), Int((Int32(plane) * H + h) * W + w) * LANES + Int(i % UInt32(QUADS)) * 4)
     store4(of_shard(y), 4 * Int(i), v)
 
 
@@ -256,15 +205,7 @@ def pad_forward(
 
 
 def _pad_backward(
-    dx: Operand,
-    dy: Operand,
-    n: UInt32,
-    H: UInt32,
-    W: UInt32,
-    ph: UInt32,
-    pw: UInt32,
-    by_H: UInt64,
-    by_W: UInt64,
+    dx: Operand, dy: Operand, n: UInt32, H: UInt32, W: UInt32, ph: UInt32, pw: UInt32, by_H: UInt64, by_W: UInt64
 ):
     var i = small_index()
     if i >= n:
@@ -275,24 +216,11 @@ def _pad_backward(
     var plane = divide(row, by_H)
     var h = row - plane * H
     var from_ = (plane * (H + 2 * ph) + h + ph) * (W + 2 * pw) + w + pw
-    var v = load4(
-        of_shard(dy),
-        Int(from_) * LANES + Int(i % UInt32(QUADS)) * 4,
-    )
+    var v = load4(of_shard(dy), Int(from_) * LANES + Int(i % UInt32(QUADS)) * 4)
     store4(of_shard(dx), 4 * Int(i), v)
 
 
-def pad_backward(
-    q: Queue,
-    shards: Int,
-    dx: Operand,
-    dy: Operand,
-    planes: Int,
-    H: Int,
-    W: Int,
-    ph: Int,
-    pw: Int,
-) raises:
+def pad_backward(q: Queue, shards: Int, dx: Operand, dy: Operand, planes: Int, H: Int, W: Int, ph: Int, pw: Int) raises:
     """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L)."""
     in_lanes(dx, dy)
     _ = quads(planes * (H + 2 * ph) * (W + 2 * pw))

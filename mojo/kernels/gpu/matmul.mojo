@@ -7,13 +7,7 @@ from .launch import GpuOp, Launch, Operand, Queue, Sent, blocks
 from .quads import THREADS, index, of_shard
 
 
-def _matmul(
-    c_: Operand,
-    a_: Operand,
-    b_: Operand,
-    n: Int64,
-    sent: Sent[Product],
-):
+def _matmul(c_: Operand, a_: Operand, b_: Operand, n: Int64, sent: Sent[Product]):
     var s = sent.sizes
     var at = index()
     if at >= Int(n):
@@ -40,13 +34,7 @@ def _enqueue(q: Queue, r: Launch) raises:
     var s = sizes(get)
     var n = s.outer * s.inner * s.M * s.N
     q.enqueue_function[_matmul](
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        Int64(n),
-        Sent(s),
-        grid_dim=(blocks(n, THREADS), r.shards),
-        block_dim=THREADS,
+        r.op(1), r.op(2), r.op(3), Int64(n), Sent(s), grid_dim=(blocks(n, THREADS), r.shards), block_dim=THREADS
     )
 
 

@@ -11,11 +11,7 @@ from .conv2d import (
     conv2d_relu_maxpool_forward,
 )
 from .launch import BF16, FP16, FP32, GpuOp, Launch, Queue, TF32, call
-from .linear import (
-    linear_backward_input,
-    linear_backward_weight,
-    linear_forward,
-)
+from .linear import linear_backward_input, linear_backward_weight, linear_forward
 
 
 def _by_dtype[f: def[precision: Int](Queue, Launch) raises thin](q: Queue, r: Launch) raises:
@@ -48,16 +44,7 @@ def _general_backward_weight(q: Queue, r: Launch) raises:
 
 def _weights[precision: Int](q: Queue, r: Launch, size: General) raises:
     conv2d_backward_weight[precision](
-        q,
-        r.shards,
-        r.fold,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.scratch,
-        size,
-        r.accumulate,
+        q, r.shards, r.fold, r.op(1), r.op(2), r.op(3), r.op(4), r.scratch, size, r.accumulate
     )
 
 
@@ -75,17 +62,7 @@ def _conv2d_backward_input[precision: Int](q: Queue, r: Launch) raises:
 
 
 def _linear_forward_with[precision: Int, relu: Bool](q: Queue, r: Launch) raises:
-    linear_forward[precision, relu](
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-    )
+    linear_forward[precision, relu](q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), r.int(6), r.int(7), r.int(8))
 
 
 def _linear_forward[precision: Int](q: Queue, r: Launch) raises:
@@ -97,17 +74,7 @@ def _linear_forward[precision: Int](q: Queue, r: Launch) raises:
 
 def _linear_backward_weight[precision: Int](q: Queue, r: Launch) raises:
     linear_backward_weight[precision](
-        q,
-        r.shards,
-        r.fold,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.accumulate,
+        q, r.shards, r.fold, r.op(1), r.op(2), r.op(3), r.op(4), r.int(6), r.int(7), r.int(8), r.accumulate
     )
 
 
@@ -119,11 +86,7 @@ def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
         GpuOp("conv2d_forward", _by_dtype[_conv2d_forward]),
-        GpuOp(
-            "conv2d_backward_weight",
-            _by_dtype[_conv2d_backward_weight],
-            _conv2d_scratch,
-        ),
+        GpuOp("conv2d_backward_weight", _by_dtype[_conv2d_backward_weight], _conv2d_scratch),
         GpuOp("conv2d_backward_input", _by_dtype[_conv2d_backward_input]),
         GpuOp(
             "conv2d_relu_maxpool_forward",
@@ -132,15 +95,8 @@ def ops() -> List[GpuOp]:
             "of:conv2d_forward+maxpool_forward",
         ),
         GpuOp("conv2d_general_forward", call[conv2d_forward[FP32, False]]),
-        GpuOp(
-            "conv2d_general_backward_weight",
-            _general_backward_weight,
-            _general_scratch,
-        ),
-        GpuOp(
-            "conv2d_general_backward_input",
-            call[conv2d_backward_input[FP32]],
-        ),
+        GpuOp("conv2d_general_backward_weight", _general_backward_weight, _general_scratch),
+        GpuOp("conv2d_general_backward_input", call[conv2d_backward_input[FP32]]),
         GpuOp("linear_forward", _by_dtype[_linear_forward]),
         GpuOp("linear_backward_weight", _by_dtype[_linear_backward_weight]),
         GpuOp("linear_backward_input", _by_dtype[_linear_backward_input]),

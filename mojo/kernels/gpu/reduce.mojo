@@ -12,16 +12,7 @@ from std.sys import is_apple_gpu
 from max.gpu import block_dim, block_idx, grid_dim, thread_idx
 
 from ..lanes import F32, LANES, IntPtr, Ptr
-from .launch import (
-    blocks,
-    GpuOp,
-    Launch,
-    LongPtr,
-    Operand,
-    Queue,
-    StepContextPtr,
-    call,
-)
+from .launch import blocks, GpuOp, Launch, LongPtr, Operand, Queue, StepContextPtr, call
 from .quads import (
     QUADS,
     THREADS,
@@ -124,13 +115,7 @@ def tree_sum_strided(q: Queue, y: Ptr, x: Ptr, stride: Int, n: Int, size: Int) r
     """Sums n buffers of `size` floats that lie `stride` floats apart along the tree. y may be x, or any of them."""
     _check_leaves(n)
     q.enqueue_function[_tree_sum_strided](
-        y,
-        x,
-        Int64(stride),
-        Int32(n),
-        Int64(size),
-        grid_dim=blocks(size, 4 * THREADS),
-        block_dim=THREADS,
+        y, x, Int64(stride), Int32(n), Int64(size), grid_dim=blocks(size, 4 * THREADS), block_dim=THREADS
     )
 
 
@@ -215,14 +200,7 @@ def stats(
 # --- sums over samples --------------------------------------------------------------------------
 
 
-def _sum_lanes(
-    y: Operand,
-    x_: Operand,
-    N: Int32,
-    vectors: Int32,
-    by_F: UInt64,
-    ctx: StepContextPtr,
-):
+def _sum_lanes(y: Operand, x_: Operand, N: Int32, vectors: Int32, by_F: UInt64, ctx: StepContextPtr):
     comptime PARTS = THREADS // LANES
     var t = thread_idx.x
     var lane = t % LANES
@@ -252,25 +230,11 @@ def sum_lanes(
     """
     _ = quads(G * F)
     q.enqueue_function[_sum_lanes](
-        y,
-        x,
-        Int32(N),
-        Int32(G * F),
-        divisor(F),
-        ctx,
-        grid_dim=(1, shards),
-        block_dim=THREADS,
+        y, x, Int32(N), Int32(G * F), divisor(F), ctx, grid_dim=(1, shards), block_dim=THREADS
     )
 
 
-def _sum_lanes_backward(
-    dx: Operand,
-    dy: Operand,
-    N: Int32,
-    n: UInt32,
-    by_F: UInt64,
-    ctx: StepContextPtr,
-):
+def _sum_lanes_backward(dx: Operand, dy: Operand, N: Int32, n: UInt32, by_F: UInt64, ctx: StepContextPtr):
     var i = small_index()
     if i >= n:
         return
@@ -298,14 +262,7 @@ def sum_lanes_backward(
     in_lanes(dx)
     var n = quads(G * F)
     q.enqueue_function[_sum_lanes_backward](
-        dx,
-        dy,
-        Int32(N),
-        UInt32(n),
-        divisor(F),
-        ctx,
-        grid_dim=(blocks(n, THREADS), shards),
-        block_dim=THREADS,
+        dx, dy, Int32(N), UInt32(n), divisor(F), ctx, grid_dim=(blocks(n, THREADS), shards), block_dim=THREADS
     )
 
 
@@ -455,30 +412,14 @@ def _finite(flag: IntPtr, x: Ptr, n: Int64):
 
 def finite(q: Queue, flag: IntPtr, x: Ptr, n: Int) raises:
     """Sets the flag to 0 if one of n floats is NaN or infinite, else leaves it alone."""
-    q.enqueue_function[_finite](
-        flag,
-        x,
-        Int64(n),
-        grid_dim=min(2 * MOST_BLOCKS, blocks(n, 4 * MANY)),
-        block_dim=MANY,
-    )
+    q.enqueue_function[_finite](flag, x, Int64(n), grid_dim=min(2 * MOST_BLOCKS, blocks(n, 4 * MANY)), block_dim=MANY)
 
 
 # --- ops ----------------------------------------------------------------------------------
 
 
 def _stats_op(q: Queue, r: Launch) raises:
-    stats(
-        q,
-        r.shards,
-        r.fold,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.int(4),
-        r.context,
-        r.accumulate,
-    )
+    stats(q, r.shards, r.fold, r.op(1), r.op(2), r.op(3), r.int(4), r.context, r.accumulate)
 
 
 def _finite_op(q: Queue, r: Launch) raises:

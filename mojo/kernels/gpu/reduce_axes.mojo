@@ -44,21 +44,12 @@ def _enqueue[f: Of2, start: Float32](q: Queue, r: Launch) raises:
         x,
         r.ints[6](3),
         r.ints[6](9),
-        grid_dim=(
-            blocks(r.int(3) * r.int(4) * r.int(5), THREADS),
-            r.shards,
-        ),
+        grid_dim=(blocks(r.int(3) * r.int(4) * r.int(5), THREADS), r.shards),
         block_dim=THREADS,
     )
 
 
-def _argmax(
-    y_: Operand,
-    x_: Operand,
-    before: Int64,
-    n: Int64,
-    behind: Int64,
-):
+def _argmax(y_: Operand, x_: Operand, before: Int64, n: Int64, behind: Int64):
     var i = index()
     if i >= Int(before) * Int(behind):
         return

@@ -31,9 +31,7 @@ def _second[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
 comptime Axes = StaticTuple[Int64, AXES]
 
 
-def _pairs[
-    f: Of2
-](y_: Operand, a_: Operand, b_: Operand, n: Int64, sizes: Axes, y: Axes, a: Axes, b: Axes,):
+def _pairs[f: Of2](y_: Operand, a_: Operand, b_: Operand, n: Int64, sizes: Axes, y: Axes, a: Axes, b: Axes):
     """Number i of n: y[.] = f(a[.], b[.]); of each its strides."""
     var i = index()
     if i >= Int(n):
@@ -57,7 +55,7 @@ def _pairs[
 @always_inline
 def _launch[
     f: Of2
-](q: Queue, r: Launch, y: Operand, a: Operand, b: Operand, sizes: Axes, ys: Axes, at_a: Int, at_b: Int,) raises:
+](q: Queue, r: Launch, y: Operand, a: Operand, b: Operand, sizes: Axes, ys: Axes, at_a: Int, at_b: Int) raises:
     """`at_a`, `at_b`: which arguments the strides of a and b begin with."""
     var n = 1
     for i in range(AXES):
@@ -83,17 +81,7 @@ def _enqueue_pairs[f: Of2](q: Queue, r: Launch) raises:
     var gapless = Axes(fill=1)
     for i in range(AXES - 1):
         gapless[AXES - 2 - i] = gapless[AXES - 1 - i] * sizes[AXES - 1 - i]
-    _launch[f](
-        q,
-        r,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        sizes,
-        gapless,
-        4 + AXES,
-        4 + 2 * AXES,
-    )
+    _launch[f](q, r, r.op(1), r.op(2), r.op(3), sizes, gapless, 4 + AXES, 4 + 2 * AXES)
 
 
 def _copy(q: Queue, r: Launch) raises:
@@ -108,14 +96,7 @@ def _copy(q: Queue, r: Launch) raises:
 # --- gradients of parameters ----------------------------------------------------------------------------------------------
 
 
-def _accumulate(
-    y_: Operand,
-    x: Operand,
-    n: Int64,
-    shards: Int32,
-    fold: Int32,
-    accumulate: Int32,
-):
+def _accumulate(y_: Operand, x: Operand, n: Int64, shards: Int32, fold: Int32, accumulate: Int32):
     var i = index()
     if i >= Int(n):
         return
@@ -149,7 +130,4 @@ def _enqueue_accumulate(q: Queue, r: Launch) raises:
 
 def ops() -> List[GpuOp]:
     """The ops of this file."""
-    return [
-        GpuOp("copy_strided", _copy),
-        GpuOp("accumulate", _enqueue_accumulate),
-    ]
+    return [GpuOp("copy_strided", _copy), GpuOp("accumulate", _enqueue_accumulate)]
