@@ -17,7 +17,7 @@ ROOT = build.source_root()
 #: all of the Mojo face.
 CEILINGS = {
     "core": 31_900,
-    "kernels": 13_061,
+    "kernels": 12_283,
     "torch": 3_882,
     "mojo": 1_100,
     "view": 1_280,
@@ -25,7 +25,7 @@ CEILINGS = {
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 72_723, 600
+ALL_LINES, FILE_LINES = 71_945, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
