@@ -153,7 +153,9 @@ def test_bytes_of_a_rank(launch):
             assert rank["rest"] <= (part if zero == 3 else whole)
             assert memory["parameters"] <= (part + 2 * most if zero == 3 else whole + 64)
             assert memory["optimizer"] <= 2 * (part if zero else whole) + 1000
-            assert memory["gradients"] <= (2 * part + 4 * most if zero > 1 else 3 * whole + 64)
+            assert memory["gradients"] <= (
+                2 * part + 4 * most if zero > 1 else 3 * whole + 2_000
+            )  # and what goes behind them
             if zero > 1:  # beside them: autograd's own gradients of a parameter, a batch, outputs
                 assert rank["peak"] <= sum(memory.values()) + 2 * most + 60_000
     peaks = [max(rank["peak"] for rank in ranks) for ranks in found.values()]
