@@ -81,7 +81,8 @@ def test_ranks_of_several_machines_are_refused_with_their_number(monkeypatch):
 
 def test_too_little_shared_memory_is_said_before_it_is_used(launch):
     code = (
-        "from odyssey import comm\nfrom odyssey.comm import memory\nmemory.shared_memory = lambda: (1 << 30, 1 << 20)\n"
+        "from odyssey import comm\nfrom odyssey.comm import shared_memory\n"
+        "shared_memory.shared_memory = lambda: (1 << 30, 1 << 20)\n"
         "w = comm.world()\ntext = f'{w.name} | {w.why}\\n'\n"
         "try: comm.world('shm')\nexcept comm.ConfigError as e: text += f'refused {e}\\n'\n"
         "for rank in range(w.size):  # whole texts, one after the other: launchers may cut lines of several ranks\n"

@@ -276,7 +276,8 @@ def test_trainings(settings, plain):
     _, history, trainer = done[0]
     assert history.train_loss == pytest.approx(plain, abs=0.15)  # 2.3 at the start
     if "mesh" not in settings:  # activations are not compressed
-        assert history.bytes_per_step < 0.7 * history.bytes_per_step_uncompressed
+        most = 0.76 if "zero" in settings else 0.7  # parameters that come back from their owners are not compressed
+        assert history.bytes_per_step < most * history.bytes_per_step_uncompressed
         assert trainer.bytes_per_step == pytest.approx(history.bytes_per_step, rel=0.1)
 
 

@@ -26,11 +26,11 @@ import numpy as np
 from odyssey import comm
 from odyssey.core import fingerprint
 from odyssey.checkpoints import Snapshot, Store
-from odyssey.audit.replay import Session
+from odyssey.audit.replay import ReplaySession
 from odyssey.base.runs import Run
-from odyssey.audit.steplog import Record, StepLog
+from odyssey.audit.steplog import StepLog, StepRecord
 
-session, world = Session.current(), comm.world()
+session, world = ReplaySession.current(), comm.world()
 run = None if session else Run.current()
 w, first = np.arange(100, dtype=np.float32), 0
 if session and session.checkpoint:
@@ -45,7 +45,7 @@ for step in range(first + 1, int(sys.argv[1]) + 1):
     if step == 8 and os.environ.get("FLAKY"):
         w[5] += 1
     if world.rank == 0:
-        log.append(Record(step, 0, step - 1, 64, float(g.sum()), fingerprint.of(g), fingerprint.of(w), 0.5))
+        log.append(StepRecord(step, 0, step - 1, 64, float(g.sum()), fingerprint.of(g), fingerprint.of(w), 0.5))
     if store and step % 5 == 0:
         store.save(Snapshot(step, {"parameters": {"w": w}}, {}))
     if session and step == session.step:
@@ -169,7 +169,7 @@ def test_what_is_refused(make_run, steps, options, code, said):
     [
         ("raise SystemExit('odyssey: error: no luck')", "the command failed: odyssey: error: no luck"),
         ("pass", "ended without a log of its steps"),
-        ("from odyssey.audit.replay import *; steplog.StepLog(Session.current().log).close()",
+        ("from odyssey.audit.replay import *; steplog.StepLog(ReplaySession.current().log).close()",
          "ended before step 3"),
     ],
 )  # fmt: skip

@@ -239,10 +239,10 @@ def test_records_wait_in_memory_until_they_are_flushed(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from odyssey.audit.steplog import Record, StepLog
+from odyssey.audit.steplog import StepLog, StepRecord
 log = StepLog(sys.argv[1], 1)
 for step in range(1, 100):
-    log.append(Record(step, 0, step, 64, 1.0, step, step, 0.1))
+    log.append(StepRecord(step, 0, step, 64, 1.0, step, step, 0.1))
     if step == 60:
         log.flush()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -60,10 +60,10 @@ class Stored:
                 piece = out[spans[0][1] - lo :][: spans[0][2]] if direct else buffer[: run.size - a]
                 _read_into(descriptor, bytes_of(piece), at + tensor.begin + a * self.dtype.itemsize)
                 found.update(piece)
-                for i, at, n in [] if direct else spans:
-                    first, last = max(at, lo), min(at + n, hi)
+                for i, j, n in [] if direct else spans:
+                    first, last = max(j, lo), min(j + n, hi)
                     if first < last:
-                        out[first - lo : last - lo] = piece[i - a + first - at : i - a + last - at]
+                        out[first - lo : last - lo] = piece[i - a + first - j : i - a + last - j]
             if not hmac.compare_digest(found.hexdigest(), digest):
                 raise CheckpointError(f"{tensor.name} does not match its SHA-256")
 

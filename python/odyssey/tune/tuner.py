@@ -230,7 +230,8 @@ class DistributedTuner:
                     base.here.world = outside
                 if group.rank == 0:
                     self._check_job(job)
-                    self.study.tell(self._trial, value, state)
+                    # SQLite locks no rows: two groups may have claimed this trial, and both have the same result
+                    self.study.tell(self._trial, value, state, skip_if_finished=True)
             if world.rank == 0 and self.verbose:
                 self._tell()
         group.close()
