@@ -396,8 +396,9 @@ class Stack(ctypes.Structure):
 at = ctypes.addressof(ctypes.c_char.from_buffer(small))
 assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(at, 0, 4096)), None) == 0
 print(compiler.host_cpu(), compiler.lacking("x86-64-v4+avx512bf16+amx-bf16"))
+from odyssey.build import library
 from odyssey.core import native
-native.Library(sys.argv[1], [])
+native.Library(sys.argv[1], [str(path) for path in library.runtime_libraries()])
 """
 
 

@@ -99,8 +99,8 @@ sys.exit("capi.mojo:1:1: error: zork")
     go.touch()
     for process in (first, second):
         out, err = process.communicate(timeout=60)
-        assert process.returncode == 69
-        assert "error: zork" in err
+        assert process.returncode == 1
+        assert "BuildError" in err and "error: zork" in err
     assert log.read_text() == "x"
     assert entries() == []
     third = start(REAL)

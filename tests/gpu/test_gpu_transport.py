@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_come_is_named(gpus):
     assert done.returncode == 76, done.stdout + done.stderr
     seconds, text = re.search(r"rank 0 after ([\d.]+) s: (.*)", done.stdout).groups()
     assert 2 <= float(seconds) < 30  # how exactly a deadline is kept: tests/comm/test_ends.py
-    assert text.startswith("[comm] waited 2 s in exchange of 61776 float32 on GPUs: rank 1 did not come")
+    assert text.startswith("[comm] waited 2 s in exchange of 61792 float32 on GPUs: rank 1 did not come")
 
 
 WORLD = "from odyssey import comm\nprint(comm.world('nccl').why)"

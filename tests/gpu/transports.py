@@ -179,9 +179,11 @@ def ranks_without_shards() -> None:
 
 
 def stops_in_its_next_step(trainer: DistributedTrainer, first: Callable[[], Any]) -> None:
-    """This rank compares what it trains on with the others, and comes no further."""
+    """This rank compares what it trains on, and its settings, with the others, and comes no further."""
 
     def run(*_: Any) -> None:
+        engine = trainer._train
+        engine.layout.comm.all_gather(np.array([engine._code], np.int64))  # as Engine._mark
         first()
         sys.stdout.flush()
         time.sleep(60)  # the others end it
