@@ -213,6 +213,8 @@ def tried(case: Training, *given: Any, **fit: Any) -> Ran:
 def judged(expected: Ran, everyone: Sequence[Ran], refused: bool = False) -> Outcome:
     """Of what one process gave, and what each rank of a layout gave; `refused`: they must be refused."""
     first = everyone[0]
+    if isinstance(first, ShapeError) and all(str(one) == str(first) for one in (expected, *everyone)):
+        return Outcome("refused", str(first))  # such as batch norm of a last sample alone
     if refused and not (isinstance(first, ConfigError) and isinstance(expected, ConfigError)):
         ends = [str(r) if isinstance(r, Exception) else "a result" for r in (first, expected)]
         return Outcome("differs", f"is not refused: ends with {ends[0]}, on one process with {ends[1]}")
@@ -224,8 +226,6 @@ def judged(expected: Ran, everyone: Sequence[Ran], refused: bool = False) -> Out
             # of compressed gradients the reference has the layout too, and its stages are those of its first step; a
             # training that was started again in between has met the parameter in its own first step
             return Outcome("refused", str(expected))
-        if isinstance(first, ShapeError) and alike:  # such as batch norm of a last sample alone
-            return Outcome("refused", str(first))
         if isinstance(first, ConfigError) or (isinstance(first, NumericsError) and "[checkpoint]" in str(first)):
             return Outcome("refused", str(first))  # numbers that are not finite are never saved
         if alike and isinstance(first, NumericsError):

@@ -23,7 +23,7 @@ from ..core.fingerprint import hash_of
 from ..data import Batch
 from ..engine.engine import Engine
 from ..engine.listing import first_difference
-from ..errors import CheckpointError, ConfigError, NumericsError
+from ..errors import CheckpointError, ConfigError, NumericsError, ShapeError
 from ..nn import Module
 from ..nn import settings as of_modules
 from ..optim import Optimizer
@@ -134,8 +134,9 @@ class Changing(Sharing):
 
     def _program(self) -> dict[str, Any] | None:
         """The program of the next step, if it is of the last one's form: a hash of each op."""
-        programs = self._train.programs
-        made = None if programs.shape is None else programs.recording(*programs.shape)
+        programs, made = self._train.programs, None
+        with contextlib.suppress(ShapeError):  # such as of a model that is all frozen: the next step says so
+            made = programs.shape and programs.recording(*programs.shape)
         if made is None:
             return None
         n, form = programs.shape
