@@ -150,6 +150,24 @@ def test_same_bits_over_slow_wires_with_loss(four_hosts, job):
     assert spread.weights == alone.weights
 
 
+LATE = """
+import time
+import numpy as np
+from odyssey import comm
+
+world = comm.world("mpi")
+time.sleep(2 if world.rank == 0 else 0)  # the others look for it, and ask whether it has ended
+print("sum", world.all_reduce(np.ones(1000, np.float32))[0], flush=True)
+"""
+
+
+def test_a_rank_that_others_asked_about_ends(four_hosts):
+    """The question waits there for seconds. With MPICH 5.0.2 a receive from any rank takes it, and never returns."""
+    late = four_hosts.job(four_hosts.mpirun(1, [sys.executable, "-c", LATE], hosts=["h1", "h2"]))
+    assert late.wait(30) == 0, late.output
+    assert late.output.count("sum 2.0") == 2
+
+
 def test_a_slow_link_is_named(four_hosts):
     """1 MB of gradients; a host that gets and sends 8 Mbit/s. Its rank computes as fast as the others."""
     four_hosts.limit(3, "8mbit")

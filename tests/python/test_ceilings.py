@@ -16,7 +16,7 @@ ROOT = build.source_root()
 #: Lines of code (no blanks, comments, docstrings): what there was when the borders were drawn, and 3 %. "mojo" is
 #: all of the Mojo face.
 CEILINGS = {
-    "core": 31_900,
+    "core": 31_960,
     "kernels": 12_283,
     "torch": 3_882,
     "mojo": 1_100,
@@ -25,7 +25,7 @@ CEILINGS = {
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 71_946, 600
+ALL_LINES, FILE_LINES = 72_030, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))

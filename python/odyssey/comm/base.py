@@ -64,6 +64,7 @@ class Communicator:
         name: of the backend.
         why: one line: which backend, and why this one.
         timeout: seconds that its calls wait for other ranks; None: ODYSSEY_TIMEOUT.
+        moved_by_calls: True if data move on only while a rank is in one of its calls, which any thread may make.
     """
 
     rank: int = 0
@@ -74,6 +75,7 @@ class Communicator:
     name: str = "local"
     why: str = "local: one process"
     timeout: float | None = None
+    moved_by_calls: bool = False
     until: float | None = None  # time.monotonic() at which a wait gives up; another thread may set it
     _crowded: bool = False
     _broken: BaseException | None = None

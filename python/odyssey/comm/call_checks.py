@@ -227,9 +227,9 @@ class Roll:
 
     def listen(self, begun: int) -> None:
         """Hears what others have told. begun: calls that this rank has begun."""
-        while self.needed and self._comm.Iprobe(tag=_NOTE):
+        while self.needed and (message := self._comm.Improbe(tag=_NOTE)) is not None:
             note = np.zeros(3, np.int64)
-            self._comm.Recv(note, tag=_NOTE)
+            message.Recv(note)
             other, theirs, asked = note.tolist()
             self._came[other] = max(self._came[other], theirs)
             if self._told[other] < asked <= begun:

@@ -59,9 +59,9 @@ class Exits:
             if rank != self.rank and rank not in self._asked:
                 self._asked.add(rank)
                 self._tell(rank, _ASK)
-            while self._alarm.Iprobe(tag=_ENDED):
+            while (message := self._alarm.Improbe(tag=_ENDED)) is not None:
                 says = np.zeros(1, np.int64)
-                self._alarm.Recv(says, tag=_ENDED)
+                message.Recv(says)
                 self._over.add(int(says[0]))
             return rank in self._over
 
@@ -107,9 +107,9 @@ class Exits:
 
     def _answer(self) -> None:
         """Tells those who ask that this rank has ended; and in groups of which calls it had begun before."""
-        while self._alarm.Iprobe(tag=_ASK):
+        while (message := self._alarm.Improbe(tag=_ASK)) is not None:
             asks = np.zeros(1, np.int64)
-            self._alarm.Recv(asks, tag=_ASK)
+            message.Recv(asks)
             self._tell(int(asks[0]), _ENDED)
         for comm in self.open():
             if isinstance(comm, Staged):

@@ -217,6 +217,7 @@ class MPICommunicator(Staged):
     """
 
     name = "mpi"
+    moved_by_calls = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
     def __init__(self, comm: Any, of: MPICommunicator | None = None) -> None:
         super().__init__()

@@ -8,6 +8,8 @@ activations of all shards are kept for it; a step in one bucket (direct.py) need
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction, strategy
 from ..parallel.buckets import STATS, segments
+from .progress import Progress
 from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
@@ -153,7 +156,19 @@ class BucketedRunner(Runner):
         return updates
 
     def run(self) -> Sums:
-        lib, parts, pending = native.library(), self.parts, []
+        pending: list[int] = []  # buckets whose reductions were started, in order
+        if not (self.recorded.layout.overlap and self.recorded.groups.dp.moved_by_calls):
+            return self._run(pending, nullcontext)
+
+        def poll() -> None:
+            if pending:
+                self._reductions[pending[-1]].poll()  # and those before it
+
+        with Progress(poll) as progress:
+            return self._run(pending, progress.computing)
+
+    def _run(self, pending: list[int], computing: Callable[[], AbstractContextManager[None]]) -> Sums:
+        lib, parts = native.library(), self.parts
         started = time.perf_counter()
         done = 0
         for i, (s, step) in enumerate(zip(self.segments, self._steps, strict=True)):
@@ -169,7 +184,8 @@ class BucketedRunner(Runner):
                 done += 1
             step.context = self.context
             step.rows = self.context.rows
-            lib.step(step)
+            with computing():
+                lib.step(step)
             if s.grads == STATS:
                 self._add_mark()
                 self._stats.start()

@@ -1,0 +1,60 @@
+"""Progress of transfers while this process computes: most MPI libraries move data only inside of their calls."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+PERIOD = 1e-3  # seconds between looks: sockets hold what a link of 10 Gbit/s moves meanwhile
+MOVED = 10e-6  # seconds from which on a look has moved something, and another one will move more
+
+
+class Progress:
+    """Thread that polls while its owner runs kernels, and never beside the owner's own Python.
+
+    poll: makes transfers go on, without waiting; what it raises is raised where the owner goes on.
+    """
+
+    def __init__(self, poll: Callable[[], object]) -> None:
+        self._poll, self._error = poll, None
+        self._turn, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="odyssey progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._turn.acquire()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._turn.release()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Polls meanwhile. What is computed must not use what `poll` does."""
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD):
+            with self._turn:
+                if self._over.is_set() or self._error is not None:
+                    return
+                begun = last = time.perf_counter()
+                try:
+                    while True:
+                        self._poll()
+                        now = time.perf_counter()
+                        if now - last < MOVED or now - begun > PERIOD:
+                            break
+                        last = now
+                except BaseException as error:
+                    self._error = error
