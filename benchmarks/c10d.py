@@ -1,6 +1,7 @@
 """Backend "odyssey" of torch.distributed beside Gloo: all-reduces and steps of DDP and FSDP2, in turns in one run.
 
     mpirun -n 2 python benchmarks/c10d.py [--rounds 7]
+    python benchmarks/c10d.py --rate 1e9   # each rank on a host of its own, with wires of so many bits a second
 
 One thread per rank. A ratio is the median of the rounds' ratios: the two are timed one after the other, so that what
 else the machine does meets both.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
+import common
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +76,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="turns that count")
     parser.add_argument("--only", default="", metavar="TEXT", help="measure what has this in its name")
+    parser.add_argument("--rate", type=float, help="bits per second of wires between two hosts made here (root)")
+    parser.add_argument("--round-trip", type=float, default=2e-4, help="seconds, with --rate")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ and arguments.rate:
+        command = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--only", arguments.only]
+        print(common.on_hosts(2, command, arguments.rate, arguments.round_trip))
+        return
     if "RANK" not in os.environ:
         parser.error("it compares ranks; start it as `mpirun -n 2 python benchmarks/c10d.py`")
     torch.set_num_threads(1)

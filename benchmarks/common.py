@@ -269,6 +269,23 @@ def child(command: Sequence[str], core: int | None = None, **environment: str) -
     return {"seconds": seconds, "mib": usage.ru_maxrss / scale}
 
 
+def on_hosts(ranks: int, command: Sequence[str], rate: float, round_trip: float, seconds: float = 3600) -> str:
+    """Runs a command under mpirun, each rank on a host of its own in namespaces here (tests/beds/netns.py; root), with
+    wires of so many bits a second and seconds of a round trip; returns what it said. SystemExit where it fails."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from beds import netns
+
+    if why := netns.why_not():
+        raise SystemExit(why)
+    # hosts do not see folders in /tmp with names that odyssey gives
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, netns.Hosts(ranks, Path(folder)) as hosts:
+        hosts.shape(rate, round_trip)
+        job = hosts.job(hosts.mpirun(1, ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", *command]))
+        if code := job.wait(seconds):
+            raise SystemExit(f"exit code {code} of: {' '.join(command)}\n{job.output[-2000:]}")
+        return job.output
+
+
 def train_command(*options: str, ranks: int = 0, json_file: Path | None = None) -> list[str]:
     """`python -m odyssey.train` with these options, under mpirun if ranks are given."""
     launcher = mpirun(ranks) if ranks else []

@@ -162,16 +162,7 @@ def main() -> int:
             settings += [] if getattr(options, key) is None else [f"--{key.replace('_', '-')}", getattr(options, key)]
         command = [sys.executable, __file__, *map(str, settings)]
         if options.rate:
-            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-            from beds import netns
-
-            if why := netns.why_not():
-                raise SystemExit(why)
-            with netns.Hosts(options.ranks, folder) as hosts:
-                hosts.shape(options.rate, options.round_trip)
-                job = hosts.job(hosts.mpirun(1, command))
-                if job.wait(3600):
-                    raise SystemExit(job.output[-2000:])
+            common.on_hosts(options.ranks, command, options.rate, options.round_trip)
         else:
             common.child([*common.mpirun(options.ranks), *command])
         found = json.loads(out.read_text())

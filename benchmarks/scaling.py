@@ -35,6 +35,7 @@ class Layout:
         return many + ", bound to a core" * self.pinned
 
 
+MODELS = ("lenet5", "mlp", "convnet", "resnet18", "gpt-mini")
 BASELINE = Layout(0, 1, 1, pinned=True)
 
 
@@ -73,7 +74,7 @@ def main() -> int:
     parser.add_argument("--global-batch-size", type=int, default=512, help="samples of a step")
     parser.add_argument("--steps", type=int, default=800, help="of each run; enough for two seconds")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
-    parser.add_argument("--model", default="lenet5", choices=("lenet5", "mlp", "convnet"), help="the network")
+    parser.add_argument("--model", default="lenet5", choices=MODELS, help="the network")
     options = parser.parse_args()
     facts = common.machine()
     print(common.machine_line(facts))
