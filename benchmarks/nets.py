@@ -11,11 +11,7 @@ from typing import Any
 MODELS = ("lenet5", "mlp", "convnet")
 
 # Output pixels of the convolutions on a 28 x 28 image; a linear layer has one position.
-POSITIONS = {
-    "lenet5": {"conv1": 28 * 28, "conv2": 10 * 10},
-    "mlp": {},
-    "convnet": {"conv1": 26 * 26, "conv2": 24 * 24},
-}
+POSITIONS = {"lenet5": {"conv1": 28 * 28, "conv2": 10 * 10}, "mlp": {}, "convnet": {"conv1": 26 * 26, "conv2": 24 * 24}}
 
 
 def flops(name: str, model: Any) -> int:

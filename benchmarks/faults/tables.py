@@ -153,13 +153,7 @@ def _resume(found: dict[str, Any]) -> str:
 
 def _kills(found: dict[str, Any]) -> str:
     rows = [
-        [
-            name,
-            f"{one['lost']} of {one['kills']}",
-            one["nothing loads"],
-            one["mixed"],
-            one["older"],
-        ]
+        [name, f"{one['lost']} of {one['kills']}", one["nothing loads"], one["mixed"], one["older"]]
         for name, one in found.items()
     ]
     heads = ["", "lost", "nothing loads", "loads, numbers mixed or wrong", "an older one loads"]

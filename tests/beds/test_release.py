@@ -171,13 +171,7 @@ class Installed:
     def __call__(self, *words: object, **environment: str) -> str:
         where = {"PATH": str(self.bin), "HOME": str(self.home), "TMPDIR": str(self.home), **environment}
         user = [shutil.which(self.user[0]), *self.user[1:]] if self.user else []
-        return run(
-            *user,
-            self.bin / str(words[0]),
-            *words[1:],
-            env=where,
-            cwd=self.home,
-        )
+        return run(*user, self.bin / str(words[0]), *words[1:], env=where, cwd=self.home)
 
 
 @pytest.fixture(scope="module")

@@ -250,9 +250,7 @@ def test_build_makes_a_folder(odyssey_command, monkeypatch, tmp_path):
     done = odyssey_command("build", "--target", "sm_90", "--target", "sm_80", "--output", "x", "--with-dependencies")
     assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
     assert done.err == "odyssey: 4.5 MiB in 7 files (kernels 1.0, run-time libraries 3.0, package 0.5)\n"
-    assert seen == [
-        (pathlib.Path("x"), {"target_cpu": None, "accelerators": ("sm_90", "sm_80"), "dependencies": True}),
-    ]
+    assert seen == [(pathlib.Path("x"), {"target_cpu": None, "accelerators": ("sm_90", "sm_80"), "dependencies": True})]
 
 
 def test_dependencies_go_into_a_folder(odyssey_command):

@@ -18,11 +18,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 
 def run(*command, **environment):
     return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**ENVIRONMENT, **environment},
+        [str(part) for part in command], capture_output=True, text=True, timeout=60, env={**ENVIRONMENT, **environment}
     )
 
 

@@ -154,9 +154,7 @@ def elementwise(n: int) -> Iterator[Case]:
     x, y, dy, dx = w("x", n), w("y", n, "zero"), w("dy", n), w("dx", n, "zero")
     for name in ("relu", "tanh", "sigmoid"):
         yield Case(
-            f"{name} {n}",
-            [x, y, dx, dy],
-            [(f"{name}_forward", "y", "x", n), (f"{name}_backward", "dx", "dy", "y", n)],
+            f"{name} {n}", [x, y, dx, dy], [(f"{name}_forward", "y", "x", n), (f"{name}_backward", "dx", "dy", "y", n)]
         )
     y, b = w("y", n, "zero", True), w("b", n)
     yield Case(f"add {n}", [y, x, b], [("add", "y", "x", "b", n)])

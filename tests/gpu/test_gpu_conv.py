@@ -53,7 +53,7 @@ def check(program: Path, *names: str, **settings: object) -> str:
 
 
 GENERAL = [
-    *("groups", "depthwise", "multiplier", "dilation", "both", "stride over dilation", "common factor", "signal"),
+    *("groups", "depthwise", "multiplier", "dilation", "both", "stride over dilation", "common factor", "signal")
 ]
 LAYERS = ["lenet1", "lenet2", "convnet1", "convnet2", "1x1", "stride2", "oblong", "thin", "point", "seven"]
 

@@ -23,9 +23,7 @@ TEXTS = {
     "gpt of many words": lambda: nn.models.build("gpt", **{**GPT, "vocab_size": 3000}),
     "transformer": lambda: nn.models.build("gpt", vocab_size=100, context=16, layers=3, heads=3, width=96),
 }
-ROWS = {
-    "rows": lambda: nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 10)),
-}
+ROWS = {"rows": lambda: nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 10))}
 
 
 def batch_of(name: str, samples: int) -> data.Batch:

@@ -153,11 +153,7 @@ def test_shared_memory_is_looked_at_before_mpi_starts(monkeypatch):
     monkeypatch.setattr(limits, "shared_memory", lambda: (64 * limits.MIB, 5 * limits.MIB))
     with pytest.raises(ConfigError, match=r"/dev/shm has 5.0 MiB left, but MPICH needs 54 MiB for 8 ranks"):
         limits.before_mpi(ranks)
-    for room in (
-        None,
-        (64 * limits.MIB, 6 * limits.MIB),
-        (0, 0),
-    ):  # no such place, ranks that are ahead, no limit
+    for room in (None, (64 * limits.MIB, 6 * limits.MIB), (0, 0)):  # no such place, ranks that are ahead, no limit
         monkeypatch.setattr(limits, "shared_memory", lambda room=room: room)
         limits.before_mpi(ranks)
 

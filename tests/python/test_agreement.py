@@ -153,14 +153,7 @@ def one_other(case: Case, what: str, draw: np.random.Generator) -> Case:
 DIFFERENCES = (
     "pixel bit label length dtype order flip activation size p slope extra rate decay schedule seed batch".split()
 )
-LAYOUTS: list[dict[str, Any]] = [
-    {},
-    {},
-    {"zero": 1},
-    {"mesh": (1, 2, 1)},
-    {"mesh": (1, 1, 2)},
-    {"execution": "eager"},
-]
+LAYOUTS: list[dict[str, Any]] = [{}, {}, {"zero": 1}, {"mesh": (1, 2, 1)}, {"mesh": (1, 1, 2)}, {"execution": "eager"}]
 
 
 def trained(case: Case, comm, **layout: Any) -> str:

@@ -23,11 +23,7 @@ def trained(optimizer, model, steps, start=0):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: optim.Adam(p, lr=0.01),
-        lambda p: optim.AdamW(p, lr=0.01),
-    ],
+    [lambda p: optim.SGD(p, lr=0.1, momentum=0.9), lambda p: optim.Adam(p, lr=0.01), lambda p: optim.AdamW(p, lr=0.01)],
 )
 def test_state_goes_on_where_it_was(make):
     nn.manual_seed(0)

@@ -185,10 +185,4 @@ def test_shard_count():
 
 def test_a_plan_can_be_read():
     plan = planning.make(3, 0, 1, 1, 1)
-    assert [str(a) for a in plan.threads[0]] == [
-        "b0 = shard 0",
-        "b1 = shard 1",
-        "b0 += b1",
-        "b1 = shard 2",
-        "b0 += b1",
-    ]
+    assert [str(a) for a in plan.threads[0]] == ["b0 = shard 0", "b1 = shard 1", "b0 += b1", "b1 = shard 2", "b0 += b1"]

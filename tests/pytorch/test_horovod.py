@@ -40,19 +40,7 @@ def example(launch, name: str) -> Path:
 def test_horovods_mnist_examples(launch, name):
     program = example(launch, name)
     done = launch.python(
-        "-W",
-        "ignore",
-        RUN,
-        program,
-        "--epochs",
-        2,
-        "--batch-size",
-        16,
-        "--lr",
-        0.05,
-        "--data-dir",
-        "data",
-        ranks=2,
+        "-W", "ignore", RUN, program, "--epochs", 2, "--batch-size", 16, "--lr", 0.05, "--data-dir", "data", ranks=2
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Test set: Average loss") == (2 if name == "pytorch_mnist.py" else 1)

@@ -26,13 +26,7 @@ from torch import nn
 import odyssey
 from odyssey import data
 from odyssey.errors import ConfigError, NumericsError
-from odyssey.torch import (
-    DistributedTrainer,
-    HorovodTrainer,
-    PyTorchDDPTrainer,
-    load_torch,
-    to_torch,
-)
+from odyssey.torch import DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
 from odyssey.torch import horovod as hvd
 
 HERE = Path(__file__).parent

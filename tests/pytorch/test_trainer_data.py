@@ -17,11 +17,7 @@ from torch import nn
 
 from odyssey import data
 from odyssey.errors import ConfigError
-from odyssey.torch import (
-    DataLoader,
-    DistributedDataParallel,
-    DistributedTrainer,
-)
+from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
 
 
 def net() -> nn.Module:

@@ -83,10 +83,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("step", "start", "taken"),
-    [(5, "the beginning", 5), (6, "step_00000005", 1)],
-)
+@pytest.mark.parametrize(("step", "start", "taken"), [(5, "the beginning", 5), (6, "step_00000005", 1)])
 def test_a_step_alone(launch, trained, step, start, taken):
     run = trained()
     before = contents(run)

@@ -2,9 +2,4 @@
 
 from ..base.lazy import attach
 
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "audit.steplog": "steplog",
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, {"audit.steplog": "steplog"})

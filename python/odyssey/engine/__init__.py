@@ -7,10 +7,5 @@ lies where, ownership.py what of it is this rank's (ZeRO); gpu/ takes a step on 
 from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "engine.engine": "Engine",
-        "engine.layout": "Layout",
-        "engine.metrics": "metrics",
-    },
+    __name__, {"engine.engine": "Engine", "engine.layout": "Layout", "engine.metrics": "metrics"}
 )

@@ -7,10 +7,5 @@ docs/watch.md and docs/launch.md explain it, docs/data-flow.md says what each fi
 from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "run.config": "MOST",
-        "run.diagnosis": "diagnosis",
-        "run.messages": "messages",
-    },
+    __name__, {"run.config": "MOST", "run.diagnosis": "diagnosis", "run.messages": "messages"}
 )

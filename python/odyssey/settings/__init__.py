@@ -3,8 +3,5 @@
 from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "settings.declarations": "Training declarations declared of_checkpoint option",
-    },
+    __name__, {"settings.declarations": "Training declarations declared of_checkpoint option"}
 )
