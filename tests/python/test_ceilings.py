@@ -25,7 +25,7 @@ CEILINGS = {
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 72_030, 600
+ALL_LINES, FILE_LINES = 72_010, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
