@@ -355,7 +355,7 @@ def check_values[precision: Int](q: Queue, c: Case, shards: Int) raises:
         # The forward sum is the chain of the CPU's kernel.
         var y = Floats(c.y())
         if c.D * c.groups > 1:
-            general._forward[LANES](y.p, x.host.p, w.host.p, b.host.p, c.size())
+            general.forward[LANES](y.p, x.host.p, w.host.p, b.host.p, c.size())
         else:
             cpu.conv2d_forward[False](y.p, x.host.p, w.host.p, b.host.p, c.plain())
         check_same("y of the CPU", got.y.host.p, y.p, c.y())
