@@ -117,7 +117,8 @@ def compile_kernels(
             "(`apt-get install gcc`, `dnf install gcc`, `conda install c-compiler`, `xcode-select --install`), "
             "or name a prebuilt library with ODYSSEY_KERNELS"
         )
-    command = ["build", "--emit", emit, str(source), "-I", "mojo"]
+    # What lies beside the root file is found by its absolute path.
+    command = ["build", "--emit", emit, str(source), "-I", "mojo", f"-strip-file-prefix={root.resolve()}/"]
     command += [*target_options(cpu), *(["--target-triple", triple] if triple else []), *flags]
     command += [*(["--target-accelerator", accelerator] if accelerator else []), "-o", str(output)]
     done = run_mojo(command, cwd=root)
