@@ -31,8 +31,7 @@ comptime BLOCK = 8  # pixels that are packed, and written, together
 
 
 def permitted() -> Bool:
-    """Asks Linux for the tile registers of all threads of this process, where the target has them; whether it gives them.
-    """
+    """Asks Linux for the tile registers of all threads of this process, where there are any; whether it gives them."""
     comptime if HAS_AMX:
         comptime ARCH_PRCTL = 158
         comptime REQUEST = 0x1023  # ARCH_REQ_XCOMP_PERM

@@ -48,8 +48,7 @@ struct Attention(TrivialRegisterPassable):
 
     @always_inline
     def mask(self, n: Int, h: Int) -> Int:
-        """Where the mask of a head of a sequence begins: (N, H, S, T), but for those axes along which it is the same.
-        """
+        """Where the mask of a head of a sequence begins: (N, H, S, T), but for axes along which it is the same."""
         var head = self.S * (self.T if self.masks & QUERIES else 1)
         var sequence = head * (self.H if self.masks & HEADS else 1)
         return (n * sequence if self.masks & SEQUENCES else 0) + (h * head if self.masks & HEADS else 0)

@@ -174,8 +174,7 @@ def _add_sums(
     taps: Int,
     row: Int,
 ):
-    """Adds tiles of `outputs` x `inputs` sums of each tap to weights (outputs, inputs, taps), `row` numbers per output.
-    """
+    """Adds tiles of `outputs` x `inputs` sums of a tap to weights (outputs, inputs, taps), `row` numbers an output."""
     for k in range(outputs):
         var to = dw.unsafe_offset(k * row)
         if taps == 1:

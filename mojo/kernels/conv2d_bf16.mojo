@@ -278,8 +278,7 @@ def _longest(T: Int, cb: Int) -> Int:
 
 @always_inline
 def _plane(size: Conv) -> Int:
-    """Vectors from one pair of channels of dy to the next: planes a page apart would meet in one set of the first-level cache.
-    """
+    """Vectors from one pair of channels of dy to the next: planes a page apart meet in one set of the first cache."""
     var pixels = size.P() * size.Q()
     return pixels + Int(pixels % 64 == 0)
 

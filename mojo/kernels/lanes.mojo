@@ -59,8 +59,7 @@ def store[L: Int = LANES](p: Ptr, i: Int, v: SIMD[F32, L]):
 
 @always_inline
 def madd[dtype: DType, w: SIMDLength, //](a: SIMD[dtype, w], b: SIMD[dtype, w], c: SIMD[dtype, w]) -> SIMD[dtype, w]:
-    """a b + c, rounded once where the processor can; without FMA instructions that would be a library call per float.
-    """
+    """a b + c, rounded once where the processor can; without FMA instructions that would be a call per float."""
     comptime if CompilationTarget.is_x86() and not CompilationTarget.has_fma():
         return a * b + c
     else:

@@ -166,8 +166,7 @@ trait Device:
         operands: Int,
         cpu: Kernel,
     ]() -> Self.Run:
-        """The same: f of every place of Z if Z passes the test, else g of every place of Y; but on a CPU its own kernel.
-        """
+        """The same: f of every place of Z if Z passes the test, else g of those of Y; but on a CPU its own kernel."""
         ...
 
     @staticmethod

@@ -144,8 +144,7 @@ def _loss[T: Team, kind: Int](team: T, r: Row[T.L], y: Ptr, x: Ptr, labels: Ptr)
 
 
 def _cross_entropy[T: Team](team: T, r: Row[T.L]) -> Loss[T.L]:
-    """Arguments stats, p (softmax(x), saved for backward); x, labels. The loss of a sample is log sum exp(x) - x[label].
-    """
+    """Arguments stats, p (softmax(x), saved for backward); x, labels. A sample's loss is log sum exp(x) - x[label]."""
     return _loss[T, CROSS_ENTROPY](team, r, r.b, r.c, r.d)
 
 

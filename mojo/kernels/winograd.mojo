@@ -410,8 +410,7 @@ def winograd_backward_input_parts(
     part: Int,
     parts: Int,
 ):
-    """The sum over K of `parts` parts (1, 2 or 4) from `part` on; winograd_backward_input_end finishes the sum of all.
-    """
+    """The sum over K of `parts` parts (1, 2 or 4) from `part` on; winograd_backward_input_end finishes it."""
     var held = cut(size.K, part + parts) - cut(size.K, part)
     comptime for m in range(2, 5, 2):
         if of == m:

@@ -295,8 +295,7 @@ class Optimizer(setting_versions.VersionedSettings):
         return [lib.codes[op], u.params, *state, u.grads, divisor, u.n]
 
     def step(self) -> None:
-        """Updates the parameters from their `grad`. Raises NumericsError: a gradient is NaN or infinite; nothing was
-        changed."""
+        """Updates the parameters from their `grad`. Raises NumericsError: a gradient is not finite, nothing changed."""
         arena = self._bound()
         self.check_whole()
         one = np.ones(1, np.float32)

@@ -55,8 +55,7 @@ trait Layer(Parametric):
         return x
 
     def apply(self, x: Value) raises -> Value:
-        """Computes the layer of a value without a type, by the Python module that it was built with, if it keeps one.
-        """
+        """Computes the layer of a value without a type, by the Python module that it was built with, if it has one."""
         comptime r = reflect[Self]
         comptime types = r.field_types()
         comptime for i in range(r.field_count()):

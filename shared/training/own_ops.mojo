@@ -1,5 +1,4 @@
-"""Ops of a program's own: a file of Mojo kernels, compiled once and kept, its ops recorded and replayed like any other.
-"""
+"""Ops of a program's own: a file of Mojo kernels, compiled once and kept, recorded and replayed like any other."""
 
 from std.python import PythonObject
 

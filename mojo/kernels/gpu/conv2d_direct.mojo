@@ -261,8 +261,7 @@ def _direct[
 def correlate[
     form: Int, low: Bool
 ](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape) raises:
-    """Chooses a tile by the sizes and the work there is, and launches. P and Q of `shape` are the pooled ones if POOLED.
-    """
+    """Chooses a tile by the sizes and the work, and launches. P and Q of `shape` are the pooled ones if POOLED."""
     comptime rows = 2 if form == POOLED else 1
     comptime columns = 4 // rows
 

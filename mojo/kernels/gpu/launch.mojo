@@ -32,8 +32,7 @@ comptime Queue = DeviceContext
 
 @fieldwise_init
 struct Operand(Argument, DevicePassable):
-    """Where a tensor of the first shard is, and how many floats further that of the next. A kernel takes it as it is.
-    """
+    """Where a tensor of the first shard is, and how many floats further that of the next. Kernels take it as it is."""
 
     comptime device_type: AnyType = Self
 

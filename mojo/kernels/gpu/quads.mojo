@@ -10,7 +10,7 @@ from std.memory import unsafe_stack_allocation
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 
 from ..division import MOST, divide, divisor
-from ..lanes import BytePtr, F32, LANES, Ptr
+from ..lanes import F32, LANES, Ptr
 from .launch import Operand
 
 comptime THREADS = 256  # of a block
@@ -42,8 +42,7 @@ def aligned(p: Ptr) -> Bool:
 
 
 def in_lanes(*tensors: Operand) raises:
-    """Refuses tensors in lanes that load4 cannot be used on; those that a plan places all begin at multiples of 64 bytes.
-    """
+    """Refuses tensors in lanes that load4 cannot be used on; those of a plan begin at multiples of 64 bytes."""
     for x in tensors:
         if (x.address | 4 * x.stride) & 15 != 0:
             raise Error(
@@ -56,12 +55,6 @@ def in_lanes(*tensors: Operand) raises:
 def of_shard(x: Operand) -> Ptr:
     """The operand of the shard of this block: shards lie along y."""
     return x.at(block_idx.y)
-
-
-@always_inline
-def bytes_of_shard(x: Operand) -> BytePtr:
-    """The same of an operand of bytes."""
-    return BytePtr(unsafe_from_address=x.address + 4 * block_idx.y * x.stride)
 
 
 @always_inline

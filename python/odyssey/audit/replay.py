@@ -186,8 +186,7 @@ def log_of(run: Path) -> np.ndarray:
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """Returns what run.json says that the run was, by name, without places and times: to be compared with another
-    run's."""
+    """Returns what run.json says that the run was, by name, without places and times, to compare it with another's."""
     found = _description(run)
     out: dict[str, str] = {}
 

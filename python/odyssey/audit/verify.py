@@ -133,8 +133,7 @@ class StepWriter(Callback):
         return out
 
     def on_fit_plan(self, context: Context) -> None:
-        """Some steps, without evaluation, checkpoints and loggers; with accumulation a step sees the same samples as
-        without."""
+        """Some steps, without evaluation, checkpoints, loggers; with accumulation a step has the same samples."""
         context.saving = dataclasses.replace(context.saving, folder=None, every=None, off=True)
         context.limit = min(context.limit or self.steps, self.steps)
         context.validate = False

@@ -320,8 +320,7 @@ def end(
 
 
 def _all_say(line: str, ranks: int) -> bool:
-    """Returns whether all other ranks of this machine come to the same line within a moment: it is not of one rank
-    then."""
+    """Returns whether all other ranks of this machine come to the same line within a moment: then it is not of one."""
     until, others = time.monotonic() + TOGETHER_S, 1
     while others < ranks and _held and (left := until - time.monotonic()) > 0:
         _held[0].settimeout(left)
@@ -331,8 +330,7 @@ def _all_say(line: str, ranks: int) -> bool:
 
 
 def _first() -> bool:
-    """Returns whether no other rank of this machine has come here before: takes a name that one process can have at a
-    time."""
+    """Returns whether no other rank of this machine has come here before: takes a name that one process can have."""
     if _held:
         return True
     try:

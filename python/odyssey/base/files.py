@@ -193,8 +193,7 @@ def foreign(found: os.stat_result) -> str | None:
 
 
 def _own_group(number: int) -> bool:
-    """Returns whether a group has this user alone in it: it has the user's name (as many systems make them), and no
-    others."""
+    """Returns whether a group has this user alone in it: it has the user's name (as many systems make them)."""
     import grp
     import pwd
 

@@ -77,8 +77,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def rendezvous(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Returns what the variables of env:// say (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all there), or
-    None."""
+    """Returns what the variables of env:// (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, all there) say, or None."""
     if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
     return _announced(environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False)

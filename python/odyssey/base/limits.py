@@ -67,8 +67,7 @@ def check_addresses(ranks: int = 1) -> None:
 
 
 def before_mpi(found: Launched | None) -> None:
-    """Raises ConfigError if MPI, or the kernels of a process alone, would end by a bus error or the like, which says
-    little."""
+    """Raises ConfigError if MPI, or the kernels of a process alone, would end by a bus error, which says little."""
     if found is None or not found.mpi:
         check_addresses()
         return

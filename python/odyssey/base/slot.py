@@ -191,8 +191,7 @@ def busy() -> int:
 
 
 def quick(sequence: int, group: int, text: str) -> None:
-    """Does what `call` does, for the shortest calls: rewrites the text only where it is another object than the last
-    time."""
+    """Does what `call` does, for the shortest calls: rewrites the text only where it is another object than before."""
     global _quick
     _q[_CALL] = sequence
     if text is not _quick:

@@ -122,8 +122,7 @@ def _text(nvml: ctypes.CDLL, function: str, *arguments: ctypes.c_void_p) -> str:
 
 
 def _amd() -> list[GpuModel]:
-    """Returns what the kernel's driver shows: a node for each processor, with a version of its instructions if it is a
-    GPU."""
+    """Returns what the kernel's driver shows: a node a processor, with its instructions' version if it is a GPU."""
     gpus = []
     with contextlib.suppress(OSError):
         for node in sorted((n for n in KFD.iterdir() if n.name.isdecimal()), key=lambda n: int(n.name)):

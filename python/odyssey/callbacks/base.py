@@ -154,8 +154,7 @@ class Callback:
         return True
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns, for one that joins from the environment, keywords that go before those that the trainer was
-        `given`."""
+        """Returns, for one that joins from the environment, keywords that go before those `given`."""
         return {}
 
     def on_fit_plan(self, context: Context) -> None:

@@ -137,8 +137,7 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) -> list[Any]:
-    """Returns what `work` gives for each item; on as many threads as there are cores, at most 4, if there is much to
-    hash."""
+    """Returns what `work` gives for each item; if there is much to hash, on as many threads as cores, at most 4."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nbytes >= THREADS_FROM and cores > 1:
         from concurrent.futures import ThreadPoolExecutor

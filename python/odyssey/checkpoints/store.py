@@ -246,8 +246,7 @@ class Store:
                 ) from problem
 
     def wait(self) -> None:
-        """Waits for the save in the background, if there is one. Raises OutputError: it failed, as in `save`. Raised
-        once."""
+        """Waits for the save in the background, if there is one. Raises OutputError, once: it failed, as in `save`."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -332,8 +331,7 @@ class Store:
         self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")
 
     def _is_there(self, name: str, made: Manifest) -> bool:
-        """Returns whether a valid checkpoint of this name says the same already; refuses to replace a later
-        attempt's."""
+        """Returns whether a valid checkpoint of this name says the same; refuses to replace a later attempt's."""
         path = self.folder / name
         if not os.path.lexists(path):
             return False

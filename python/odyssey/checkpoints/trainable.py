@@ -257,8 +257,7 @@ class Trainable(Protocol):
         """Multiplies the learning rate from here on; on all ranks alike, not collective."""
 
     def configuration(self) -> dict[str, Any]:
-        """Returns what decides the bits of the training, as JSON values by the names that users know; not
-        collective."""
+        """Returns what decides the bits of the training, as JSON values by users' names for it; not collective."""
 
     @property
     def in_parts(self) -> bool:

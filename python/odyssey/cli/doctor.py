@@ -37,8 +37,7 @@ THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
 class Check(NamedTuple):
-    """Result of a check: what was looked at, "ok", "warn" or "fail", what was found, what to do ("" where nothing
-    is)."""
+    """Result of a check: what was looked at, "ok", "warn" or "fail", what was found, what to do (or "")."""
 
     name: str
     state: str
@@ -278,8 +277,7 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
 
 
 def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
-    """Returns whether MPICH, and shared memory between ranks, have what they need in /dev/shm. Open MPI does
-    without."""
+    """Returns whether MPICH, and shared memory between ranks, have their room in /dev/shm. Open MPI does without."""
     if room is None:
         return Check("/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone")
     size, free = room

@@ -413,8 +413,7 @@ def unpack_envelope(data: np.ndarray) -> tuple[tuple[int, int], str]:
 
 
 def check_envelope(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:
-    """Returns what is wrong between a message of (dtype code, elements) and the array that is to receive it, or
-    None."""
+    """Returns what is wrong between a message of (dtype code, elements) and the array that receives it, or None."""
     if tuple(sent) == mine.tail:
         return None
     dtype = NAMES[list(CODES)[sent[0]]]

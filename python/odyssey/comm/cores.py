@@ -57,8 +57,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Folders of the groups of a controller that this process is in and of those around them, with the version of
-    their files."""
+    """Folders of a controller's groups that this process is in and of those around them, and their files' version."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()

@@ -102,8 +102,7 @@ class Staged(Communicator):
     _world_size = 1
 
     def _different(self, wrong: str, headers: Sequence[Header]) -> CollectiveError:
-        """Returns what all ranks raise for calls that differ. If data were on their way the group is over, on all
-        ranks."""
+        """Returns what all ranks raise for calls that differ. If data were on their way the group is over, on all."""
         error = CollectiveError(wrong)
         error.raised_on_all_ranks = len(self.ranks) == self._world_size
         if any(h.repeated for h in headers):

@@ -115,8 +115,7 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, code: int, text: str) -> Op:
-        """Returns what `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be
-        roles."""
+        """Returns what `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be."""
         name, roles, traits = text.split("\n")
         groups = [tuple(filter(None, (word.strip() for word in group.split(",")))) for group in roles.split(";")]
         if len(groups) > 3 or any(word[0] == "~" for group in (groups[0], *groups[2:]) for word in group):

@@ -277,8 +277,7 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient that backward passes have added. Assigning overwrites the values, in the memory that the optimizer
-        reads."""
+        """Gradient that backward passes have added. Assigning overwrites the values, in the optimizer's memory."""
         return _gradient.__get__(self)
 
     @grad.setter

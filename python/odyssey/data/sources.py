@@ -300,8 +300,7 @@ class columns(Described):  # noqa: N801
         return mapped(part, self.inputs), mapped(part, self.targets)
 
     def fingerprint(self) -> str:
-        """Returns what stands for the rows: Hugging Face's own fingerprint; of a list 16 hexadecimal digits of a
-        few."""
+        """Returns what stands for the rows: Hugging Face's own fingerprint; of a list 16 digits (hex) of a few."""
         if not isinstance(self.rows, (list, tuple)):
             return str(getattr(self.rows, "_fingerprint", ""))
         some = np.linspace(0, len(self) - 1, min(len(self), 100)).astype(np.int64).tolist()

@@ -125,8 +125,7 @@ class Columns:
     def learnt(
         cls, table: Table, names: Sequence[str], training: Any, fill: str | float | None, normalize: bool
     ) -> Columns:
-        """Makes them for those columns of a table; means and deviations are of its rows `training`, numbers (n,) or a
-        slice."""
+        """Makes them for those columns of a table; means and deviations are of its rows `training`, (n,) or a slice."""
         number = None if fill in (None, "mean") else _number(str(fill))
         if fill not in (None, "mean") and (number is None or not math.isfinite(number)):
             raise ConfigError(f"[data] fill is {fill!r}; give 'mean' or a finite number")

@@ -94,8 +94,7 @@ class Workers:
 
     def get(self, batch: int) -> Any:
         """Returns what `ask` asked for, in the same order for each process: trees of arrays, samples and targets.
-        Raises OdysseyError: what the process has raised. DataError: something else was raised, or the process has
-        ended."""
+        Raises OdysseyError: what the process has raised. DataError: something else was raised, or it has ended."""
         at = batch % len(self)
         try:
             both, problem = self._links[at].recv()

@@ -250,8 +250,7 @@ class Ownership:
         return self._valid if self.layout.split and self.settled else [(0, self.arena.size)]
 
     def counted_updates(self, updates: list[Update]) -> list[Update]:
-        """Returns what this rank counts of these updates, so that all ranks together count each parameter once;
-        collective."""
+        """Returns what this rank counts of these updates, so that all ranks count each parameter once; collective."""
         lay = self.layout
         if not lay.split:
             return updates if lay.zero or lay.comm.rank == 0 else []

@@ -410,8 +410,7 @@ def _may_change(value: Any) -> bool:
 
 
 def _skeleton(records: list[Record]) -> list[Any]:
-    """Returns what programs that differ in sizes alone have alike: ops, where they run, and which parameters they
-    read."""
+    """Returns what programs that differ in sizes alone have alike: ops, where they run, which parameters they read."""
     return [
         (r.op, r.layout, r.dtype, r.device, r.tag, r.phase, r.recompute)
         + tuple((a.space, a.offset) for a in r.args if isinstance(a, Range))

@@ -37,8 +37,7 @@ def attributes(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def values(model: Any) -> dict[str, Any]:
-    """The values of a model's attributes by their keys, and of each parameter PATH.requires_grad; lists and dicts are
-    copies."""
+    """The values of a model's attributes by their keys, of parameters PATH.requires_grad; lists, dicts are copies."""
     found = {key: copy.deepcopy(value) for key, _, _, value in attributes(model) if is_value(value)}
     found.update((f"{name}.requires_grad", bool(p.requires_grad)) for name, p in model.named_parameters())
     return found

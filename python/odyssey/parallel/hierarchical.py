@@ -62,8 +62,7 @@ class Places:
         return known[ranks_per_node]
 
     def groups(self, comm: Communicator, key: tuple[Route, int], members: Sequence[int]) -> tuple[Any, Any]:
-        """Returns those of a round of a route, of `members`, if this rank takes part; a collective call the first
-        time."""
+        """Returns those of a round of a route, of `members`, if this rank takes part; at first a collective call."""
         if key not in self._comms:
             self._comms[key] = comm.subgroup(members), comm.subgroup(members)
         return self._comms[key]

@@ -58,8 +58,7 @@ Gifts = dict[tuple[int, int], tuple[Node, ...]]  # from a machine to another
 
 
 def _mend(brought: tuple[tuple[Node, ...], ...], shards: int) -> Gifts:
-    """Returns what machines give to those beside them, so that nodes that straddle a border are completed: the fewer
-    move."""
+    """Returns what machines give to those beside them, so that nodes on a border are completed: the fewer move."""
     gifts: Gifts = {}
     for a, b in zip(range(len(brought)), range(1, len(brought)), strict=False):
         left, right = brought[a], brought[b]
@@ -258,8 +257,7 @@ def _products(count: int, most: int) -> list[tuple[int, ...]]:
 
 @functools.lru_cache(64)
 def choose(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> Route:
-    """Returns, of the routes that send hardly more between machines than the best, the one with the fewest messages of
-    a rank."""
+    """Returns, of the routes that send hardly more between machines than the best, that of fewest messages a rank."""
     at = tuple(_kept(tuple(node for r in ranks for node in nodes[r]), shards) for ranks in machines)
     ways, borders = _products(len(machines), MOST), (False, True) if _mend(at, shards) else (False,)
     found = [Route(machines, way, mended) for way in ways for mended in borders]

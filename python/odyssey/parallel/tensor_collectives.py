@@ -30,8 +30,7 @@ def owned(n: int, rank: int, size: int) -> Run:
 
 
 def by_all(ranks: int, floats: int) -> bool:
-    """Returns whether everyone adds everything (one all-gather), or each a range (an all-to-all, then an
-    all-gather)."""
+    """Returns whether everyone adds everything (one all-gather), or a range (all-to-all, then all-gather)."""
     return ranks == 2 or 4 * floats <= ALL_GATHER_BYTES
 
 

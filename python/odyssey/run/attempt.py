@@ -166,8 +166,7 @@ class Attempt:
                 return {"silent": silent}
 
     def _ready(self, pumps: list[Pump], handle: int | None, seconds: float) -> list[Pump]:
-        """Sleeps until ranks print something, their launcher has ended, or for so long; those that have something to
-        pass on."""
+        """Sleeps until ranks print, their launcher has ended, or for so long; those that have something to pass on."""
         waiting = [pump for pump in pumps if pump.reading]
         full = [pump for pump in pumps if pump.full]
         wanted = [pump.source for pump in waiting] + ([] if handle is None else [handle])
@@ -256,8 +255,7 @@ class Attempt:
 
     def _spoiled(self, now: float, said: bool) -> bool:
         """Returns whether ranks below srun will never meet: SLURM's PMI daemon has `said` that it lost a request of
-        theirs, or they are known to meet and do not. Where mpirun starts ranks they wait for one that is late, and only
-        that is told."""
+        theirs, or they are known to meet and do not. Under mpirun they wait for one that is late; that is told."""
         self._met = self._met or self._beat_at is not None
         if self.scancel is None or self._met:
             return False
@@ -398,14 +396,12 @@ def allowed(config: LaunchConfig, ranks: int) -> str | None:
 
 
 def unread(phases: dict[int, str]) -> bool:
-    """Returns whether no rank has read a request to stop, by what they do (see `_phases`): none has a trainer at
-    work."""
+    """Returns whether no rank has read a request to stop, by what they do (`_phases`): none has a trainer at work."""
     return not {"", "checkpoint", "compile"}.intersection(phases.values())
 
 
 def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:
-    """Returns whether ranks may be on other machines than this one: by what was asked for, or by what rank wrappers
-    wrote."""
+    """Returns whether ranks may be on other machines than this: by what was asked for, or what wrappers wrote."""
     return len(layout) > 1 or bool(hosts - {here})
 
 

@@ -46,8 +46,7 @@ def processes(token: str, seconds: float = 0.2) -> list[int]:
 
 
 def kill(token: str, seconds: float = 10.0) -> list[int]:
-    """Kills the processes with `token` and waits until two looks in a row find none; those that are there after
-    `seconds`."""
+    """Kills the processes with `token` until two looks in a row find none; those that are there after `seconds`."""
     until = time.monotonic() + seconds
     nap = 0.002
     before = None  # what the last look found

@@ -23,8 +23,7 @@ _OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end", "link")
 
 
 def _signs(of: slot.StatusSlot) -> tuple[int, ...]:
-    """Returns what differs between two looks at a rank that goes on; the number of a call, as `slot.quick` counts
-    nothing."""
+    """Returns what differs between two looks at a rank that goes on; a call's number (`slot.quick`) counts nothing."""
     return of.progress, of.waiting, of.call, of.call_group
 
 

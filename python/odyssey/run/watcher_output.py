@@ -76,8 +76,7 @@ def write(path: str, text: str) -> bool:
 
 
 def renew(path: str, value: dict[str, Any], **mine: Any) -> None:
-    """Writes as `write` does; on a full disk touches the old file instead, if it is of `mine`, so that its age stays
-    true."""
+    """Writes as `write` does; on a full disk touches the old file instead, if it is of `mine`: its age stays true."""
     if not write(path, json.dumps(value) + "\n") and is_of(path, **mine):
         with contextlib.suppress(OSError):
             os.utime(path)

@@ -387,8 +387,7 @@ def _meet_apart(url: str, timeout: Any) -> None:
 
 
 def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Returns what env:// finds: as torch has it, but a process that nobody has started as one of several is a world of
-    one."""
+    """Returns what env:// finds: as torch has it, but a process that nobody started as one of several is alone."""
     if launcher.launched() is not None or "?" in url or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
         _meet_apart(url, options.get("timeout"))
         yield from _torchs(url, **options)

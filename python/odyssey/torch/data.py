@@ -31,8 +31,7 @@ _NONE = np.empty(0, np.float32)
 
 
 def tree_of(given: Any) -> Any:
-    """Returns what a collate function makes as a tree (data/nested.py): lists as tuples, mappings of any kind as
-    dicts."""
+    """Returns what a collate function makes as a tree (data/nested.py): lists as tuples, any mappings as dicts."""
     if isinstance(given, Mapping):
         return {name: tree_of(part) for name, part in given.items()}
     return tuple(map(tree_of, given)) if isinstance(given, (tuple, list)) else given

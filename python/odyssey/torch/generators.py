@@ -55,8 +55,7 @@ def state_of(generator: Any) -> np.ndarray:
 
 
 def set_state(generator: Any, state: np.ndarray) -> None:
-    """Sets a generator to what state_of() gave. Raises ValueError, KeyError, TypeError, RuntimeError: it is of no such
-    generator."""
+    """Sets a generator to what state_of() gave. Raises ValueError, KeyError, TypeError, RuntimeError: it is of none."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.from_numpy(np.array(state)))
         return
@@ -75,8 +74,7 @@ def _array(found: dict[str, Any]) -> Any:
 
 
 class Orders:
-    """The generators of a fit()'s loaders. loader: gives the training's batches; validation: those of evaluations, or
-    None."""
+    """The generators of a fit()'s loaders. loader: gives the training's batches; validation: evaluations', or None."""
 
     def __init__(self, loader: Any = None, validation: Any = None) -> None:
         found = {

@@ -104,8 +104,7 @@ _seen: tuple[Any, Any] = b"", None  # the latest state of NumPy's generator that
 
 
 def _numpy_state() -> tuple[Any, Any]:
-    """Returns what tells its state apart, and the state, which takes 60 us to read: anew only where its memory has
-    changed."""
+    """Returns what tells its state apart, and the state, which takes 60 us to read: anew where its memory changed."""
     global _seen
     bits = np.random.get_bit_generator()
     if type(bits) is not np.random.MT19937:

@@ -213,8 +213,7 @@ class Shards:
         return self._prepared[key]
 
     def traffic(self) -> tuple[int, int, int]:
-        """Bytes that this rank has sent so far, what it would have sent without compression, and what has gone to other
-        machines."""
+        """Bytes that this rank has sent so far, what that were without compression, and what went to other machines."""
         return functools.reduce(_more, (p.reduction for p in self._prepared.values()), self._sent)
 
     def kept_parameters(self) -> list[fingerprint.Run]:

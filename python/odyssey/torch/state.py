@@ -83,8 +83,7 @@ class TrainerState(Sharing):
         )
 
     def configuration(self) -> dict[str, Any]:
-        """Returns what decides the bits of the training beside its data; ranks and zero are not in it, they change
-        nothing."""
+        """Returns what decides the bits of the training beside its data, which ranks and zero do not."""
         kind = "tree" if self.strategy.same_bits else repr(self.strategy)
         return as_json(
             {
@@ -124,8 +123,7 @@ class TrainerState(Sharing):
             return {name: t.detach().numpy().copy() for name, t in tensors}
 
     def last_gradients(self) -> dict[str, np.ndarray]:
-        """The mean gradients of the last step by the parameters' names, as the optimizer saw them; collective with zero
-        2 and 3."""
+        """The last step's mean gradients by their names, as the optimizer saw them; collective with zero 2 and 3."""
         held = [(self.arena.named[i][0], g) for i, g in zip(self.arena.held, self.arena.gradients, strict=True)]
         found = {name: g.numpy().copy() for name, g in held}
         if not self.partial:
@@ -133,8 +131,7 @@ class TrainerState(Sharing):
         return {k: v for rank in range(self.comm.size) for k, v in resume.spread(self.comm, found, rank).items()}
 
     def weights_sha256(self) -> str:
-        """SHA-256 over parameters and buffers: one value for one training, on any number of ranks. Collective with
-        zero=3."""
+        """SHA-256 over parameters and buffers: one value of a training on any ranks. Collective with zero=3."""
         digest = hashlib.sha256()
         with self.shards.whole():
             for _, t in sorted([*self.arena.named, *self.arena.buffers], key=lambda pair: pair[0]):
@@ -197,8 +194,7 @@ class TrainerState(Sharing):
 
     @property
     def owned(self) -> range:
-        """Returns the parameters that this rank updates; its optimizer may have state of others as well, and never uses
-        it."""
+        """Returns the parameters that this rank updates; its optimizer may have state of others, and never uses it."""
         return self._runs[self.comm.rank]
 
     @property

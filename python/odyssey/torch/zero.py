@@ -376,8 +376,7 @@ class Spread(Shards):
         return self._reach
 
     def _taker(self, i: int) -> Callable[[torch.Tensor], None]:
-        """Returns what takes the gradient of parameter i from a backward pass; once all of its bucket are there, they
-        may be sent."""
+        """Returns what takes the gradient of parameter i from a backward pass; a bucket that is whole may be sent."""
         n = self._number[i]
         b, name = self.buckets[n], self.arena.named[i][0]
 

@@ -52,8 +52,7 @@ def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
 
 
 def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
-    """Returns what to say of the first setting that a rank has otherwise than the first one of a group; a collective
-    call."""
+    """Returns what to say of the first setting that a rank has otherwise than a group's first; a collective call."""
     everyone = comm.all_gather(np.array([hash_of(v) for v in settings.values()], np.int64))
     for name, column in zip(settings, everyone.T, strict=True):
         if (other := _first_other(column)) is not None:

@@ -345,8 +345,7 @@ class Trainer:
         return listeners
 
     def _figures(self, context: Context, evaluates: bool) -> list[str] | None:
-        """Returns what an epoch's record will have. None: not known, as ranks step apart, or a callback may add to
-        it."""
+        """Returns what an epoch's record will have. None: not known, as ranks step apart, or a callback may add."""
         if context.own_code or not (context.validate and self.mode.together):
             return None
         parts = ("train", "test") if evaluates else ("train",)
@@ -500,8 +499,7 @@ def check_sampler(loader: Any) -> None:
 
 
 def own_steps(loader: Any) -> bool:
-    """Returns whether a loader can give each rank its samples of a step: a DataLoader whose iteration nobody has
-    replaced."""
+    """Returns whether a loader can give each rank its samples of a step: a DataLoader with its own iteration."""
     return isinstance(loader, datasets.DataLoader) and type(loader).__iter__ is datasets.DataLoader.__iter__
 
 

@@ -159,8 +159,7 @@ def _brief(value: Any, other: Any) -> str:
 
 
 def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
-    """A tensor of a checkpoint called `name`, in memory or Stored. Raises CheckpointError: it is missing, or not of
-    this form."""
+    """A tensor of a checkpoint called `name`, in memory or Stored. Raises CheckpointError: none of this form."""
     found = tensors.get(key)
     if found is None or found.shape != shape or found.dtype != dtype:
         what = "is missing" if found is None else f"is {found.dtype} {found.shape}"

@@ -147,8 +147,7 @@ class EngineState(Changing):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that this rank has sent per training step: gradients, parameters that ZeRO brings back, activations of
-        pp and tp."""
+        """Bytes that this rank has sent per training step: gradients, parameters of ZeRO, activations of pp and tp."""
         return self._train.bytes_sent / max(self.steps, 1)
 
     @property
@@ -386,8 +385,7 @@ class EngineState(Changing):
                 tensors.read(lo, own[at : at + params.size])
 
     def _other_layout(self, values: dict[str, Any], *names: str) -> tuple[str, str] | None:
-        """Returns what made a checkpoint and what runs now, in words, of the first of these parts of a layout that
-        differs."""
+        """Returns what made a checkpoint and what runs now, in words, of the first part of a layout that differs."""
         lay = self.layout
         now = {"ranks": self.comm.size, "mesh": str(lay.mesh), "zero": lay.zero, "bucket size": lay.bucket_size_mb}
         what = next((name for name in names if values.get(name, now[name]) != now[name]), None)

@@ -153,8 +153,7 @@ class Sharing(Trainer):
         sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
         whole: datasets.ArrayDataset | None = None,
     ) -> Evaluation:
-        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole: their data set, if it was
-        compared."""
+        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole: their data, or None."""
         total, watch = Tally(), agreement.Watch(self.comm, self.check_every, "validation batch")
         watch.begin(whole, None if whole is not None else self._watch.tell)
         for number, batch in enumerate(batches):

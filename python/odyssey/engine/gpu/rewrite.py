@@ -25,8 +25,7 @@ def fuse(records: list[Record]) -> list[Record]:
 
 
 def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
-    """An op with its ReLU and what alone reads it, such as a convolution and a max-pool: the large output is never
-    written."""
+    """An op with its ReLU and what alone reads it, as a convolution and a max-pool: the large output is not written."""
     users = slot_users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
@@ -74,8 +73,7 @@ def check(records: Sequence[Record]) -> None:
 
 
 def written_once(records: Sequence[Record], arena: Arena) -> bool:
-    """Returns whether every gradient comes from one op that adds up over shards, so that buffers need not be
-    cleared."""
+    """Returns whether every gradient comes from one op that adds up over shards: buffers need not be cleared."""
     seen: set[int] = set()
     for r in records:
         written = [a for a in r.args if isinstance(a, Range) and a.arena is arena and a.space == host.GRADS]
