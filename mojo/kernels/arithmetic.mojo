@@ -5,6 +5,7 @@ A comparison is 1 where it holds and 0 elsewhere. Gradients are made of these op
 
 from std.math import sqrt
 
+from .buffers import plus
 from .functions import exp, log
 from .lanes import F32
 from .op import Device, OpOf
@@ -27,13 +28,8 @@ def _sqrt[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 @always_inline
-def plus[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The sum of two numbers."""
-    return a + b
-
-
-@always_inline
-def _times[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
+def times[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The product of two numbers."""
     return a * b
 
 
@@ -108,7 +104,7 @@ def pairs[S: Strided]() -> List[OpOf[S.Run]]:
     """The functions of two numbers."""
     return [
         OpOf("add_strided", PAIR, S.pairs[plus]()),
-        OpOf("multiply_strided", PAIR, S.pairs[_times]()),
+        OpOf("multiply_strided", PAIR, S.pairs[times]()),
         OpOf("divide", PAIR, S.pairs[_divide]()),
         OpOf("power", PAIR, S.pairs[_power]()),
         OpOf("maximum", PAIR, S.pairs[maximum]()),

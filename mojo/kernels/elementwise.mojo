@@ -5,6 +5,8 @@ An activation is one function of a vector and one of (dy, saved) for its gradien
 
 from std.memory import bitcast
 
+from .arithmetic import times
+from .buffers import plus
 from .functions import clamp, erf, exp, log, relu, relu_gradient, tanh
 from .lanes import F32
 from .op import Device, OpOf
@@ -142,16 +144,6 @@ def _tanh[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 @always_inline
-def _add[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
-    return a + b
-
-
-@always_inline
-def _multiply[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
-    return a * b
-
-
-@always_inline
 def _scale[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
     return x * a
 
@@ -180,7 +172,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
         OpOf("leaky_relu", "y; x; slope, n", D.map[_leaky_relu](), "features"),
         OpOf("leaky_slope", "y; x; slope, n", D.map[_leaky_slope](), "features"),
         OpOf("floats", "y; x; n", D.map[_floats]()),
-        OpOf("add", "y; a, b; n", D.map[_add]()),
-        OpOf("multiply", "y; a, b; n", D.map[_multiply]()),
+        OpOf("add", "y; a, b; n", D.map[plus]()),
+        OpOf("multiply", "y; a, b; n", D.map[times]()),
         OpOf("scale", "y; x; a, n", D.map[_scale]()),
     ]

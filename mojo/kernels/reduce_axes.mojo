@@ -7,7 +7,8 @@ The kept axes (three) and the reduced ones (three) come with their strides; the 
 
 from std.utils.numerics import inf
 
-from .arithmetic import maximum, plus
+from .arithmetic import maximum
+from .buffers import plus
 from .lanes import F32, IntPtr, LANES, Ptr, load, store
 from .op import Op
 from .record import Record

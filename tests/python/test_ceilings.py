@@ -16,8 +16,8 @@ ROOT = build.source_root()
 #: Lines of code (no blanks, comments, docstrings): what there was when the borders were drawn, and 3 %. "mojo" is
 #: all of the Mojo face.
 CEILINGS = {
-    "core": 31_960,
-    "kernels": 12_283,
+    "core": 31_988,
+    "kernels": 12_255,
     "torch": 3_882,
     "mojo": 1_100,
     "view": 1_280,

@@ -12,6 +12,7 @@ import pytest
 from odyssey import functional as F
 from odyssey import nn, optim
 from odyssey.core import native
+from odyssey.core.rule import RuleProgram
 from odyssey.errors import ConfigError, NumericsError
 from odyssey.nn import Parameter
 from odyssey.optim import Update
@@ -119,6 +120,44 @@ def test_where_a_run_is_cut_changes_no_bit_and_nothing_outside_of_it(kind, formu
     for _ in range(20):
         places = sorted({3, 3900, *rng.integers(4, 3900, rng.integers(1, 9)).tolist()})
         assert updated(list(zip(places, places[1:], strict=False))).tobytes() == whole.tobytes()
+
+
+class Sums(optim.Optimizer):
+    """Sums, products and quotients in the forms that are joined, and in some that are not."""
+
+    states = ("a", "b")
+
+    def rule(self, p, g, a, b):
+        c, d, e = a * b + 0.5 * p, a * a + b * b, 2.0 * (self.k * p) - g
+        q = 3.0 * c / (F.sqrt(self.k * (d * d)) + self.eps) - self.lr / (F.sqrt(F.abs(b)) + self.eps)
+        return p - self.lr * (q - e) + (-(0.25 * a)), self.k * a + (1 - self.k) * g * p, p + p - (b + d * d)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in RULES] + [Sums])
+def test_joined_ops_have_the_bits_of_their_ops(kind, monkeypatch):
+    """Also of zeros with a sign, of subnormal numbers, and of what overflows or is no number."""
+    special = np.array([0, -0.0, 1e-45, -1e-39, 1e-20, 3e38, -3e38, np.inf, -np.inf, np.nan, 1, -1], np.float32)
+
+    def updated():
+        rng = np.random.default_rng(8)
+        o = kind(lr=0.1, **({"k": 0.3, "eps": 1e-8} if kind is Sums else {"weight_decay": 0.1}))
+        arrays = [native.aligned(3000) for _ in range(2 + len(o.states))]
+        for array in arrays:
+            array[:] = rng.standard_normal(3000) * np.exp2(rng.uniform(-140, 20, 3000))
+            array[::3] = rng.choice(special, 1000)
+        arrays[1][~np.isfinite(arrays[1])] = 1
+        w, g, *states = (a.ctypes.data for a in arrays)
+        o._context, divisor = native.Context(), np.full(1, 3, np.float32)
+        for lr in (0.1, 0.2, 0.2):
+            assert o.apply([Update(w, g, 0, 3000, 0, tuple(states))], divisor.ctypes.data, lr)
+        (program,) = o._recorded._programs.values()
+        codes = program.of(960)[0][:, 0]
+        joined = sum(np.count_nonzero(codes == native.library().codes[op]) for op in ("scaled_sum", "root_quotient"))
+        return joined, [np.where(np.isnan(a), np.float32(7), a).tobytes() for a in arrays]
+
+    joined, found = updated()
+    monkeypatch.setattr(RuleProgram, "_joined", lambda self, records, found: records)
+    assert joined > 0 and updated() == (0, found)
 
 
 def test_space_between_parameters_stays_zero():

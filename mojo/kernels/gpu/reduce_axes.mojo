@@ -4,7 +4,8 @@ from std.utils import StaticTuple
 
 from max.gpu import block_idx
 
-from ..arithmetic import maximum, plus
+from ..arithmetic import maximum
+from ..buffers import plus
 from ..reduce_axes import LOWEST, argmax, fold
 from ..views import Of2
 from .launch import GpuOp, Launch, Operand, Queue, blocks

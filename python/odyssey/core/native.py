@@ -306,6 +306,11 @@ def copied(start: int, size: int) -> bytes:
     return ctypes.string_at(start, size)
 
 
+def float_at(address: int) -> float:
+    """A float that somebody else keeps."""
+    return ctypes.c_float.from_address(address).value
+
+
 def memory(start: int, size: int) -> np.ndarray:
     """`size` bytes that somebody else keeps, as uint8 (size,)."""
     return np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)

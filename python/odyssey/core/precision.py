@@ -99,8 +99,7 @@ class GradScaler:
 
     def update(self, finite: bool) -> bool:
         """Counts one step and sets the scale for the next. Returns whether the step may be taken. Raises NumericsError:
-        a step was not finite and the scale cannot be lowered any more: a smaller one would be below 1, so it is not the
-        scale that overflows."""
+        a step was not finite and the scale cannot be lowered: it would be below 1, so it is not what overflows."""
         if not self.enabled:
             return finite
         if finite:

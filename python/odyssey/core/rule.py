@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,7 @@ class RuleProgram:
     def __init__(self, optimizer: Any, n: int, lib: Any) -> None:
         self.owner, self.n, self._lib, self._on_gpu = type(optimizer).__name__, n, lib, "tiles" not in lib.codes
         self._scalars: list[Scalar] = []
+        self._given: Mapping[str, float] = {}  # what the scalars are of
         self._used: list[Scalar] = []  # by the ops, and by these: in the order in which they are evaluated
         view = copy.copy(optimizer)
         vars(view).update({k: self._scalar(k, v) for k, v in vars(optimizer).items()})
@@ -171,6 +173,7 @@ class RuleProgram:
                 raise ConfigError(f"rule() gives {r.op} a tensor or array of its own; use p, g, the states and numbers")
             if op.inputs and not any(isinstance(a, Slot) for a in r.args[1:]):
                 raise ConfigError(f"rule() uses {r.op} of settings alone; of these + - * / ** F.sqrt and comparisons")
+        records = records if self._on_gpu else self._joined(records, found)
         used = {id(a) for r in records for a in r.args}
         for scalar in reversed(self._scalars):  # what no op needs is not evaluated: it may be any number
             if id(scalar.memory) in used:
@@ -198,6 +201,51 @@ class RuleProgram:
             last[-1].args.append(self.n)
         self._last = len(last)  # records that write what is returned
         return records + last
+
+    def _joined(self, records: list[Record], found: list[Tensor]) -> list[Record]:
+        """The records, those of a sum of products or a quotient by a root as one that makes the same roundings: of what
+        is in the cache, an op takes the time of its loads and stores."""
+        scalars = {id(s.memory): s for s in self._scalars}
+        reads = Counter([id(a) for r in records for a in r.args[1:]] + [id(y.memory) for y in found])
+        made = {id(r.args[0]): (r.op, r.args) for r in records if reads[id(r.args[0])] == 1}
+
+        def number(of: Callable[..., Any], of_what: Any) -> Any:
+            made_of = self._scalars[0].computed(of, of_what)
+            made_of.evaluate({})
+            scalars[id(made_of.memory)] = made_of
+            return made_of.memory
+
+        def ordered(a: Any, b: Any) -> list[Any]:
+            return sorted((a, b), key=lambda memory: id(memory) in scalars)
+
+        def factors(memory: Any, arrays: bool = False) -> tuple[Any, Any]:
+            """An array and a number whose product it is, or of two arrays."""
+            op, args = made.get(id(memory), ("", [None] * 3))
+            if op == "scale" and args[2] == -1:
+                x, s = factors(args[1])
+                return x, number(operator.neg, scalars[id(s)])
+            x, by = ordered(*args[1:3])
+            product = (op == "multiply_strided" and id(by) in scalars) or (op == "multiply" and arrays)
+            return (x, by) if product else (memory, one)
+
+        one = number(float, 1.0)
+        for i, r in enumerate(records):
+            y, u, v = r.args[:3]
+            if r.op == "add" and r.args[3] == self.n:
+                (a, s), (b, c) = factors(u), factors(v, True)
+                if s is not one or c is not one:
+                    records[i] = r.changed(op="scaled_sum", args=[y, a, s, b, c, int(id(c) not in scalars), self.n])
+            elif r.op == "divide" and r.args[12] == r.args[17] == 1 and made.get(id(v), " ")[0] == "add_strided":
+                root, eps = ordered(*made[id(v)][1][1:3])
+                op, args = made.get(id(root), ("", []))
+                if op == "sqrt" and id(eps) in scalars:
+                    records[i] = r.changed(op="root_quotient", args=[y, *factors(u), *factors(args[1]), eps, self.n])
+        read, kept = {id(y.memory) for y in found}, []
+        for r in reversed(records):
+            if id(r.args[0]) in read:
+                read.update(map(id, r.args[1:]))
+                kept.append(r)
+        return kept[::-1]
 
     def _encode(self, records: list[Record]) -> None:
         lib, self.nbytes = self._lib, plan_memory(records)
@@ -255,15 +303,19 @@ class RuleProgram:
 
     def evaluate(self, given: Mapping[str, float]) -> None:
         """Takes the numbers of this step. Raises ConfigError: one of them is not finite."""
+        before, self._given = self._given, {}
+        changed = {name for name, value in given.items() if value is not before.get(name)}
         try:
             for scalar in self._used:
-                scalar.evaluate(given)
+                if not changed.isdisjoint(scalar.names):
+                    scalar.evaluate(given)
         except (ArithmeticError, TypeError, ValueError) as problem:
             values = " and ".join(f"{name} = {given[name]:g}" for name in scalar.names)
             raise ConfigError(
                 f"[{self.owner}] rule(): a number made of {values} cannot be computed: {problem}; it must be finite in "
                 "every step"
             ).on_all_ranks() from None
+        self._given = given
 
 
 class RulePrograms:
@@ -272,7 +324,7 @@ class RulePrograms:
     def __init__(self) -> None:
         self._programs: dict[Any, RuleProgram] = {}
         self._step: dict[Any, RuleProgram] = {}  # those that this step has evaluated
-        self._size, self._gaps = 0, np.zeros((0, 2), np.int64)  # of the arena, in floats; between its parameters
+        self._size, self._gaps = 0, (0, 0, None)  # of the arena, in floats; between its parameters: address, number
 
     def begin_step(self) -> None:
         """Settings may have changed."""
@@ -310,15 +362,15 @@ class RulePrograms:
         arena, on_gpu, program = optimizer.arena, "tiles" not in lib.codes, self._step.get(decays)
         if program is None:
             n = min(GPU_TILE, arena.size) if on_gpu else TILE
-            mean = 1.0 if on_gpu else float(np.float32(1) / native.memory(divisor, 4).view(np.float32)[0])
+            mean = 1.0 if on_gpu else 1 / (native.float_at(divisor) or math.nan)
             program = self._step[decays] = self._program(optimizer, n, lib, mean, lr, decays)
         if on_gpu:
             return self._launches(program, arena, u, addresses, divisor)
         if arena is not None and self._size != arena.size:
             ends = [(arena.offsets[name] + p.size, -p.size % ALIGN) for name, p in arena.named]
-            gaps = [(end, end + more) for end, more in ends if more]
-            self._size, self._gaps = arena.size, np.array(gaps, np.int64)
-        runs = self._gaps.ctypes.data, len(self._gaps), u.at, len(addresses), *addresses
+            gaps = np.array([(end, end + more) for end, more in ends if more], np.int64)
+            self._size, self._gaps = arena.size, (gaps.ctypes.data, len(gaps), gaps)
+        runs = *self._gaps[:2], u.at, len(addresses), *addresses
         rest = program.of(u.n % TILE or TILE)
         return [[lib.codes["tiles"], lib.table, *program.of(TILE)[1:], *rest[1:], TILE, u.n, *runs]]
 

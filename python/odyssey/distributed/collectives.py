@@ -196,8 +196,7 @@ def all_gather(
 
 
 def _listed(what: str, comm: Communicator, value: Any, a: np.ndarray, into: Any) -> Callable[[Any], Any]:
-    """Returns a function that makes a result's rows a list of values like `value`, whose array is `a`, or puts them
-    `into` one."""
+    """Returns a function that makes a result's rows a list of values like `value` (array `a`), or put `into` one."""
     if into is None:
         return lambda rows: None if rows is None else [like(value, row) for row in rows]
     return partial(_put, into, places(into, what, comm.size, a.shape, a.dtype))

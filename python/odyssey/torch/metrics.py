@@ -31,8 +31,7 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
 
 def accuracy(out: Any, y: Any) -> Any:
     """Returns what is counted where no metrics are given: below 0 where targets are no classes, so that nobody shows
-    it. Of a dict batch only where samples have one label each: those of tokens are shifted or masked, each model in its
-    way."""
+    it. Of a dict batch only where samples have one label each: models shift or mask those of tokens in their way."""
     if isinstance(y, dict):
         out, y = huggingface.field(out, "logits"), y.get("labels")
         if not isinstance(y, torch.Tensor) or y.dim() != 1:

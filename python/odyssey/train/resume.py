@@ -85,8 +85,7 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
 
 
 def _ends(data: Any) -> str:
-    """Returns what checkpoints before 0.3 have for a fingerprint: of three samples of an ArrayDataset, of others
-    nothing."""
+    """Returns what checkpoints before 0.3 have for a fingerprint: of three samples of an ArrayDataset, or nothing."""
     if not isinstance(data, ArrayDataset):
         return digest()
     return digest(*leaves(data.gather(np.array(sorted({0, len(data) // 2, len(data) - 1})))))
