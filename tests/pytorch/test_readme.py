@@ -15,7 +15,7 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 def test_the_readme_s_module_has_the_same_weights_on_any_number_of_ranks(launch):
     block = re.search(r"```python\n(import torch\n.*?)```", README, re.S)[1]
     program = launch.folder / "train.py"
-    program.write_text(f"import torch\ntorch.manual_seed(0)\n{block}print(trainer.weights_sha256())\n")
+    program.write_text(f"{block}print(trainer.weights_sha256())\n")
     one, three = (launch(launch.mpirun and "python" or "python", program, ranks=n) for n in (0, 3))
     assert one.returncode == three.returncode == 0, one.stderr + three.stderr
     hashes = set(re.findall(r"^[0-9a-f]{64}$", one.stdout + three.stdout, re.M))

@@ -58,9 +58,9 @@ def test_a_data_set_that_does_not_repeat_itself(tmp_path, capfd, steps):
     epoch, step = divmod(steps - 1, 8)
     assert str(caught.value) == (
         f"[resume] the last batch before step_{steps:08d} (epoch {epoch + 1}, step {step + 1} of it), read again, is "
-        "another: files changed, or the data set does not repeat itself, so training would go on with other bits; draw "
-        "random numbers from (seed, epoch, sample index), as transform= of DataLoader does and docs/determinism.md "
-        "shows, or use --allow-nondeterministic-data "
+        "another: files changed, or the data set does not repeat itself, so training would go on with other bits; make "
+        "samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, sample index), as "
+        "transform= of DataLoader does and docs/determinism.md shows, or use --allow-nondeterministic-data "
         "(allow_nondeterministic_data=True)"
     )
     assert caught.value.exit_code == 65

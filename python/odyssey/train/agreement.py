@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 CURE = (
-    "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does and docs/determinism.md "
-    "shows"
+    "make samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, sample index), as "
+    "transform= of DataLoader does and docs/determinism.md shows"
 )
 BLOCKS = 256  # of a data set, when a sample that differs is looked for
 CHUNK = 1 << 20  # bytes that are copied at once where memory does not lie on words
