@@ -157,7 +157,7 @@ from odyssey import comm
 
 world = comm.world("mpi")
 time.sleep(2 if world.rank == 0 else 0)  # the others look for it, and ask whether it has ended
-print("sum", world.all_reduce(np.ones(1000, np.float32))[0], flush=True)
+print(f"sum {world.all_reduce(np.ones(1000, np.float32))[0]}", flush=True)
 """
 
 
