@@ -18,14 +18,14 @@ ROOT = build.source_root()
 CEILINGS = {
     "core": 31_988,
     "kernels": 12_255,
-    "torch": 3_882,
+    "torch": 3_887,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,
     "jobs": 257,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 72_010, 600
+ALL_LINES, FILE_LINES = 72_015, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))

@@ -76,6 +76,27 @@ def test_calls_that_differ_are_named_with_the_lines_of_the_program(launch):
     assert "Traceback" not in done.stderr
 
 
+BESIDE = """
+import os, torch, torch.distributed as dist, odyssey.torch
+rank, met = int(os.environ["RANK"]), os.path.abspath("meet")
+dist.init_process_group("gloo", init_method=f"file://{met}", rank=rank, world_size=2)
+"""
+
+
+def test_groups_beside_a_default_group_of_gloo(launch):
+    code = """
+whole = dist.new_group(backend="odyssey")
+alone = [dist.new_group([r], backend="odyssey") for r in range(2)][dist.get_rank()]
+for group, size in ((whole, 2.0), (alone, 1.0), (dist.group.WORLD, 2.0)):
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [size] * 3
+"""
+    (launch.folder / "user.py").write_text(BESIDE + code)
+    done = launch.python("-W", "ignore", "user.py", ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_backward_pass_that_others_do_not_make_is_named(launch):
     code = """
 net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
