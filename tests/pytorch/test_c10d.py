@@ -91,6 +91,9 @@ for group, size in ((whole, 2.0), (alone, 1.0), (dist.group.WORLD, 2.0)):
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [size] * 3
+del whole, alone, group  # Gloo's threads end with its last reference, which must not be that of the interpreter's end
+dist.barrier()
+dist.destroy_process_group()
 """
     (launch.folder / "user.py").write_text(BESIDE + code)
     done = launch.python("-W", "ignore", "user.py", ranks=2)

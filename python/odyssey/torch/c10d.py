@@ -27,7 +27,7 @@ from .. import distributed
 from ..base import exits, launcher
 from ..comm import Communicator, ReduceOp, base, calls
 from ..distributed import ProcessGroup, Work
-from ..errors import CollectiveError, ConfigError
+from ..errors import ConfigError
 from ..train import spread
 from .gloo import meet
 from .pending import Pending, PendingCalls, failed, within
@@ -300,12 +300,12 @@ _first: dict[tuple[int, ...], OdysseyProcessGroup] = {}  # by their ranks, the f
 
 def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     """The process group that torch.distributed asks for, in each of its members; all of them ask in the same order.
-    Raises CollectiveError: a rank did not come."""
+    Raises CollectiveError: a rank did not come; ConfigError: a first group of some ranks beside another backend."""
     if not dist.is_initialized() or not _given:  # the default group, or that of another backend is
         if launcher.rank() is not None:
             _show_errors()
         if dist.is_initialized() and options.group_size != dist.get_world_size():
-            raise CollectiveError(
+            raise ConfigError(
                 "[c10d] the first group of backend odyssey must have all ranks where the default group is of another "
                 "backend; call new_group(backend='odyssey') without ranks before"
             )
