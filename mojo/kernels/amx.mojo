@@ -14,16 +14,17 @@ each A or B that is loaded is used twice.
 from std.ffi import external_call
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
-from std.sys import llvm_intrinsic
+from std.sys import llvm_intrinsic, prefetch
 
 from .lanes import LANES, Ptr, Vec, load, load_first
 from .layout import transpose
-from .lowp import BF16, HAS_AMX, HalfPtr, pair, store_pair
+from .lowp import HAS_AMX, HalfPtr, halves, pair, store_pair, words
 
 comptime TILE = 512  # bf16 numbers of a tile
 comptime SUMS = LANES * LANES  # float32 of a C
 comptime KB = 1024
 comptime ROOM = 1792  # KiB, and tiles, that are packed at once: a second-level cache of 2 MiB
+comptime AHEAD = 4 * LANES  # numbers of a row of weights, from where it is packed to where it is fetched
 comptime BLOCK = 8  # pixels that are packed, and written, together
 
 
@@ -139,47 +140,68 @@ def pack_weights(
     a_step: Int,
     b_step: Int,
 ):
-    """Tiles of 16 along A by 32 along B, for each tap; first along the axis whose steps are short."""
+    """Tiles of 16 along A by 32 along B, for each tap; first along the axis whose steps are short.
+
+    The weights of the next tiles are fetched on the way: rows of w are shorter than what the hardware needs to see a pattern.
+    """
     var vectors = vectors_of(A)
     var tiles = tiles_of(B)
+    var to = y.unsafe_bitcast[UInt32]()  # pairs of neighbours along B
 
     @always_inline
-    def put(v: Vec, a: Int, b: Int, tap: Int) {imm}:
-        var tile = (a // LANES * taps + tap) * tiles + b // (2 * LANES)
-        var row = a % LANES * 2 * LANES + b % (2 * LANES)
-        y.unsafe_store(tile * TILE + row, v.cast[BF16]())
+    def two(at: Int, n: Int, b: Int) {imm} -> SIMD[DType.uint32, LANES]:
+        """The first n numbers at `at`, of row b, and of the row after it."""
+        var first = load_first(w, at, n) if b < B else Vec(0)
+        return words(pair(first, load_first(w, at + b_step, n) if b + 1 < B else Vec(0)))
 
     for i in range(vectors * tiles):
         var a0 = (i // tiles if a_step > b_step else i % vectors) * LANES
         var b0 = (i % tiles if a_step > b_step else i // vectors) * 2 * LANES
-        for b in range(b0, b0 + 2 * LANES, LANES):
-            if taps == 1 and b_step == 1:
-                for a in range(a0, a0 + LANES):
-                    var v = Vec(0)
-                    if a < A:
-                        v = load_first(w, a * a_step + b, B - b)
-                    put(v, a, b, 0)
-                continue
-            if taps == 1 and a_step == 1:
-                var v = Array[Vec, LANES](fill=Vec(0))
+        var tile = to.unsafe_offset((a0 // LANES * taps * tiles + b0 // (2 * LANES)) * (TILE // 2))
+        if taps == 1 and b_step == 1:
+            comptime for a in range(LANES):
+                var v = SIMD[DType.uint32, LANES](0)
+                if a0 + a < A:
+                    var at = (a0 + a) * a_step + b0
+                    fetch(w, at + AHEAD, 2)
+                    v = words(halves(load_first(w, at, B - b0).join(load_first(w, at + LANES, B - b0 - LANES))))
+                tile.unsafe_store(a * LANES, v)
+            continue
+        if taps == 1 and a_step == 1:
+            var v = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
+            comptime for j in range(LANES):
+                var b = b0 + 2 * j
+                fetch(w, b * b_step + a0 + AHEAD, 1)
+                fetch(w, (b + 1) * b_step + a0 + AHEAD, 1)
+                v[j] = two(b * b_step + a0, A - a0, b)
+            transpose(v)
+            comptime for j in range(LANES):
+                tile.unsafe_store(j * LANES, v[j])
+            continue
+        for a in range(LANES):
+            var at = (a0 + a) * a_step + b0 * b_step
+            if a_step > b_step:
+                fetch(w, at + 2 * LANES * b_step, 2 * taps)
+            else:
+                var next = (a0 + LANES) * a_step + (b0 + 2 * a) * b_step
+                fetch(w, next, taps)
+                fetch(w, next + b_step, taps)
+            for tap in range(0, taps, LANES):
+                var v = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
                 comptime for j in range(LANES):
-                    if b + j < B:
-                        v[j] = load_first(w, (b + j) * b_step + a0, A - a0)
+                    if a0 + a < A:
+                        v[j] = two(at + 2 * j * b_step + tap, taps - tap, b0 + 2 * j)
                 transpose(v)
                 comptime for j in range(LANES):
-                    put(v[j], a0 + j, b, 0)
-                continue
-            for a in range(a0, a0 + LANES):
-                for tap in range(0, taps, LANES):
-                    var v = Array[Vec, LANES](fill=Vec(0))
-                    var at = a * a_step + b * b_step + tap
-                    comptime for j in range(LANES):
-                        if a < A and b + j < B:
-                            v[j] = load_first(w, at + j * b_step, taps - tap)
-                    transpose(v)
-                    comptime for j in range(LANES):
-                        if tap + j < taps:
-                            put(v[j], a, b, tap + j)
+                    if tap + j < taps:
+                        tile.unsafe_store((tap + j) * tiles * (TILE // 2) + a * LANES, v[j])
+
+
+@always_inline
+def fetch(w: Ptr, at: Int, lines: Int):
+    """Brings so many lines of memory closer."""
+    for i in range(lines):
+        prefetch(w.unsafe_offset(at + i * LANES))
 
 
 # --- how much is packed at once ------------------------------------------------------------------
