@@ -1,7 +1,8 @@
 """Convolutions and linear layers by AMX (amx.mojo): the gradient of the weights.
 
-A product sums over the samples of two groups: A is dy as it lies, B has x's pairs of samples along its rows. A last group
-meets zeros, so a shard of one group takes as long as two.
+A product sums over the samples of a group at two places of a plane, one half of its rows apart: A is dy as it lies, B has x's
+pairs of samples along its rows. An odd last row meets zeros. A plane of one row, as a linear layer has, has no halves: there
+the samples of two groups are summed, and a last group meets zeros. Groups without samples change no bit.
 """
 
 from std.math import ceildiv
@@ -16,6 +17,7 @@ from .amx import (
     begin,
     cut_to_fit,
     end,
+    fetch,
     load_tile,
     multiply,
     store_tile,
@@ -36,26 +38,37 @@ struct _Weights(Cut, TrivialRegisterPassable):
     var size: Conv
 
     @always_inline
-    def pairs(self) -> Int:
-        return ceildiv(self.size.G, 2)
+    def of_rows(self) -> Bool:
+        """Pairs are of rows, not of groups."""
+        return self.size.P() > 1
+
+    @always_inline
+    def units(self) -> Int:
+        """Groups, or pairs of them."""
+        return self.size.G if self.of_rows() else ceildiv(self.size.G, 2)
+
+    @always_inline
+    def height(self) -> Int:
+        """Rows of dy, or pairs of them."""
+        return ceildiv(self.size.P(), 2)
 
     @always_inline
     def steps(self, rows: Int) -> Int:
-        """Tiles of dy of 16 channels of a pair of groups."""
+        """Tiles of dy of 16 channels of a unit."""
         return rows * self.size.Q()
 
     @always_inline
     def pixels(self, rows: Int) -> Int:
-        """Tiles of x of 16 channels of a pair of groups, for so many rows of dy."""
+        """Tiles of x of 16 channels of a unit, for so many rows of dy."""
         return ((rows - 1) * self.size.S + self.size.R) * self.size.W
 
     def packed(self, rows: Int) -> Int:
-        """Tiles of a pair of groups."""
+        """Tiles of a unit."""
         return self.steps(rows) * vectors_of(self.size.K) + self.pixels(rows) * vectors_of(self.size.C)
 
     def cut(self) -> Tuple[Int, Int]:
-        """Pairs of groups, and rows of dy, that are packed at once."""
-        return cut_to_fit(self, self.pairs(), self.size.P(), 1)
+        """Units, and rows of dy, that are packed at once."""
+        return cut_to_fit(self, self.units(), self.height(), 1)
 
     def scratch(self) -> Int:
         """Bytes of scratch memory: what is packed, and four sums of all taps."""
@@ -65,20 +78,20 @@ struct _Weights(Cut, TrivialRegisterPassable):
 
 
 @always_inline
-def _two_groups(x: Ptr, at: Int, group: Int, both: Bool) -> SIMD[BF16, 2 * LANES]:
-    """A number of all samples of two groups, `group` floats apart."""
-    var second = load(x, at + group) if both else Vec(0)
+def _two(x: Ptr, at: Int, apart: Int, both: Bool) -> SIMD[BF16, 2 * LANES]:
+    """All samples at two places, `apart` floats from each other."""
+    var second = load(x, at + apart) if both else Vec(0)
     return halves(load(x, at).join(second))
 
 
 def _pack_dy(
     y: HalfPtr,  # (vectors of K, vector_step) tiles: n of (16, 32)
     bias: Ptr,  # (K, L), added to
-    dy: Ptr,  # (K, plane, L) of the first group
+    dy: Ptr,  # (K, plane, L) of a group
     K: Int,
     plane: Int,
     n: Int,
-    group: Int,
+    apart: Int,  # floats to the second of two places
     both: Bool,
     vector_step: Int,
 ):
@@ -95,7 +108,7 @@ def _pack_dy(
                         var at = (channel * plane + i) * LANES
                         a = load(dy, at)
                         if both:
-                            b = load(dy, at + group)
+                            b = load(dy, at + apart)
                     sum += a + b
                     var to = (v * vector_step + i) * TILE + k * 2 * LANES
                     y.unsafe_store(to, halves(a.join(b)))
@@ -105,11 +118,11 @@ def _pack_dy(
 
 def _pack_x(
     y: HalfPtr,  # (vectors of C, vector_step) tiles: n of (16 pairs of samples, 16, 2)
-    x: Ptr,  # (C, plane, L) of the first group
+    x: Ptr,  # (C, plane, L) of a group
     C: Int,
     plane: Int,
     n: Int,
-    group: Int,
+    apart: Int,  # floats to the second of two places
     both: Bool,
     vector_step: Int,
 ):
@@ -118,9 +131,7 @@ def _pack_x(
             var a = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
             comptime for c in range(LANES):
                 if v * LANES + c < C:
-                    a[c] = bitcast[DType.uint32, LANES](
-                        _two_groups(x, ((v * LANES + c) * plane + i) * LANES, group, both)
-                    )
+                    a[c] = bitcast[DType.uint32, LANES](_two(x, ((v * LANES + c) * plane + i) * LANES, apart, both))
             transpose(a)
             var to = y.unsafe_offset((v * vector_step + i) * TILE)
             comptime for p in range(LANES):
@@ -214,15 +225,25 @@ def conv2d_backward_weight_amx(
     var dyp = bias.unsafe_offset(vectors_of(size.K) * SUMS).unsafe_bitcast[BFloat16]()
     var xp = dyp.unsafe_offset(part[0] * of.steps(part[1]) * vectors_of(size.K) * TILE)
     begin()
-    for j0 in range(0, of.pairs(), part[0]):
-        var pairs = min(part[0], of.pairs() - j0)
-        for p0 in range(0, P, part[1]):
-            var rows = min(part[1], P - p0)
+    for j0 in range(0, of.units(), part[0]):
+        var pairs = min(part[0], of.units() - j0)
+        var p0 = 0
+        while p0 < of.height():
+            var rows = min(part[1], of.height() - p0)
+            if of.of_rows() and P % 2 and p0 + rows == of.height() and rows > 1:
+                rows -= 1  # the last row, which has no other, by itself
             var steps = of.steps(rows)
             var pixels = of.pixels(rows)
             for j in range(pairs):
-                var g = 2 * (j0 + j)
-                var both = g + 1 < size.G
+                var g = j0 + j
+                var both = p0 + of.height() < P
+                var dy_apart = of.height() * Q
+                var x_apart = of.height() * size.S * size.W
+                if not of.of_rows():
+                    g *= 2
+                    both = g + 1 < size.G
+                    dy_apart = size.y()
+                    x_apart = size.x()
                 _pack_dy(
                     dyp.unsafe_offset(j * steps * TILE),
                     bias,
@@ -230,7 +251,7 @@ def conv2d_backward_weight_amx(
                     size.K,
                     P * Q,
                     steps,
-                    size.y() * LANES,
+                    dy_apart * LANES,
                     both,
                     pairs * steps,
                 )
@@ -240,7 +261,7 @@ def conv2d_backward_weight_amx(
                     size.C,
                     size.H * size.W,
                     pixels,
-                    size.x() * LANES,
+                    x_apart * LANES,
                     both,
                     pairs * pixels,
                 )
@@ -248,7 +269,10 @@ def conv2d_backward_weight_amx(
             @always_inline
             def block[mb: Int, nb: Int](v: Int, u: Int) {imm}:
                 """Vectors v.. of output channels, u.. of input channels."""
+                var to = dw.unsafe_offset((v * size.C + u) * LANES * taps)
                 for tap in range(taps):
+                    for k in range(mb * LANES):
+                        fetch(to, k * size.C * taps + tap * nb * LANES, nb)
                     var at = tap // size.T * size.W + tap % size.T
                     _weight_block[mb, nb](
                         sums.unsafe_offset(tap * SUMS),
@@ -290,6 +314,7 @@ def conv2d_backward_weight_amx(
                         block[1, 2](v, u)
                     else:
                         block[1, 1](v, u)
+            p0 += rows
     end()
     for k in range(size.K):
         db[unsafe_offset=k] += load(bias, k * LANES).reduce_add()

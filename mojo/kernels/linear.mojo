@@ -263,10 +263,10 @@ comptime WEIGHT_SCRATCH = BLOCK * LANES * IB * LANES
 @always_inline
 def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int):
     """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs."""
-    # From beyond the second level it takes as long as the samples of a small shard.
+    # From beyond the second level it takes as long as the samples of a small shard: that of the tile below is fetched.
     comptime for o in range(ob):
         comptime for i in range(ib):
-            prefetch(dw.unsafe_offset(o * row_stride + i * LANES))
+            prefetch(dw.unsafe_offset((ob + o) * row_stride + i * LANES))
     var acc = Array[Vec, ob * ib](fill=Vec(0))
     for g in range(G):
         var d = dy.unsafe_offset(g * O * LANES)
