@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="features of a layer")
     parser.add_argument("--batch", type=int, default=64, help="samples of each rank in a step")
     parser.add_argument("--shard-size", type=int, help="samples of a shard, instead of the default")
-    parser.add_argument("--bucket-size-mb", type=float, nargs="+", default=[25.0, 10.0, 4.0], help="to compare")
+    parser.add_argument("--bucket-size-mb", type=float, nargs="+", default=[4.0, 10.0, 25.0], help="to compare")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each")
     parser.add_argument("--steps", type=int, default=1, help="of each turn")
     parser.add_argument("--quantile", type=float, default=0.1, help="of the turns")

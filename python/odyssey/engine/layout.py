@@ -13,7 +13,8 @@ from ..parallel.balance import Balance
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import Strategy
 
-BUCKET_MB = 25.0
+ONE_BUCKET_MB = 25.0  # so large a model is one bucket: several keep the activations of all shards of a rank
+BUCKET_MB = 4.0  # of a larger one: the smaller, the sooner a slow network has the first and the less is left at the end
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -99,14 +100,15 @@ class Layout:
             )
 
     def bucket_floats(self, size: int) -> int:
-        """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
+        """Floats of a bucket of a model of `size` floats: as given, or 4 MB of a model of more than 25.
 
         With ZeRO 2 and 3, or `offload`, a rank has four buckets on top of its parts (two gathered, two being
         reduced), so by default they are at most a 32nd of the model.
         """
         if self.bucket_size_mb is not None:
             return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
-        floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
+        one = size <= ONE_BUCKET_MB * bucketing.FLOATS_PER_MB
+        floats = int((ONE_BUCKET_MB if one else BUCKET_MB) * bucketing.FLOATS_PER_MB)
         return min(floats, size // 32) if self.zero > 1 or self.offload else floats
 
     def counts(self, shards: int) -> tuple[int, ...]:
