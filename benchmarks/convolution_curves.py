@@ -6,10 +6,11 @@ of them, the mean difference of the loss within the pairs is smaller than the st
 between seeds, and accuracies differ by less than half a point. A line of JSON per training is appended to a file, so
 that a run that was cut short goes on; `--torch` adds PyTorch's curve of each seed, from the same weights.
 
-    python benchmarks/convolution_curves.py --seeds 6 --output curves.jsonl [--torch] [--data-dir DIR] [--size 16] [--batch-size 16]
+    python benchmarks/convolution_curves.py --seeds 6 --output curves.jsonl [--torch] [--data-dir DIR] [--size 16]
 
-A training of 2,000 steps on pictures of 28 x 28 takes some 30 minutes of a core. On 16 x 16, a third of that, Winograd's algorithm has
-the layers of 64 channels in tiles of 4 x 4 and those of 128 in tiles of 2 x 2, the others are too small for it.
+A training of 2,000 steps on pictures of 28 x 28 takes some 30 minutes of a core. On 16 x 16, a third of that,
+Winograd's algorithm has the layers of 64 channels in tiles of 4 x 4 and those of 128 in tiles of 2 x 2; the others
+are too small for it.
 """
 
 from __future__ import annotations

@@ -259,7 +259,8 @@ class Training(ReductionSettings):
     )
     bucket_size_mb: float | None = setting(
         RANKS, None, "gradients are reduced in buckets of this size during the backward pass",
-        "4, and 25 for a model of at most that; with zero 2 and 3 at most a 32nd of the model", above=0, alias="bucket_size_mb"
+        "4, and 25 for a model of at most that; with zero 2 and 3 at most a 32nd of the model",
+        above=0, alias="bucket_size_mb"
     )
     overlap: bool = setting(RANKS, True, "reduce buckets during the backward pass", flags=("--overlap/--no-overlap",))
     rebalance: bool = setting(
