@@ -155,7 +155,7 @@ class Optimizer(setting_versions.VersionedSettings):
         if self.arena is not None:
             raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
         self.arena = arena
-        self._context = native.context("optimizer")
+        self._context = native.Context(what="optimizer")
         self._start(arena)
 
     def _start(self, arena: Arena) -> None:

@@ -78,10 +78,10 @@ def test_what_is_no_place_is_refused(wrong):
 
 @pytest.mark.parametrize("name", ["gpu", "gpu:1", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_refused(name, monkeypatch):
-    monkeypatch.setattr(placement, "gpus", lambda: 0)
+    monkeypatch.setattr(placement.gpus, "count", lambda: 0)
     with pytest.raises(DeviceError, match="this machine has none; use device"):
         nn.Linear(2, 2) @ device(name)
-    monkeypatch.setattr(placement, "gpus", lambda: 4)
+    monkeypatch.setattr(placement.gpus, "count", lambda: 4)
     with pytest.raises(DeviceError, match="layers are placed on slots"):
         device(name)
 

@@ -6,7 +6,7 @@ from ..errors import ShapeError
 from . import native
 from .program import current
 from .shapes import batched
-from .tape import Tensor, attach, empty, to_lanes
+from .tape import Tensor, adjoint, attach, empty, to_lanes
 
 
 def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:
@@ -33,10 +33,4 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     sizes, y = (x.groups, x.features, p), empty(x.shape, x.layout)
     kept = current().alloc(x.groups * -(-x.features // 8) * (1 if x.layout == "rows" else native.library().lanes))
     current().emit("dropout_forward", y.memory, kept, x.memory, *sizes, layer, x.lanes // x.shape[0], layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(y.shape, y.layout)
-        current().emit("dropout_backward", dx.memory, dy.memory, kept, *sizes, layout=y.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
+    return attach(y, (x,), adjoint("dropout_backward", x, kept, *sizes, layout=x.layout), name="dropout")

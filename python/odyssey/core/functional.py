@@ -29,8 +29,9 @@ from .products import conv2d as conv2d
 from .products import linear as linear
 from .products import pad2d as pad2d
 from .program import ONNX, Memory, OwnMemory, Recorder, ShardEager, current
+from .shapes import *  # noqa: F403
 from .shapes import as_tensor, axis_of, batched, pad, reshape, tokens, transpose
-from .tape import Tensor, attach, empty, in_checkpoint, make
+from .tape import Tensor, adjoint, attach, empty, in_checkpoint, make
 from .tape import to_lanes as to_lanes
 from .tape import to_rows as to_rows
 
@@ -101,13 +102,8 @@ def max_pool2d(
     argmax, saved = current().alloc(y.floats), y.memory
     planes = x.groups * x.shape[1]
     current().emit("maxpool_forward", y.memory, argmax, x.memory, planes, *sizes, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, x.layout)
-        current().emit("maxpool_backward", dx.memory, dy.memory, argmax, saved, planes, *sizes, 0, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
+    backward = adjoint("maxpool_backward", x, argmax, saved, planes, *sizes, 0, layout=x.layout)
+    return attach(y, (x,), backward, name="max_pool2d")
 
 
 def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
@@ -118,13 +114,8 @@ def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
     y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
     planes = x.groups * x.shape[1]
     current().emit("avgpool_forward", y.memory, x.memory, planes, *sizes, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, x.layout)
-        current().emit("avgpool_backward", dx.memory, dy.memory, planes, *sizes, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
+    backward = adjoint("avgpool_backward", x, planes, *sizes, layout=x.layout)
+    return attach(y, (x,), backward, name="avg_pool2d")
 
 
 ONNX |= {"maxpool_forward": "MaxPool", "avgpool_forward": "AveragePool"}
@@ -149,13 +140,7 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "", onnx: 
         y = empty(x.shape, x.layout)
         saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
         current().emit(f"{name}_forward", y.memory, x.memory, n)
-
-        def backward(dy: Tensor) -> tuple[Tensor]:
-            dx = empty(x.shape, x.layout)
-            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n)
-            return (dx,)
-
-        return attach(y, (x,), backward, name=name)
+        return attach(y, (x,), adjoint(f"{name}_backward", x, saved, n), name=name)
 
     op.__name__, op.__qualname__, op.__doc__ = name, name, doc
     if layer:
@@ -203,6 +188,7 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -
     return attach(apply("leaky_relu"), (x,), lambda dy: (multiply(dy, apply("leaky_slope")),))
 
 
+ACTIVATIONS["LeakyReLU"] = "x above 0, negative_slope x elsewhere.", leaky_relu
 ONNX |= {"leaky_relu": "LeakyRelu", "sign": "Sign"}
 
 
@@ -220,13 +206,7 @@ def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]
         y = empty(x.shape, x.layout)
         saved, size = y.memory, (x.groups, x.features)
         current().emit(f"{name}_forward", saved, x.memory, *size, layout=x.layout)
-
-        def backward(dy: Tensor) -> tuple[Tensor]:
-            dx = empty(x.shape, x.layout)
-            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, *size, layout=x.layout)
-            return (dx,)
-
-        return attach(y, (x,), backward, name=name)
+        return attach(y, (x,), adjoint(f"{name}_backward", x, saved, *size, layout=x.layout), name=name)
 
     op.__name__, op.__qualname__, op.__doc__ = name, name, doc
     ACTIVATIONS[layer], ONNX[f"{name}_forward"] = (doc, op), layer
@@ -350,13 +330,7 @@ def _loss(
         executor.outputs, per = executor.outputs or x.features, x.shape[0] // executor.samples
         if executor.first_stats is None and per == 1 and of_classes is None:
             executor.first_stats = total.memory
-
-    def backward(dloss: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, x.layout)
-        current().emit(f"{name}_backward", dx.memory, dloss.memory, *saved, labels, *size, layout=x.layout)
-        return (dx,)
-
-    attach(total, (x,), backward)
+    attach(total, (x,), adjoint(f"{name}_backward", x, *saved, labels, *size, layout=x.layout), name="loss")
     if reduction == "sum":
         return total
     total = scale(total, 1.0 / per) if per > 1 else total

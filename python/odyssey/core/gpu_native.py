@@ -90,7 +90,7 @@ class GpuLibrary(host.OpTable):
             "fingerprint": [pointer] + [number] * 5,
         }.items():
             host.declared(lib, f"odyssey_gpu_{name}", [*arguments, ctypes.c_char_p, number])
-        host.declared(lib, "odyssey_gpu_name", [pointer, ctypes.c_char_p, number])
+        self.name = host.declared(lib, "odyssey_gpu_name", [pointer, ctypes.c_char_p, number])
         self.count = host.declared(lib, "odyssey_gpu_count")  # GPUs of this machine that it can use
         self.close = host.declared(lib, "odyssey_gpu_close", [pointer], None)  # gives a device back
         self.fingerprint_scratch = host.declared(lib, "odyssey_gpu_fingerprint_scratch", [number, number])
@@ -104,12 +104,6 @@ class GpuLibrary(host.OpTable):
             words = re.sub(r"^At \S+: |To get more accurate error information.*", "", words).strip()
             raise DeviceError(f"[gpu] {name}: {words}")
         return result
-
-    def name(self, handle: int) -> str:
-        """Returns what the driver calls a device."""
-        text = ctypes.create_string_buffer(256)
-        length = self._lib.odyssey_gpu_name(handle, text, 256)
-        return text.raw[:length].decode(errors="replace")
 
 
 @functools.cache
@@ -135,7 +129,8 @@ class Gpu:
         self._handle: int | None = None
         self._library.call("open", number, ctypes.addressof(out))
         self.number, self._handle = number, out.value
-        self.name = self._library.name(self._handle)
+        text = ctypes.create_string_buffer(256)
+        self.name = text.raw[: self._library.name(self._handle, text, 256)].decode(errors="replace")
 
     def close(self) -> None:
         """Gives it back; nothing may use its memory any more."""

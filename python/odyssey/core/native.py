@@ -265,13 +265,6 @@ def library() -> Library:
     return Library(found.to_load(), [str(p) for p in build.runtime_libraries()])
 
 
-def context(what: str) -> Context:
-    """One for records that are shown together on a timeline, as `what`."""
-    made = Context()
-    made.what = what
-    return made
-
-
 def header(code: int, layout: str = "lanes", dtype: str = "fp32") -> int:
     """The first number of a record."""
     return code | (layout == "rows") << ROWS | PRECISIONS.index(dtype) << DTYPE
@@ -299,11 +292,6 @@ def trim() -> None:
 def address(structure: ctypes.Structure) -> int:
     """Where a structure lies."""
     return ctypes.addressof(structure)
-
-
-def copied(start: int, size: int) -> bytes:
-    """A copy of `size` bytes."""
-    return ctypes.string_at(start, size)
 
 
 def float_at(address: int) -> float:

@@ -22,35 +22,25 @@ from .shapes import (
     as_lanes,
     axes_of,
     axis_of,
-    cat,
-    chunk,
-    expand,
-    flatten,
     getitem,
     memory_shape,
     merged,
-    pad,
-    permute,
     reduced,
     reshape,
-    split,
     squeeze,
-    stack,
     strides_of,
     sum,
     sum_to,
     transpose,
-    unbind,
     unsqueeze,
     without,
 )
-from .tape import Shape, Tensor, attach, empty, make, new_like, to_lanes, to_rows
+from .tape import Shape, Tensor, adjoint, attach, empty, make, new_like, to_lanes, to_rows
 
 __all__ = [
-    "add", "argmax", "cat", "chunk", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
-    "gt", "le", "log", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "ne",
-    "normalize", "one_hot", "pad", "permute", "power", "reshape", "scale", "split", "sqrt", "squeeze", "stack", "sum",
-    "take", "to_float", "to_int", "transpose", "unbind", "unsqueeze", "var", "where",
+    "add", "argmax", "clamp", "divide", "embedding", "eq", "exp", "ge", "gt", "le", "log", "lt", "masked_fill",
+    "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "ne", "normalize", "one_hot", "power", "scale",
+    "sqrt", "take", "to_float", "to_int", "var", "where",
 ]  # fmt: skip
 Number = float | int
 ONNX |= {"add": "Add", "multiply": "Mul", "scale": "Mul", "exp": "Exp", "log": "Log", "sqrt": "Sqrt"}
@@ -256,37 +246,21 @@ def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
     return _extreme("minimum", a, b, -1)
 
 
-def _compared(op: str, a: Any, b: Any) -> Tensor:
-    a, b = (to_float(t) if isinstance(t, Tensor) else t for t in (a, b))
-    a, b, _ = _operands(op, a, b)
-    y = _pair(op, a, b)
-    y.mask = True
-    return attach(y, (a.detach(), b.detach()), lambda dy: (None, None), name=op)
+def _comparison(name: str, op: str, sign: str, turned: bool = False) -> Callable[[Any, Any], Tensor]:
+    """The function that gives 1 where a `sign` b, else 0, by a kernel's op of (a, b), or `turned` of (b, a)."""
+
+    def compare(a: Tensor, b: Tensor | Number) -> Tensor:
+        a, b = (to_float(t) if isinstance(t, Tensor) else t for t in ((b, a) if turned else (a, b)))
+        a, b, _ = _operands(op, a, b)
+        return attach(_mask(_pair(op, a, b)), (a.detach(), b.detach()), lambda dy: (None, None), name=op)
+
+    compare.__name__, compare.__qualname__, compare.__doc__ = name, name, f"1 where a {sign} b, else 0."
+    return compare
 
 
-def lt(a: Tensor, b: Tensor | Number) -> Tensor:
-    """1 where a < b, else 0."""
-    return _compared("less", a, b)
-
-
-def le(a: Tensor, b: Tensor | Number) -> Tensor:
-    """1 where a <= b, else 0."""
-    return _compared("less_equal", a, b)
-
-
-def gt(a: Tensor, b: Tensor | Number) -> Tensor:
-    """1 where a > b, else 0."""
-    return _compared("less", b, a)
-
-
-def ge(a: Tensor, b: Tensor | Number) -> Tensor:
-    """1 where a >= b, else 0."""
-    return _compared("less_equal", b, a)
-
-
-def eq(a: Tensor, b: Tensor | Number) -> Tensor:
-    """1 where a = b, else 0."""
-    return _compared("equal", a, b)
+lt, le = _comparison("lt", "less", "<"), _comparison("le", "less_equal", "<=")
+gt, ge = _comparison("gt", "less", ">", turned=True), _comparison("ge", "less_equal", ">=", turned=True)
+eq = _comparison("eq", "equal", "=")
 
 
 def ne(a: Tensor, b: Tensor | Number) -> Tensor:
@@ -407,8 +381,7 @@ def min(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """The place of the first of the largest elements along an axis, int32. No gradient."""
     at, x = axis_of("argmax", dim, x.ndim), to_rows(x.detach())
-    y = empty((*x.shape[:at], 1, *x.shape[at + 1 :]))
-    y.dtype = np.int32
+    y = empty((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=np.int32)
     sizes = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
     current().emit("argmax", y.memory, x.memory, *sizes)
     return without(attach(y, (x,), lambda dy: (None,)), (at,), keepdim)
@@ -475,8 +448,8 @@ def to_int(x: Tensor) -> Tensor:
     if x.dtype == np.int32:
         return x
     x = to_rows(x.detach())
-    y = empty(x.shape)
-    y.dtype, y.device = np.int32, x.device
+    y = empty(x.shape, dtype=np.int32)
+    y.device = x.device
     current().emit("to_int32", y.memory, x.memory, x.floats)
     return y
 
@@ -507,17 +480,10 @@ def take(x: Tensor, index: Any) -> Tensor:
         rows.device = x.device
     elif elsewhere(x, rows.device):
         raise DeviceError(different_places("index", rows, x))
-    y = empty((*rows.shape, *x.shape[1:]))
-    y.dtype = x.dtype
-    sizes, shape = (rows.size, x.shape[0], math.prod(x.shape[1:])), x.shape
+    y = empty((*rows.shape, *x.shape[1:]), dtype=x.dtype)
+    sizes = rows.size, x.shape[0], math.prod(x.shape[1:])
     current().emit("take", y.memory, x.memory, rows.memory, *sizes)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(shape)
-        current().emit("take_backward", dx.memory, dy.memory, rows.memory, *sizes)
-        return (dx,)
-
-    return attach(y, (x,), backward, rows.device)
+    return attach(y, (x,), adjoint("take_backward", x, rows.memory, *sizes), rows.device, "take")
 
 
 def embedding(index: Any, weight: Tensor, padding_idx: int | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..build import gpus
@@ -60,18 +61,14 @@ def load_ops(path: str | os.PathLike[str]) -> tuple[str, ...]:
     from . import gpu_native as gpu
 
     if gpu.library.cache_info().currsize:
-        _add_to_gpus(file, gpu.library())
+        add_to_gpus(gpu.library(), (file,))
     return names
 
 
-def add_to_gpus(library: native.OpTable) -> None:
-    """Adds the ops loaded so far to the table of the library for GPUs, which has just been loaded."""
-    for file in _loaded:
-        _add_to_gpus(file, library)
-
-
-def _add_to_gpus(file: Path, library: native.OpTable) -> None:
-    library.add(_compiled(file, gpus.accelerator() or ""), "odyssey_own")
+def add_to_gpus(library: native.OpTable, files: Iterable[Path] = _loaded) -> None:
+    """Adds ops of files, all loaded so far unless given, to the table of the library for GPUs."""
+    for file in files:
+        library.add(_compiled(file, gpus.accelerator() or ""), "odyssey_own")
 
 
 def _compiled(file: Path, accelerator: str | None = None) -> str:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..build import gpus
 from ..errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def device(where: int | str | Device = 0) -> Device:
             kind, slot = form[1], int(form[2] or 0)
             if kind == "cpu":
                 return Device(slot)
-            found = gpus()
+            found = gpus.count()
             if slot >= found:
                 raise DeviceError(
                     f"[device] {where!r} needs {slot + 1} GPUs and this machine has {found or 'none'}; "
@@ -107,10 +108,3 @@ def check_places(schedule: str, place: Sequence[int]) -> None:
             f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} stages are on "
             f"{list(place)}; change Stage(device=) or @ device(k), or use 'interleaved' for several stages per device"
         )
-
-
-def gpus() -> int:
-    """GPUs that this process sees; the drivers are asked, and nothing is started on one."""
-    from ..build.gpus import count
-
-    return count()

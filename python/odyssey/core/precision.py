@@ -129,7 +129,7 @@ class GradScaler:
         record = np.zeros(lib.record, np.int64)
         at = array.ctypes.data
         record[:5] = (lib.codes["scale"], at, at, native.float_bits(1 / self.value), array.size)
-        lib.run(record.ctypes.data, 1, native.context("rounding"))
+        lib.run(record.ctypes.data, 1, native.Context(what="rounding"))
 
     def step(self, optimizer: Any) -> bool:
         """Divides the gradients by the scale and updates the parameters, or skips the step; then sets the next scale.

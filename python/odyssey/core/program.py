@@ -94,8 +94,13 @@ class Scope:
 class Executor:
     """Base of all executors: the numbering of ops and of dropouts, and the precision of products."""
 
-    def __init__(self) -> None:
-        self.precision = "fp32"  # see precision.py
+    shard = False  # True inside a trainer: a loss is then a sum, see functional.mean_over_samples
+    samples = 0  # of the shard
+    outputs: int | None = None  # classes that the loss saw
+    first_stats: Memory | None = None
+
+    def __init__(self, precision: str = "fp32") -> None:
+        self.precision = precision  # see precision.py
         self.conv_algorithm = "auto"  # see products.py
         self.gpu = False  # what is recorded will run on GPUs
         self.in_lanes = False  # so is a batch of any size, also one that would be in rows
@@ -161,10 +166,8 @@ class Executor:
 class Eager(Executor):
     """Runs each op when it is called, on memory that Python owns."""
 
-    shard = False  # True inside a trainer: a loss is then a sum, see functional.mean_over_samples
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, precision: str = "fp32") -> None:
+        super().__init__(precision)
         self.context = native.Context()
         self._record: np.ndarray | None = None
 
@@ -199,15 +202,10 @@ class ShardEager(Eager):
     def __init__(
         self, context: native.Context, grads_address: int, stats_offset: int, samples: int, precision: str = "fp32"
     ) -> None:
-        super().__init__()
-        self.context = context
-        self.precision = precision
-        self.samples = samples
-        self.outputs: int | None = None  # classes that the loss saw
-        self._grads = grads_address
+        super().__init__(precision)
+        self.context, self.samples, self._grads = context, samples, grads_address
         self.stats = OwnMemory.__new__(OwnMemory)
         self.stats.address = grads_address + stats_offset
-        self.first_stats: Memory | None = None
 
     def operand(self, memory: Memory) -> int:
         if isinstance(memory, Range) and memory.space == native.GRADS:
@@ -255,14 +253,10 @@ class Recorder(Executor):
     shard = True
 
     def __init__(self, arena: Any, stats_offset: int, samples: int, precision: str = "fp32") -> None:
-        super().__init__()
-        self.arena = arena
-        self.precision = precision
-        self.samples = samples  # of the shard
-        self.outputs: int | None = None  # classes that the loss saw
+        super().__init__(precision)
+        self.arena, self.samples = arena, samples
         self.records: list[Record] = []
         self.stats: Memory = Range(arena, native.GRADS, stats_offset)
-        self.first_stats: Memory | None = None
         self._closed = 0  # records whose op is complete
 
     def alloc(self, nbytes: int) -> Memory:

@@ -17,8 +17,12 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from . import native
 from .program import ONNX, Memory, Recorder, ShardEager, current
-from .tape import Shape, Tensor, attach, empty, layout_of, make, new_like, to_lanes, to_rows
+from .tape import Shape, Tensor, adjoint, attach, empty, empty_like, layout_of, make, to_lanes, to_rows
 
+__all__ = [
+    "cat", "chunk", "expand", "flatten", "getitem", "pad", "permute", "reshape", "split", "squeeze", "stack", "sum",
+    "transpose", "unbind", "unsqueeze",
+]  # fmt: skip
 AXES = 5  # of a strided op, as in mojo/kernels/strided.mojo
 Dims = int | Sequence[int] | None
 
@@ -91,12 +95,6 @@ def _copy(
     """Copies dims numbers from x, from number x0 on at strides xs, to y."""
     sizes = merged(name, AXES, dims, ys, xs)
     current().emit("copy_strided", y, x, y0, x0, *(n for column in sizes for n in column))
-
-
-def _like(x: Tensor, shape: Shape, layout: str) -> Tensor:
-    y = empty(shape, layout)
-    y.dtype, y.mask = x.dtype, x.mask
-    return y
 
 
 class Size(int):
@@ -177,7 +175,7 @@ def permute(x: Tensor, *dims: int) -> Tensor:
     if sorted(order) != list(range(x.ndim)):
         raise ShapeError(f"[permute] axes {_given(dims)} of shape {x.shape}; name each axis once")
     x = x if order[:1] == (0,) and x.layout != "tokens" else to_rows(x)
-    y = _like(x, tuple(x.shape[d] for d in order), x.layout)
+    y = empty_like(x, tuple(x.shape[d] for d in order), x.layout)
     strides = strides_of(memory_shape(x.shape, x.layout))
     dims_of_y = memory_shape(y.shape, x.layout)
     along = [strides[d] for d in order] + strides[x.ndim :]
@@ -203,7 +201,7 @@ def expand(x: Tensor, *sizes: int) -> Tensor:
         raise ShapeError(f"[expand] {x.shape} cannot become {given}; only axes of size 1 are repeated")
     if x.layout == "tokens" or (x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0])):
         x = to_rows(x)
-    y = _like(x, new, x.layout)
+    y = empty_like(x, new, x.layout)
     memory, dims = memory_shape(old, x.layout), memory_shape(new, x.layout)
     strides = [0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)]
     _copy("expand", y.memory, x.memory, dims, strides_of(dims), strides)
@@ -220,7 +218,7 @@ def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence
         x = to_rows(x)
     if x.layout == "lanes" and (sizes[0], steps[0]) != (x.shape[0], 1):
         x = to_rows(x)
-    y = _like(x, tuple(sizes), x.layout)
+    y = empty_like(x, tuple(sizes), x.layout)
     memory = strides_of(memory_shape(x.shape, x.layout))
     at = builtins.sum(s * n for s, n in zip(starts, memory, strict=False))
     along = [s * n for s, n in zip(steps, memory, strict=False)] + memory[x.ndim :]
@@ -291,7 +289,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     lanes = at > 0 and any(t.layout == "lanes" for t in tensors)
     parts = tuple(to_lanes(t) if lanes else to_rows(t) for t in tensors)
     x, ends = parts[0], np.cumsum([t.shape[at] for t in parts]).tolist()
-    y = _like(x, (*x.shape[:at], ends[-1], *x.shape[at + 1 :]), x.layout)
+    y = empty_like(x, (*x.shape[:at], ends[-1], *x.shape[at + 1 :]), x.layout)
     strides = strides_of(memory_shape(y.shape, y.layout))
     for t, end in zip(parts, ends, strict=True):
         dims = memory_shape(t.shape, t.layout)
@@ -400,13 +398,7 @@ def _sum_of_samples(x: Tensor) -> Tensor:
     n = -1 if executor.shard else x.shape[0]  # -1: the samples that the shard really has
     y = empty(())
     current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = new_like(x, empty(x.shape, x.layout).memory)
-        current().emit("sum_lanes_backward", dx.memory, dy.memory, n, x.groups, x.features, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward, name="sum")
+    return attach(y, (x,), adjoint("sum_lanes_backward", x, n, x.groups, x.features, layout=x.layout), name="sum")
 
 
 def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:

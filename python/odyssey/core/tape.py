@@ -27,6 +27,10 @@ from .partial_arrays import guarded
 from .placement import FIRST, Device, different_places, elsewhere, place_of_op
 from .program import Memory, OwnMemory, Range, Slot
 
+__all__ = [
+    "SMALL_BATCH", "Parameter", "Shape", "Tensor", "BackwardWatcher", "attach", "checkpointed", "empty", "from_dlpack",
+    "layout_of", "make", "no_grad", "to_lanes", "to_rows",
+]  # fmt: skip
 # LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
 SMALL_BATCH = 4
 LEADING = {"rows": 1, "lanes": 1, "tokens": 2}  # axes that count lanes (rows: samples)
@@ -315,13 +319,20 @@ def new_like(t: Tensor, memory: Memory) -> Tensor:
     return new
 
 
-def empty(shape: Shape, layout: str = "rows") -> Tensor:
+def empty(shape: Shape, layout: str = "rows", dtype: Any = np.float32) -> Tensor:
     """An uninitialised tensor from the current executor."""
-    executor, t = program.current(), make(None, shape, layout)  # type: ignore[arg-type]
+    executor, t = program.current(), make(None, shape, layout, dtype)  # type: ignore[arg-type]
     t.memory, t.device = executor.alloc(max(4 * t.floats, 16)), executor.scope.device
     if layout != "rows":
         executor.extent = max(executor.extent, t.lanes)
     return t
+
+
+def empty_like(x: Tensor, shape: Shape, layout: str) -> Tensor:
+    """The same in another shape and layout, for numbers of the same kind."""
+    y = empty(shape, layout, x.dtype)
+    y.mask = x.mask
+    return y
 
 
 def from_dlpack(x: Any) -> Tensor:
@@ -363,6 +374,18 @@ def attach(
     if _tape.enabled and any(t.requires_grad for t in inputs):
         out.requires_grad, out.node = True, Node(inputs, backward, number)
     return out
+
+
+def adjoint(op: str, x: Tensor, *args: Any, layout: str = "lanes") -> Backward:
+    """The backward of an op of one input: a record of `op` that makes dx, in the shape of x, of dy and `args`."""
+    shape, own = x.shape, x.layout
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(shape, own)
+        program.current().emit(op, dx.memory, dy.memory, *args, layout=layout)
+        return (dx,)
+
+    return backward
 
 
 def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
@@ -436,7 +459,7 @@ class _Watch:
         self._left: dict[int, list[Any]] = {}  # parameter, uses to come
         self._watchers: dict[int, BackwardWatcher] = {}
         self._seen: set[int] = set()  # by order, not by id: a tape frees what it has passed
-        self._ahead: set[int] = set()  # checkpoints
+        self.ahead: set[int] = set()  # checkpoints that are not repeated yet
         self._met: list[Tensor] = []  # parameters all of whose uses so far have run
         self.extend(root)
 
@@ -451,7 +474,7 @@ class _Watch:
                 continue
             self._seen.add(t.node.order)
             if t.node.repeat is not None:
-                self._ahead.add(t.node.order)
+                self.ahead.add(t.node.order)
             for s in t.node.inputs:
                 if s.node is not None:
                     stack.append(s)
@@ -469,11 +492,6 @@ class _Watch:
             self._watchers[id(watcher)] = watcher
             new.append(watcher)
 
-    def repeated(self, order: int, root: Tensor) -> None:
-        """A checkpoint's ops are on the tape now, and end in `root`."""
-        self.extend(root)
-        self._ahead.discard(order)
-
     def used(self, inputs: tuple[Tensor, ...]) -> list[Parameter]:
         """The backward of an op with these inputs has run; returns the parameters that are complete now."""
         for t in inputs:
@@ -482,7 +500,7 @@ class _Watch:
                 entry[1] -= 1
                 if not entry[1]:
                     self._met.append(t)
-        if self._ahead or not self._met:
+        if self.ahead or not self._met:
             return []
         done = [t for t in self._met if not self._left[id(t)][1]]  # a checkpoint may have used it again
         self._met = []
@@ -513,7 +531,8 @@ def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
             order, again = t.node.order, t.node.repeat()
             pending[id(again)] = (again, grad, giver)
             if watch is not None:
-                watch.repeated(order, again)
+                watch.extend(again)
+                watch.ahead.discard(order)
             continue
         number, place = t.node.number, place_of_op(t.node.inputs)
         executor.enter(number, t.device)
@@ -554,8 +573,7 @@ def to_lanes(x: Tensor, layout: str = "lanes") -> Tensor:
     x = to_rows(x)
     if x.ndim < 1 or x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
-    y = empty(x.shape, layout)
-    y.dtype, y.mask = x.dtype, x.mask
+    y = empty_like(x, x.shape, layout)
     program.current().emit("pack_rows", y.memory, x.memory, y.lanes, y.features)
     return attach(y, (x,), lambda dy: (to_rows(dy),))
 
@@ -569,8 +587,7 @@ def to_rows(x: Tensor) -> Tensor:
         y = make(x.memory, x.shape, "rows", x.dtype)
         y.mask = x.mask
         return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
-    y = empty(x.shape)
-    y.dtype, y.mask = x.dtype, x.mask
+    y = empty_like(x, x.shape, "rows")
     program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
     return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
 

@@ -18,7 +18,7 @@ from ..core import native
 from ..core.program import Record, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
-from ..parallel import reduction, strategy
+from ..parallel import reduction
 from ..parallel.buckets import STATS, segments
 from .progress import Progress
 from .recompute import recompute
@@ -28,7 +28,7 @@ from .runner import Recorded, Runner, Sums
 class BucketedRunner(Runner):
     """One batch size: native steps per segment, a reduction per bucket.
 
-    waited: seconds spent waiting for reductions after the last segment, and computed: in all segments.
+    waited: seconds spent waiting for reductions after the last segment.
     """
 
     def __init__(self, recorded: Recorded) -> None:
@@ -55,26 +55,16 @@ class BucketedRunner(Runner):
         self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
         self._steps = [self._step(i, programs) for i in range(len(self.segments))]
         self.updates = self._updates() if recorded.train else []
-        self.waited = self.computed = 0.0
+        self.waited = 0.0
 
     def _make_reductions(self) -> None:
-        recorded, parts, lib = self.recorded, self.parts, native.library()
-        lay, comm = recorded.layout, recorded.groups.dp
-        pooled = (parts.stage >= 2 and comm.size > 1) or bool(lay.offload)
-        scatter = parts.stage > 0 and comm.size > 1
+        recorded, parts, lib, several = self.recorded, self.parts, native.library(), self.recorded.groups.dp.size > 1
+        pooled = (parts.stage >= 2 and several) or bool(recorded.layout.offload)
+        scatter = parts.stage > 0 and several
 
         def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
-            return strategy.make(
-                lay.reduction,
-                comm,
-                self.plan,
-                parts.buckets[b].floats,
-                lay.workers,
-                scatter=scatter,
-                shared=not pooled,
-                storage=storage,
-                content=recorded.content(b),
-            )
+            how = {"scatter": scatter, "shared": not pooled, "storage": storage, "content": recorded.content(b)}
+            return self._reduction(parts.buckets[b].floats, **how)
 
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
         self._pools: dict[int, np.ndarray] = {}  # bucket -> what its reduction works in: buckets take turns with two
@@ -96,10 +86,8 @@ class BucketedRunner(Runner):
                 made = recorded.storage(f"gradients {b}", 4 * (z - a), recorded.arena.make)
                 self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
-        self._stats = recorded.kept(
-            "statistics", lambda: strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
-        )
-        self.marked = self._stats if comm.size > 1 else None
+        self._stats = recorded.kept("statistics", lambda: self._reduction(lib.stats))
+        self.marked = self._stats if several else None
         self.reductions = (*self._reductions.values(), self._stats)
 
     def _step(self, i: int, programs: list[list[Record]]) -> native.Step:
@@ -168,9 +156,7 @@ class BucketedRunner(Runner):
             return self._run(pending, progress.computing)
 
     def _run(self, pending: list[int], computing: Callable[[], AbstractContextManager[None]]) -> Sums:
-        lib, parts = native.library(), self.parts
-        started = time.perf_counter()
-        done = 0
+        lib, parts, done = native.library(), self.parts, 0
         for i, (s, step) in enumerate(zip(self.segments, self._steps, strict=True)):
             if parts.partitioned:
                 for b, slot in self._places[i].at.items():
@@ -200,7 +186,6 @@ class BucketedRunner(Runner):
         for b in pending[done:]:
             self._finish(b)
         stats = self._stats.finish()
-        self.computed += computed - started
         self.waited += time.perf_counter() - computed
         return Sums(stats.tolist(), stats[1:2].ctypes.data, self.updates)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ from ..core import native
 from ..core.program import OwnMemory, ShardEager, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
-from ..parallel import strategy
 from ..parallel.failures import StepOutcome
 from .recompute import recompute
 from .runner import Recorded, Runner, Sums
@@ -27,9 +27,7 @@ class DirectRunner(Runner):
         self.stats_at = self.floats - lib.stats
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         content = recorded.content(whole=True)
-        self._reduce = recorded.kept(
-            "sums", lambda: strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
-        )
+        self._reduce = recorded.kept("sums", lambda: self._reduction(self.floats, content=content))
         self.reductions = (self._reduce,)
         self.marked = self._reduce if comm.size > 1 else None
         tables = np.array(self.plan.tables(), np.int64)
@@ -89,22 +87,16 @@ class DirectRunner(Runner):
         return Sums(self.stats.tolist(), self.samples_address, self.updates)
 
     def _compute(self) -> None:
-        """Computes this rank's shards."""
-        if self.recorded.layout.execution == "replay":
-            native.library().step(self.step)
-        else:
-            self._run_eager()
-
-    def _run_eager(self) -> None:
-        """The same plan, each shard through Python, one after the other."""
+        """Computes this rank's shards: at once, or the same plan through Python, one shard after the other."""
         s, buffers = self.step, self._reduce.buffers
-        for actions in (*self.plan.threads, self.plan.final):
-            for a in actions:
-                if a.kind == "add":
-                    executor = ShardEager(s.context, 0, 0, 0)
-                    rows = [OwnMemory(buffers[i]) for i in (a.a, a.b)]
-                    executor.emit("add", rows[0], rows[0], rows[1], self.floats)
-                    continue
+        if self.recorded.layout.execution == "replay":
+            native.library().step(s)
+            return
+        for a in itertools.chain(*self.plan.threads, self.plan.final):
+            if a.kind == "add":
+                to, more = (OwnMemory(buffers[i]) for i in (a.a, a.b))
+                ShardEager(s.context, 0, 0, 0).emit("add", to, to, more, self.floats)
+            else:
                 self.run_eager(a.a, buffers[a.b])
 
     def run_eager(self, shard: int, buffer: np.ndarray, listen: Callable[[Any], None] | None = None) -> None:
@@ -114,8 +106,7 @@ class DirectRunner(Runner):
         c.first = shard * s.shard_size
         c.valid = min(s.shard_size, s.samples - c.first)
         c.rows += 8 * c.first
-        tail = self.recorded.tail
-        program = self.recorded.whole if tail is None or c.valid == s.shard_size else tail
+        program = self.recorded.programs[0 if c.valid == s.shard_size else -1]
         executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.recorded.precision)
         executor.in_lanes = program.lanes
         if listen is not None:

@@ -202,10 +202,9 @@ class Engine:
         self._storage.fixed = known is not None
         runner = self._runner(samples, form, self._reductions.setdefault(shape, {}))
         recording = self.programs.recording(size, form)
-        tail = runner.recorded.tail
-        runner.fingerprint = fingerprint.hash_of(
-            (recording.fingerprint if recording else sorted(self.programs.values().items()), tail and tail.samples)
-        )
+        made = recording.fingerprint if recording else sorted(self.programs.values().items())
+        tail = [program.samples for program in runner.recorded.programs[1:]]
+        runner.fingerprint = fingerprint.hash_of((made, tail[0] if tail else None))
         # making a runner may be a collective call, so all ranks keep the same ones
         if known is None and self.layout.comm.all_reduce(np.array([self._storage.grown], np.int32), "max")[0]:
             self._drop(list(self._prepared))
@@ -225,10 +224,11 @@ class Engine:
         if lay.execution == "replay":
             self.settle(samples, form)
             parts = self.ownership.parts
-        rest = self.programs.tail(n, samples % n, form)
+        rest, programs = self.programs.tail(n, samples % n, form), [self._program(n, form)]
+        if rest != n:
+            programs.append(self._program(rest, form, layout_of(n) == "lanes"))
         recorded = Recorded(
-            self._program(n, form),
-            None if rest == n else self._program(rest, form, layout_of(n) == "lanes"),
+            programs,
             lambda executor: self.programs.traced(executor, executor.samples, form),
             self.arena,
             lay,
@@ -237,7 +237,6 @@ class Engine:
             self.seed,
             self.precision,
             samples,
-            n,
             form,
             parts,
             self.ownership.cut_by is not None,
@@ -262,18 +261,14 @@ class Engine:
             return BucketedRunner(recorded)
         return DirectRunner(recorded)
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Returns whether it is of use to know the batch after the one that is run (`upcoming`)."""
-        return self.team is not None and any(r.looks_ahead for r in self._prepared.values())
-
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; where it is of use, `upcoming` is the one that follows."""
         following: Batch | None = None
         try:
             while True:
                 batch = next(batches, None) if following is None else following
-                following = self.upcoming = next(batches, None) if self.looks_ahead else None
+                ahead = self.team is not None and any(r.looks_ahead for r in self._prepared.values())
+                following = self.upcoming = next(batches, None) if ahead else None
                 if batch is None:
                     return
                 yield batch

@@ -310,9 +310,7 @@ class Ownership:
 
     def parameters(self) -> np.ndarray:
         """All parameters, in the arena's layout, on every rank; collective if they are spread over ranks."""
-        if not self.settled:
-            return self.arena.params
-        return self._whole(self._parts.parameters())
+        return self._whole(self._parts.parameters()) if self.settled else self.arena.params
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
         """Takes what this rank has from `read`, which puts the arena's parameters from a place on into an array."""
@@ -323,9 +321,7 @@ class Ownership:
 
     def state(self, own: np.ndarray) -> np.ndarray:
         """An array of the optimizer's state of this rank, as one of the arena's layout on every rank; collective."""
-        if not self.settled:
-            return own
-        return self._whole(self._parts.state(own))
+        return self._whole(self._parts.state(own)) if self.settled else own
 
     def _whole(self, flat: np.ndarray) -> np.ndarray:
         """Completes an array of which this rank has the floats of its share of the model."""

@@ -7,7 +7,6 @@ and over the replicas along the same tree as everywhere, so pipeline and tensor 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ..errors import ConfigError
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import schedule as schedules
-from ..parallel import strategy, tensor_parallel
+from ..parallel import tensor_parallel
 from ..parallel.stages import StageWork, Transfer, edges, partition
 from ..parallel.tensor_exchange import TensorExchange
 from .runner import Program, Recorded, Runner, Sums
@@ -54,10 +53,7 @@ class Move(NamedTuple):
 
 
 class PipelineRunner(Runner):
-    """One batch size on one rank of a mesh with pp or tp above 1.
-
-    waited: seconds spent waiting for messages; computed: seconds in kernels.
-    """
+    """One batch size on one rank of a mesh with pp or tp above 1."""
 
     shares_work = False
 
@@ -80,24 +76,20 @@ class PipelineRunner(Runner):
             self._kind(where), stages, self.micro, where, edges=edges(parts), backward=recorded.train
         )
         computes = self.schedule.compute[used.index(here)] if mine else ()
-        self._actions = [(_phase(a), a.stage, a.micro) for a in computes]
+        phase = {schedules.Forward: "forward", schedules.Backward: "backward"}
+        self._actions = [(phase[type(a)], a.stage, a.micro) for a in computes]
         self._window = self._in_flight()
         self._work = native.aligned((self._window, work_bytes), np.uint8, zero=False)
         self.work_bytes = self._work.nbytes
         self._keep: list[Any] = []
         self._code = [{(p.phase, p.stage): self._steps(p) for p in one.mine} for one in prepared]
         self._plan_sums()
-        bucket = self.parts.buckets[0]
         scatter = self.parts.stage > 0 and comm.size > 1
-        floats = bucket.floats if recorded.train else 0
-        how, plan = (lay.reduction, comm), self.plan
+        floats = self.parts.buckets[0].floats if recorded.train else 0
         self._sum = recorded.kept(
-            ("sum", self._late),
-            lambda: strategy.make(*how, plan, floats, lay.workers, scatter=scatter, content=recorded.content()),
+            ("sum", self._late), lambda: self._reduction(floats, scatter=scatter, content=recorded.content())
         )
-        self._stats = recorded.kept(
-            ("statistics", self._late), lambda: strategy.make(*how, plan, lib.stats, lay.workers)
-        )
+        self._stats = recorded.kept(("statistics", self._late), lambda: self._reduction(lib.stats))
         self.reductions = (self._sum, self._stats)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
@@ -105,7 +97,6 @@ class PipelineRunner(Runner):
         self.updates = self._updates() if recorded.train else []
         self._counted = self._share_of_norm() if recorded.train else []
         self.result = np.zeros(lib.stats, np.float32)
-        self.waited = self.computed = 0.0
 
     # --- preparation ---
 
@@ -228,7 +219,7 @@ class PipelineRunner(Runner):
             c.first = (run + m) * self.shard_size
             c.valid = min(self.shard_size, self.samples - c.first)
             c.rows = self.context.rows + 8 * c.first
-            here, which = self._work[slot], int(self.own_tail and c.valid < self.shard_size)
+            here, which = self._work[slot], -1 if c.valid < self.shard_size else 0  # of the programs
             stats_at = self._stats_at[which]
             if m not in seen:
                 seen.add(m)
@@ -238,16 +229,12 @@ class PipelineRunner(Runner):
             bases[native.GRADS] = grads[self._buffer[m]].ctypes.data
             for step in self._code[which][phase, stage]:
                 if isinstance(step, Native):
-                    started = time.perf_counter()
                     lib.run(step.address, step.records, c, bases_address)
-                    self.computed += time.perf_counter() - started
                 elif isinstance(step, Move):
                     self._move(step, m, here, pending)
                 else:
-                    started = time.perf_counter()
                     step[slot]()
                     self.bytes_moved += step[slot].sent
-                    self.waited += time.perf_counter() - started
             if i in self._ends:
                 stats[self._buffer[m]] = here[stats_at : stats_at + stats_bytes].view(np.float32)
                 if not self._late:
@@ -276,16 +263,10 @@ class PipelineRunner(Runner):
             pending.append(self.groups.pp.send(value.copy(), t.target, tag, wait=False))
             self.bytes_moved += t.size
         else:
-            started = time.perf_counter()
             self.groups.pp.recv(value, t.source, tag)
-            self.waited += time.perf_counter() - started
 
     def _add(self, m: int) -> None:
         with np.errstate(all="ignore"):  # whether a sum is finite is looked at where the step is taken
             for a, b in self._adds.get(m, ()):
                 self._sum.buffers[a] += self._sum.buffers[b]
                 self._stats.buffers[a] += self._stats.buffers[b]
-
-
-def _phase(action: schedules.Compute) -> str:
-    return "forward" if isinstance(action, schedules.Forward) else "backward"

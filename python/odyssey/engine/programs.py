@@ -344,18 +344,16 @@ class Programs:
 
     # --- a pass ---
 
-    @contextlib.contextmanager
-    def _modes(self) -> Iterator[None]:
-        """Sets the modes of a pass: in training each layer is in the mode that the user has put it in."""
-        with contextlib.nullcontext() if self.train else in_mode(self.model, False):
-            yield
-
     def traced(self, executor: Executor, n: int, form: Form) -> list[tuple[Any, str]]:
         """Runs the model once with an executor; returns the attributes of modules that this has set."""
         executor.conv_algorithm = self.conv_algorithm
-        with self._modes(), using(executor), contextlib.nullcontext() if self.train else no_grad():
-            with setting_versions.unnoticed() as written:
-                self._pass(executor, n, form)
+        with contextlib.ExitStack() as stack:
+            if not self.train:  # in training each layer is in the mode that the user has put it in
+                stack.enter_context(in_mode(self.model, False))
+                stack.enter_context(no_grad())
+            stack.enter_context(using(executor))
+            written = stack.enter_context(setting_versions.unnoticed())
+            self._pass(executor, n, form)
         self.outputs = executor.outputs
         self.by_forward.update((id(owner), name) for owner, name in written)
         return written

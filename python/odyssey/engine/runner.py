@@ -16,6 +16,7 @@ from ..data.nested import Form
 from ..optim import Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
+from ..parallel import strategy
 from ..parallel.mesh import Groups
 from ..parallel.reduction import Reduction
 from ..parallel.strategy import Content
@@ -73,17 +74,16 @@ class Program(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Parts that a runner is made from: the program of one shard as this rank runs it, and where shards are computed.
+    """Parts that a runner is made from: programs as this rank runs them, and where shards are computed.
 
-    tail: that of the last shard, which has fewer samples; the same records with other sizes. None: it is filled up.
-    trace: runs the model once with an executor. parts: which parameters this rank computes with and updates. counted:
-    runs of the arena whose gradients are this rank's share of the global norm. memories: what a strategy keeps from
-    step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step. reductions: of batches
-    of this size, made for whatever program came first.
+    programs: of a shard and, where it has fewer samples and is not filled up, of the last one: the same records with
+    other sizes. trace: runs the model once with an executor. parts: which parameters this rank computes with and
+    updates. counted: runs of the arena whose gradients are this rank's share of the global norm. memories: what a
+    strategy keeps from step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step.
+    reductions: of batches of this size, made for whatever program came first.
     """
 
-    whole: Program
-    tail: Program | None
+    programs: list[Program]
     trace: Callable[[Any], None]
     arena: Arena
     layout: Layout
@@ -92,7 +92,6 @@ class Recorded(NamedTuple):
     seed: int
     precision: str
     samples: int
-    shard_size: int
     form: Form
     parts: Parts | None
     cut_automatically: bool
@@ -101,11 +100,6 @@ class Recorded(NamedTuple):
     memories: dict[int, dict[str, Any]]
     warnings: list[str]
     reductions: dict[Any, Any]
-
-    @property
-    def programs(self) -> list[Program]:
-        """Programs of whole shards, and of the last one where it has one of its own."""
-        return [self.whole] if self.tail is None else [self.whole, self.tail]
 
     def kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """The reduction of this name, made when it is first asked for: a collective call."""
@@ -161,6 +155,7 @@ class Sums:
 class Runner:
     """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner."""
 
+    plan: planning.Plan  # of the shards of this process
     work_bytes = 0  # activations and scratch memory
     shares_work = True  # with other runners (Storage)
     reductions: Sequence[Reduction] = ()  # that it uses, between processes
@@ -174,13 +169,17 @@ class Runner:
     _code: int | None = None
 
     def __init__(self, recorded: Recorded) -> None:
-        self.recorded, self.samples, self.shard_size = recorded, recorded.samples, recorded.shard_size
+        self.recorded, self.samples, self.shard_size = recorded, recorded.samples, recorded.programs[0].samples
         self.shards = planning.shard_count(self.samples, self.shard_size)
-        self.own_tail = recorded.tail is not None  # the last shard has a program of its own
         self.context = native.Context(seed=recorded.seed)
         self.batch: Batch | None = None  # that is being run
         self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
+
+    def _reduction(self, floats: int, **more: Any) -> Reduction:
+        """A reduction of so many floats for the plan of this runner; a collective call."""
+        lay = self.recorded.layout
+        return strategy.make(lay.reduction, self.recorded.groups.dp, self.plan, floats, lay.workers, **more)
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes that this rank has sent so far, those that the tree would have sent uncompressed, and those of the sent

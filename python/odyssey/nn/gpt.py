@@ -90,9 +90,8 @@ class Decoder(Module):
 class GPT(Module):
     """Token ids (N, T), T up to `context`, to the logits (N, T, vocab_size) of the tokens that follow each.
 
-    Weights are normal with deviation 0.02, of the layers that end a
-    residual branch by sqrt(2 layers) less, biases 0 (GPT-2). `dropout` acts on embeddings, on the probabilities of
-    attention and on what each branch adds.
+    Weights are normal with deviation 0.02, of the layers that end a residual branch by sqrt(2 layers) less, biases 0
+    (GPT-2). `dropout` acts on embeddings, on the probabilities of attention and on what each branch adds.
 
     Args:
         context: longest sequence.

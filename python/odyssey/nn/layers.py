@@ -21,6 +21,11 @@ from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, ShapeError
 from .module import Module, normal, uniform
 
+__all__ = [
+    "AdaptiveAvgPool2d", "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "Conv1d", "Conv2d", "Dropout", "Dropout2d",
+    "Embedding", "Flatten", "GroupNorm", "Identity", "LayerNorm", "Linear", "MaxPool2d", "MultiheadAttention", "RMSNorm"
+]  # fmt: skip
+
 
 def _at_least_one(layer: str, **sizes: int) -> None:
     for name, value in sizes.items():
@@ -147,6 +152,7 @@ class Activation(Module):
     arguments are those of the function behind x."""
 
     function: Callable[..., Tensor]
+    settings: tuple[str, ...]  # names of its arguments
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__()
@@ -158,24 +164,15 @@ class Activation(Module):
         vars(self).update(self.arguments)  # which a resume compares
 
     def forward(self, x: Tensor) -> Tensor:
-        return type(self).function(x, **self.arguments)
+        return type(self).function(x, **{name: getattr(self, name) for name in self.settings})
 
 
 def activation(name: str, doc: str, function: Callable[..., Tensor]) -> type[Activation]:
     """The layer of an activation."""
-    body = {"__doc__": doc, "__module__": __name__, "function": staticmethod(function)}
+    behind_x = list(inspect.signature(function).parameters.values())[1:]
+    body = {p.name: p.default for p in behind_x if p.name != "inplace"}
+    body |= {"__doc__": doc, "__module__": __name__, "function": staticmethod(function), "settings": tuple(body)}
     return type(name, (Activation,), body)
-
-
-class LeakyReLU(Module):
-    """x above 0, negative_slope x elsewhere; see functional.leaky_relu."""
-
-    def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
-        super().__init__()
-        self.negative_slope = negative_slope
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(x, self.negative_slope)
 
 
 class LayerNorm(Module):
@@ -225,10 +222,8 @@ class RMSNorm(Module):
 
 
 class GroupNorm(Module):
-    """Channels (N, C, ...) in groups, each group of a sample with mean 0 and variance 1, times weight plus bias (C).
-
-    Wu, He 2018.
-    """
+    """Channels (N, C, ...) in groups, each group of a sample with mean 0 and variance 1, times weight plus bias (C)
+    (Wu, He 2018)."""
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
         super().__init__()

@@ -12,9 +12,12 @@ from ..core.tensor import Tensor
 from ..errors import ConfigError
 from .module import Module
 
+__all__ = ["BCEWithLogitsLoss", "CrossEntropyLoss", "L1Loss", "MSELoss", "NLLLoss", "SmoothL1Loss"]
+
 
 class _Loss(Module):
     reductions: tuple[str, ...] = ("mean", "sum")
+    function: Callable[..., Tensor]
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
@@ -22,6 +25,9 @@ class _Loss(Module):
             allowed = ", ".join(map(repr, self.reductions))
             raise ConfigError(f"[{type(self).__name__}] reduction is {reduction!r}; allowed are {allowed}")
         self.reduction = reduction
+
+    def forward(self, x: Tensor, target: Any) -> Tensor:
+        return type(self).function(x, target, self.reduction)
 
 
 class CrossEntropyLoss(_Loss):
@@ -45,18 +51,13 @@ class CrossEntropyLoss(_Loss):
 class NLLLoss(_Loss):
     """Negative log-likelihood of log-probabilities (N, classes) and class indices (N); see functional.nll_loss."""
 
-    def forward(self, x: Tensor, target: Any) -> Tensor:
-        return F.nll_loss(x, target, self.reduction)
+    function = staticmethod(F.nll_loss)
 
 
 class _Elementwise(_Loss):
     """A loss of each number of the output, against a target of its shape."""
 
     reductions = ("mean", "sum", "none")
-    function: Callable[..., Tensor]
-
-    def forward(self, x: Tensor, target: Any) -> Tensor:
-        return type(self).function(x, target, self.reduction)
 
 
 class MSELoss(_Elementwise):

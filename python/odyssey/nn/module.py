@@ -243,13 +243,11 @@ class Module:
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, each once."""
-        for _, p in self.named_parameters():
-            yield p
+        return (p for _, p in self.named_parameters())
 
     def buffers(self) -> Iterator[Buffer]:
         """All buffers, each once."""
-        for _, b in self.named_buffers():
-            yield b
+        return (b for _, b in self.named_buffers())
 
     def to(self, device: int | str | Device) -> Module:
         """Places the parameters of this module and all below it (placement.device), and returns the module. One that

@@ -146,15 +146,12 @@ class PipelineParallel(Module):
             )
         if schedule not in PIPELINES:
             raise ConfigError(f"[pipeline] schedule is {schedule!r}; choose from {', '.join(PIPELINES)}")
+        self.micro_batch_size, self.schedule, self.loss = micro_batch_size, schedule, loss
         for i, stage in enumerate(stages):
             if stage.device is None:
                 stage.to(i)
-        check_places(schedule, [s.device.slot for s in stages])
-        self.micro_batch_size = micro_batch_size
-        self.schedule = schedule
-        self.loss = loss
-        for i, stage in enumerate(stages):
             setattr(self, str(i), stage)
+        check_places(schedule, self.places)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -85,7 +85,8 @@ def restore(model: Any, saved: Mapping[str, Any]) -> None:
         found.append((parameters[path] if frozen else modules[path], name, copy.deepcopy(value)))
     for owner, name, value in found:
         before = getattr(owner, name, None)
-        if is_value(before) and encoded(before) == encoded(value) and name in {**vars_of(owner), "requires_grad": 0}:
+        own = {"requires_grad", *getattr(owner, "__dict__", ())}  # a parameter has slots
+        if is_value(before) and encoded(before) == encoded(value) and name in own:
             continue
         if type(before) is type(value) is list:  # others may hold the list itself
             before[:] = value
@@ -94,8 +95,3 @@ def restore(model: Any, saved: Mapping[str, Any]) -> None:
             before.update(value)
         else:
             setattr(owner, name, value)
-
-
-def vars_of(owner: Any) -> Mapping[str, Any]:
-    """An object's own attributes; those of one with slots are none."""
-    return getattr(owner, "__dict__", {})

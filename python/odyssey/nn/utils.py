@@ -21,14 +21,10 @@ __all__ = ["clip_grad_norm_", "global_norm"]
 Run = tuple[int, int]  # address of float32 numbers, how many
 
 
-def _same(a: np.ndarray) -> np.ndarray:
-    return a
-
-
 def global_norm(
     runs: Sequence[Run],
-    largest: Callable[[np.ndarray], np.ndarray] = _same,
-    total: Callable[[np.ndarray], np.ndarray] = _same,
+    largest: Callable[[np.ndarray], np.ndarray] = lambda a: a,
+    total: Callable[[np.ndarray], np.ndarray] = lambda a: a,
     machine: Any = None,
 ) -> float:
     """The norm of all runs together; infinite or NaN if a number is.
@@ -69,7 +65,7 @@ class HostNorm:
         records = np.zeros((len(runs), lib.record), np.int64)
         for row, (at, n), y in zip(records, runs, out, strict=False):
             row[: 4 + len(more)] = (lib.codes[op], y.ctypes.data, at, n, *more)
-        lib.run(records.ctypes.data, len(records), native.context("norm"))
+        lib.run(records.ctypes.data, len(records), native.Context(what="norm"))
         return out
 
 
@@ -103,5 +99,5 @@ def clip_grad_norm_(
         records = np.zeros((len(runs), lib.record), np.int64)
         for row, (at, n) in zip(records, runs, strict=True):
             row[:5] = (lib.codes["scale"], at, at, native.float_bits(max_norm / norm), n)
-        lib.run(records.ctypes.data, len(records), native.context("norm"))
+        lib.run(records.ctypes.data, len(records), native.Context(what="norm"))
     return norm

@@ -223,7 +223,7 @@ class Kernels:
         self._records = np.zeros((len(calls), lib.record), np.int64)
         for row, arguments in zip(self._records, calls, strict=True):
             row[: 1 + len(arguments)] = encode(lib, op, arguments, lambda m: m.address)
-        self._context = native.context("sum")
+        self._context = native.Context(what="sum")
 
     def run(self) -> None:
         """Calls them."""

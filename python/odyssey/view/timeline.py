@@ -158,7 +158,7 @@ class Timeline:
 
     def _program(self, lib: native.Library, address: int, records: int) -> int:
         """The number of a program: of those at its address, the one with these very records."""
-        content = native.copied(address, 8 * lib.record * records)
+        content = native.memory(address, 8 * lib.record * records).tobytes()
         known = self._programs.setdefault((address, records), [])
         for before, number in known:
             if before == content:

@@ -6,6 +6,7 @@ plan.py and runner.py; here is what lasts.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core import native as host
-from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Event, Gpu, GpuStep, StepBlock, library
+from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Gpu, GpuStep, StepBlock, library
 from ...errors import DeviceError
 from ...optim import Update
 from . import graph
@@ -44,7 +45,7 @@ class Worker:
         self.written_for: Any = None  # whom the block's lasting fields were written for
         self.turn = 0  # of the two places for batches that are brought
         self.prefetched: Any = None  # the last one: who asked for it, the batch, where it is
-        self._events: list[Event] = []
+        self.events = [self.gpu.event(), self.gpu.event()]  # of the two places: the copy into it is done
         self.block = self.area("block", BLOCK_BYTES)
         self.host_block = self.pinned("block", BLOCK_BYTES)
         self.host_params = StepBlock.from_address(self.host_block.ctypes.data)
@@ -71,13 +72,6 @@ class Worker:
                 self.gpu.free(self._pinned.pop(name).ctypes.data)
             self._pinned[name] = self.gpu.pinned(max(nbytes, 16))
         return self._pinned[name][:nbytes]
-
-    @property
-    def events(self) -> list[Event]:
-        """Events of the two places for batches: the copy into it is done."""
-        if not self._events:
-            self._events = [self.gpu.event(), self.gpu.event()]
-        return self._events
 
     def copy(self, other: Worker, to: int, at: int, nbytes: int) -> None:
         """Enqueues a copy of `nbytes` to an address here from one on another worker's device, or on this one."""
@@ -130,7 +124,6 @@ class DeviceGroup:
     """
 
     def __init__(self, numbers: Sequence[int], arena: Arena) -> None:
-        numbers = list(numbers)
         self.workers = [Worker(n) for n in numbers]
         self.arena = arena
         _ = arena.params  # as another trainer's GPUs left them
@@ -138,7 +131,7 @@ class DeviceGroup:
         arena.mirror = self.parameters
         self._state: Mirror | None = None
         self._offloaded: Offloaded | None = None
-        self._records = [np.zeros((3, host.library().record), np.int64) for _ in numbers]  # of an update
+        self._records = [np.zeros((3, host.library().record), np.int64) for _ in self.workers]  # of an update
         self._checks: list[Fingerprints] = []
         self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
         self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
@@ -155,20 +148,15 @@ class DeviceGroup:
 
     def _peers(self) -> None:
         """Lets every device read the others' memory where it can; where not, the driver copies through the host."""
-        self.direct = True
-        for a in self.gpus:
-            for b in self.gpus:
-                if a.number != b.number and not a.reaches(b):
-                    self.direct = False
+        for a, b in itertools.permutations(self.gpus, 2):
+            if a.number != b.number:
+                a.reaches(b)
 
     def describe(self) -> str:
         """One line for the user."""
-        names = [g.name for g in self.gpus]
         devices = {g.number: g.name for g in self.gpus}
         text = ", ".join(f"gpu:{n} {name}" for n, name in sorted(devices.items()))
-        if len(devices) < len(names):
-            text += f" ({len(names)} workers)"
-        return text
+        return f"{text} ({len(self.gpus)} workers)" if len(devices) < len(self.gpus) else text
 
     def keep(self, optimizer: Optimizer, offload: str | Path | None = None, window: int = 0) -> None:
         """Takes the optimizer's state to the devices, or to where it is offloaded: "cpu", or `window` floats of it at a
@@ -224,7 +212,7 @@ class DeviceGroup:
         optimizer.steps += 1
         optimizer._recorded.begin_step()
         own = divisor == sums.samples_address
-        value = 0.0 if own else float(host.memory(divisor, 4).view(np.float32)[0])
+        value = 0.0 if own else host.float_at(divisor)
         for w, worker in enumerate(self.workers):
             result = sums.results[w]
             by = result + 4 * (n + 1)
@@ -324,7 +312,8 @@ class DeviceGroup:
             for worker, gone in zip(self.workers, self._data.pop(k)[1], strict=True):
                 if gone is not None:
                     gone.free(worker)
-        placed = [Placed(worker, data) if fits(worker, data) else None for worker in self.workers]
+        nbytes = sum(a.nbytes for a in data.all_arrays)
+        placed = [Placed(w, data) if nbytes <= DATA_SHARE * w.gpu.memory()[0] else None for w in self.workers]
         self._data[key] = (weakref.ref(data), placed)
         return placed
 
@@ -373,11 +362,6 @@ class Fingerprints:
             self._gpu.synchronize()
         self._enqueued = self._here = False
         return [int(value) for value in self._out]
-
-
-def fits(worker: Worker, data: ArrayDataset) -> bool:
-    """Returns whether a data set leaves enough of the free memory to the training."""
-    return sum(a.nbytes for a in data.all_arrays) <= DATA_SHARE * worker.gpu.memory()[0]
 
 
 class Placed:

@@ -75,11 +75,11 @@ class GpuRunner(Runner):
         lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        records = rewrite.fuse(recorded.whole.records)
+        records = rewrite.fuse(recorded.programs[0].records)
         rewrite.check(records)
         self.work_floats = plan_memory(records) // 4
         self.once = rewrite.written_once(records, arena)
-        self._constants: list[tuple[Any, list[int]]] = []
+        self._constants: dict[int, tuple[Any, list[int]]] = {}  # by id; memory, and its copies by worker
         self._tables = [
             rewrite.serialize(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
             for w in range(len(self.group.workers))
@@ -107,17 +107,13 @@ class GpuRunner(Runner):
 
     def _constant(self, memory: Any, w: int) -> int:
         """A copy on worker w's device of what a program names by address, such as the zeros of a missing bias."""
-        for known, addresses in self._constants:
-            if known is memory:
-                return addresses[w]
-        addresses = []
-        for worker in self.group.workers:
-            at = worker.gpu.allocate(memory.array.nbytes)
-            worker.gpu.upload(at, memory.array)
-            worker.gpu.synchronize()
-            addresses.append(at)
-        self._constants.append((memory, addresses))
-        return addresses[w]
+        if id(memory) not in self._constants:
+            addresses = [worker.gpu.allocate(memory.array.nbytes) for worker in self.group.workers]
+            for worker, at in zip(self.group.workers, addresses, strict=True):
+                worker.gpu.upload(at, memory.array)
+                worker.gpu.synchronize()
+            self._constants[id(memory)] = memory, addresses
+        return self._constants[id(memory)][1][w]
 
     def _limit(self, most: int) -> int:
         """Shards that fit into a device at a time, and into a launch; the same on all workers of this process."""
@@ -208,14 +204,10 @@ class GpuRunner(Runner):
                 context.samples, context.shard_size = self.samples, self.shard_size
                 images, arrays, rows, context.scale, context.shift, context.bytes = where
                 context.images, context.arrays = images, arrays
-                context.rows = rows + 8 * (first - self._first(w))
+                context.rows = rows + 8 * (first - self._batches[w].first)
             params.context.step, params.context.loss_scale = self.context.step, self.context.loss_scale
             gpu.upload(worker.block, worker.host_block)
             piece.enqueue(self.group)
-
-    def _first(self, w: int) -> int:
-        """Position in the global batch of worker w's first sample."""
-        return min(self.runs[w][0] * self.shard_size, self.samples)
 
     def _prepare(self, w: int, worker: Worker, plan: pieces.WorkerPlan) -> _Prepared:
         """Sets what does not change from step to step, while the worker's areas stay where they are."""
