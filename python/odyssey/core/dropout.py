@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..errors import ShapeError
 from . import native
 from .program import current
-from .shapes import batched
-from .tape import Tensor, adjoint, attach, empty, to_lanes
+from .shapes import adjoint, batched
+from .tape import Tensor, attach, empty, to_lanes
 
 
 def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:

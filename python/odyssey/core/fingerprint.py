@@ -1,17 +1,11 @@
 """64-bit fingerprints of float32 numbers by their bits: of all weights, or of all gradients, after each step.
 
 A fingerprint is a sum over the numbers of a whole, modulo 2^64, in which the 32 bits of number i are multiplied with an
-odd key that depends on i alone (mojo/kernels/fingerprint.mojo). From that follows:
-
-- It does not depend on the layout. Ranks that have parts of an arena take the fingerprints of what they have; the sum
-  over ranks (`add`) is that of the whole, if each number is counted once. Zeros, such as padding, count nothing.
-- Any change of one number changes it: the difference is key(i) d with 0 < |d| < 2^32, and an odd number times d is not
-  0 modulo 2^64. Changes of several numbers cancel with a probability of about 2^-32 in the worst case (only signs
-  change) and 2^-63 in the best, if the keys are taken as random.
-- Bits are bits: -0 and 0 differ, and so do two NaNs of different bits.
-
-What it is not: cryptographic. Whoever knows the keys can make two models of one fingerprint; files are protected by
-SHA-256 (checkpoints).
+odd key that depends on i alone (mojo/kernels/fingerprint.mojo). So it does not depend on the layout: ranks `add` those
+of what they have, each number counted once, and zeros, such as padding, count nothing. Any change of one number changes
+it: an odd number times d is not 0 modulo 2^64 for 0 < |d| < 2^32. Changes of several numbers cancel with a probability
+of about 2^-32 in the worst case (only signs change) and 2^-63 in the best, if the keys are taken as random. -0 and 0
+differ, and so do NaNs of different bits. It is not cryptographic: files are protected by SHA-256 (checkpoints).
 """
 
 from __future__ import annotations

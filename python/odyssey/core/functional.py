@@ -30,12 +30,10 @@ from .products import linear as linear
 from .products import pad2d as pad2d
 from .program import ONNX, Memory, OwnMemory, Recorder, ShardEager, current
 from .shapes import *  # noqa: F403
-from .shapes import as_tensor, axis_of, batched, pad, reshape, tokens, transpose
-from .tape import Tensor, adjoint, attach, empty, in_checkpoint, make
+from .shapes import adjoint, as_tensor, axis_of, batched, pad, reshape, tokens, transpose
+from .tape import Tensor, attach, empty, in_checkpoint, make
 from .tape import to_lanes as to_lanes
 from .tape import to_rows as to_rows
-
-# --- places -----------------------------------------------------------------------------
 
 
 def to(x: Tensor, device: int | str | Device) -> Tensor:
@@ -56,20 +54,11 @@ def to(x: Tensor, device: int | str | Device) -> Tensor:
     return attach(moved(x), (x,), lambda dy: (moved(dy),), where)
 
 
-# --- numbers ---------------------------------------------------------------------------------
-
-
-def _clamp(x: Tensor, limit: float) -> Tensor:
-    """The nearest numbers from -limit to limit; a constant, without a gradient."""
-    y = empty(x.shape, x.layout)
-    current().emit("clamp", y.memory, x.memory, float(limit), y.floats)
-    return attach(y, (x.detach(),), lambda dy: (None,))
-
-
 # --- layers -----------------------------------------------------------------------------------
 
 
-def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[int, ...]:
+def _pooled(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """What a pooling of x gives, not computed yet, and the sizes of its record. Raises ShapeError."""
     r, t = pair(kernel)
     s = r if stride is None else one(name, "stride", stride)
     if r < 1 or t < 1 or s < 1:
@@ -78,7 +67,9 @@ def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[int, ..
         raise ShapeError(f"[{name}] a window of {r} x {t} does not fit an input of shape {x.shape}, (N, C, H, W)")
     if stride is None and r != t:
         raise ShapeError(f"[{name}] a window of {r} x {t} needs a stride; give one")
-    return (x.shape[2], x.shape[3], r, t, s)
+    n, c, h, w = x.shape
+    y = empty((n, c, (h - r) // s + 1, (w - t) // s + 1), x.layout)
+    return y, (x.groups * c, h, w, r, t, s)
 
 
 def max_pool2d(
@@ -94,27 +85,22 @@ def max_pool2d(
     x = batched(x)
     if ph or pw:
         x = pad(x, (pw, pw, ph, ph), value=-math.inf)
-    sizes = _pool_sizes("max_pool2d", x, kernel_size, stride)
-    h, w, r, t, s = sizes
+    y, sizes = _pooled("max_pool2d", x, kernel_size, stride)
+    r, t = sizes[3:5]
     if r * t > 256:
         raise ShapeError(f"[max_pool2d] a window of {r} x {t} has {r * t} places; at most 256 are supported")
-    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
-    argmax, saved = current().alloc(y.floats), y.memory
-    planes = x.groups * x.shape[1]
-    current().emit("maxpool_forward", y.memory, argmax, x.memory, planes, *sizes, layout=x.layout)
-    backward = adjoint("maxpool_backward", x, argmax, saved, planes, *sizes, 0, layout=x.layout)
+    argmax = current().alloc(y.floats)
+    current().emit("maxpool_forward", y.memory, argmax, x.memory, *sizes, layout=x.layout)
+    backward = adjoint("maxpool_backward", x, argmax, y.memory, *sizes, 0, layout=x.layout)
     return attach(y, (x,), backward, name="max_pool2d")
 
 
 def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
     """Mean of each window of x (N, C, H, W); stride = kernel_size unless given."""
     x = batched(x)
-    sizes = _pool_sizes("avg_pool2d", x, kernel_size, stride)
-    h, w, r, t, s = sizes
-    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
-    planes = x.groups * x.shape[1]
-    current().emit("avgpool_forward", y.memory, x.memory, planes, *sizes, layout=x.layout)
-    backward = adjoint("avgpool_backward", x, planes, *sizes, layout=x.layout)
+    y, sizes = _pooled("avg_pool2d", x, kernel_size, stride)
+    current().emit("avgpool_forward", y.memory, x.memory, *sizes, layout=x.layout)
+    backward = adjoint("avgpool_backward", x, *sizes, layout=x.layout)
     return attach(y, (x,), backward, name="avg_pool2d")
 
 
@@ -431,7 +417,9 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
         return l1_loss(x, target, reduction)
     x, t = _difference("smooth_l1_loss", x, target)
     d = x - t
-    c = _clamp(d, beta)
+    c = empty(d.shape, d.layout)  # the nearest numbers from -beta to beta; a constant, without a gradient
+    current().emit("clamp", c.memory, d.memory, float(beta), c.floats)
+    attach(c, (d.detach(),), lambda dy: (None,))
     # c (d - c / 2) / beta; its derivative is c / beta, as if c were a constant: d = c, or c does not change
     return _reduced("smooth_l1_loss", c * (d - c * 0.5) * (1 / beta), reduction)
 

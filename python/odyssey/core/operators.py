@@ -19,6 +19,7 @@ from .program import ONNX, Slot, current
 from .shapes import (
     AXES,
     Dims,
+    adjoint,
     as_lanes,
     axes_of,
     axis_of,
@@ -35,7 +36,7 @@ from .shapes import (
     unsqueeze,
     without,
 )
-from .tape import Shape, Tensor, adjoint, attach, empty, make, new_like, to_lanes, to_rows
+from .tape import Shape, Tensor, attach, empty, make, new_like, to_lanes, to_rows
 
 __all__ = [
     "add", "argmax", "clamp", "divide", "embedding", "eq", "exp", "ge", "gt", "le", "log", "lt", "masked_fill",

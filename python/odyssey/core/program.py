@@ -375,9 +375,6 @@ def _place(slots: list[Slot]) -> int:
     return total
 
 
-# --- what need not be repeated ---------------------------------------------------------------
-
-
 def eliminate_dead_code(records: list[Record]) -> list[Record]:
     """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often is."""
     read: set[int] = set()

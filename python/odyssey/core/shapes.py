@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from . import native
 from .program import ONNX, Memory, Recorder, ShardEager, current
-from .tape import Shape, Tensor, adjoint, attach, empty, empty_like, layout_of, make, to_lanes, to_rows
+from .tape import Backward, Shape, Tensor, attach, empty, empty_like, layout_of, make, to_lanes, to_rows
 
 __all__ = [
     "cat", "chunk", "expand", "flatten", "getitem", "pad", "permute", "reshape", "split", "squeeze", "stack", "sum",
@@ -95,6 +95,18 @@ def _copy(
     """Copies dims numbers from x, from number x0 on at strides xs, to y."""
     sizes = merged(name, AXES, dims, ys, xs)
     current().emit("copy_strided", y, x, y0, x0, *(n for column in sizes for n in column))
+
+
+def adjoint(op: str, x: Tensor, *args: Any, layout: str = "lanes") -> Backward:
+    """The backward of an op of one input: a record of `op` that makes dx, in the shape of x, of dy and `args`."""
+    shape, own = x.shape, x.layout
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(shape, own)
+        current().emit(op, dx.memory, dy.memory, *args, layout=layout)
+        return (dx,)
+
+    return backward
 
 
 class Size(int):

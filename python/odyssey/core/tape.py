@@ -376,18 +376,6 @@ def attach(
     return out
 
 
-def adjoint(op: str, x: Tensor, *args: Any, layout: str = "lanes") -> Backward:
-    """The backward of an op of one input: a record of `op` that makes dx, in the shape of x, of dy and `args`."""
-    shape, own = x.shape, x.layout
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(shape, own)
-        program.current().emit(op, dx.memory, dy.memory, *args, layout=layout)
-        return (dx,)
-
-    return backward
-
-
 def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
     """fn(*args) with one node on the tape instead of one per op; nn/checkpoint.py says what for.
 

@@ -2,3 +2,4 @@
 
 from . import functional  # noqa: F401 - gives Tensor its operators and methods
 from .tape import *  # noqa: F403
+from .tape import __all__ as __all__

@@ -47,7 +47,7 @@ class DirectRunner(Runner):
             work_bytes = max(plan_memory(records) for records in programs)
             threads = len(self.plan.threads)
             work = recorded.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            locate = None if recorded.train else self._without_gradients
+            locate = None if recorded.train else lambda space, at: at - arena.size if space == native.GRADS else at
             self.step.take([serialize(records, arena, self._keep, locate) for records in programs])
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
@@ -63,9 +63,6 @@ class DirectRunner(Runner):
         if self.recorded.layout.zero == 0:
             return [Update(arena.address(native.PARAMS), at, 0, arena.size, 0)]
         return [u for b in range(len(parts.buckets)) for u in parts.updates(b, lambda p: at + 4 * p.lo)]
-
-    def _without_gradients(self, space: int, offset: int) -> int:
-        return offset - self.recorded.arena.size if space == native.GRADS else offset
 
     def run(self) -> Sums:
         s = self.step

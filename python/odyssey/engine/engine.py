@@ -52,9 +52,6 @@ class Engine:
         model, loss: called as loss(model(x), labels) for each shard.
         arena: the model's parameters.
         groups: this rank's communicators along the axes of the mesh.
-        train: whether to run a backward pass.
-        precision: of the products (precision.py).
-        conv_algorithm: of the convolutions (products.py).
         scaled: whether gradients come out multiplied by `loss_scale`.
         like: the training engine, whose parts and places an engine for evaluation shares.
         team: the GPUs of this process, if the layout names some.
