@@ -138,4 +138,4 @@ def test_no_built_in_model_is_told(name, precision):
     trainer.say = looked.append
     trainer.train_step(batch_of(name, 10))
     assert not told(looked)
-    assert not trainer._eval.runners and not trainer._eval._storage.arrays  # it was looked at, and nothing is kept
+    assert not trainer._eval.runners and not trainer._eval.storage.arrays  # it was looked at, and nothing is kept

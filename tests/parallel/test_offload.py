@@ -75,7 +75,7 @@ def test_the_bits_of_memory_also_over_resumes(tmp_path, ranks, settings):
     for got, trainer in mock.run(ranks, trained, there):
         assert got == one
         kept = [trainer.arena.grads, *trainer.optimizer.state.values()]
-        kept += [a for name, a in trainer._train._storage.arrays.items() if name.startswith("gradients")]
+        kept += [a for name, a in trainer._train.storage.arrays.items() if name.startswith("gradients")]
         assert all(in_a_file(a) for a in kept)
     assert not os.listdir(tmp_path / "files")  # nothing is left behind, and nothing has a name
     mock.run(ranks, trained, there, tmp_path / "a", 3)

@@ -119,7 +119,7 @@ def test_what_an_offloaded_training_has_in_memory(name, tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "SMALL", 64)
     (trainer,) = mock.run(1, lambda comm: stepped(comm, name, 4, offload=tmp_path))
     floats = [b.floats for b in trainer._train.ownership.parts.buckets]
-    arrays = trainer._train._storage.arrays
+    arrays = trainer._train.storage.arrays
     inside = {n: a.nbytes for n, a in arrays.items() if not in_a_file(a)}
     buffers = trainer._train.runners[0].plan.buffers  # of four shards on one thread: three
     assert buffers == 3 and inside.pop("work") == trainer.memory()["activations"]

@@ -22,7 +22,7 @@ from ..parallel import reduction
 from ..parallel.buckets import STATS, segments
 from .progress import Progress
 from .recompute import recompute
-from .runner import Recorded, Runner, Sums
+from .runner import Runner, Sums
 
 
 class BucketedRunner(Runner):
@@ -31,14 +31,13 @@ class BucketedRunner(Runner):
     waited: seconds spent waiting for reductions after the last segment.
     """
 
-    def __init__(self, recorded: Recorded) -> None:
-        super().__init__(recorded)
-        lay, comm, arena = recorded.layout, recorded.groups.dp, recorded.arena
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        lay, comm, arena, parts = self.layout, self.groups.dp, self.arena, self.parts
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
-        self.parts = parts = recorded.parts
         by_params = parts.partitioned or bool(lay.offload)
         programs: list[list[Record]] = []
-        for program in recorded.programs:  # the same segments, as they differ in sizes alone
+        for program in self.programs:  # the same segments, as they differ in sizes alone
             records = program.records if by_params else recompute(program.records)  # parameters would be brought twice
             records, self.segments = segments(records, arena, parts.buckets, by_params=by_params)
             programs.append(records)
@@ -46,7 +45,7 @@ class BucketedRunner(Runner):
         self._places = parts.places([s.params for s in self.segments]) if parts.partitioned else []
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = max(plan_memory(records) for records in programs)
-        self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
+        self._work = self.engine.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
         self.work_bytes = self._work.nbytes
         self._reductions: dict[int, reduction.Reduction] = {}
         self._own_grads: dict[int, np.ndarray] = {}
@@ -54,16 +53,16 @@ class BucketedRunner(Runner):
         self._keep: list[Any] = []
         self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
         self._steps = [self._step(i, programs) for i in range(len(self.segments))]
-        self.updates = self._updates() if recorded.train else []
+        self.updates = self._updates() if self.train else []
         self.waited = 0.0
 
     def _make_reductions(self) -> None:
-        recorded, parts, lib, several = self.recorded, self.parts, native.library(), self.recorded.groups.dp.size > 1
-        pooled = (parts.stage >= 2 and several) or bool(recorded.layout.offload)
+        parts, lib, several = self.parts, native.library(), self.groups.dp.size > 1
+        pooled = (parts.stage >= 2 and several) or bool(self.layout.offload)
         scatter = parts.stage > 0 and several
 
         def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
-            how = {"scatter": scatter, "shared": not pooled, "storage": storage, "content": recorded.content(b)}
+            how = {"scatter": scatter, "shared": not pooled, "storage": storage, "content": self.content(b)}
             return self._reduction(parts.buckets[b].floats, **how)
 
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
@@ -72,21 +71,21 @@ class BucketedRunner(Runner):
             # Of all buckets, as another program may write others. The largest does not always need most: with some
             # numbers of ranks this rank's range of a smaller one is longer.
             first = {bucket.floats: b for b, bucket in reversed(list(enumerate(parts.buckets)))}
-            needed = recorded.kept("needed", lambda: {n: make(b).floats_needed for n, b in sorted(first.items())})
+            needed = self._kept("needed", lambda: {n: make(b).floats_needed for n, b in sorted(first.items())})
             for turn in (0, 1):
                 taking = range(turn, len(parts.buckets), 2)
                 if taking:
                     most = max(needed[parts.buckets[b].floats] for b in taking)
-                    pool = recorded.storage(f"pool {turn}", 4 * most).view(np.float32)
+                    pool = self.engine.storage(f"pool {turn}", 4 * most).view(np.float32)
                     self._pools.update(dict.fromkeys(taking, pool))
         for b in written:
-            self._reductions[b] = recorded.kept(("bucket", b), lambda b=b: make(b, self._pools.get(b)))
+            self._reductions[b] = self._kept(("bucket", b), lambda b=b: make(b, self._pools.get(b)))
             if pooled:
                 a, z = parts.own[b]
-                made = recorded.storage(f"gradients {b}", 4 * (z - a), recorded.arena.make)
+                made = self.engine.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
                 self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
-        self._stats = recorded.kept("statistics", lambda: self._reduction(lib.stats))
+        self._stats = self._kept("statistics", lambda: self._reduction(lib.stats))
         self.marked = self._stats if several else None
         self.reductions = (*self._reductions.values(), self._stats)
 
@@ -96,7 +95,7 @@ class BucketedRunner(Runner):
         step = native.Step(
             threads=len(self.plan.threads),
             tables=self._tables.ctypes.data,
-            params=0 if self.parts.partitioned else self.recorded.arena.address(native.PARAMS),
+            params=0 if self.parts.partitioned else self.arena.address(native.PARAMS),
             work=self._work.ctypes.data,
             work_bytes=self._work.strides[0],
             slots=len(self._work),
@@ -107,14 +106,14 @@ class BucketedRunner(Runner):
             shard_size=self.shard_size,
             samples=self.samples,
         )
-        cut = (self.recorded.arena, self._keep, self._locate(i))
+        cut = (self.arena, self._keep, self._locate(i))
         step.take([serialize(records[s.start : s.stop], *cut) for records in programs])
         return step
 
     def _locate(self, i: int) -> Any:
         """Where an offset of the arena (in floats) is for the records of segment i, from the base of its space: that of
         parameters which come and go is address 0."""
-        parts, s, size = self.parts, self.segments[i], self.recorded.arena.size
+        parts, s, size = self.parts, self.segments[i], self.arena.size
 
         def locate(space: int, offset: int) -> int:
             if space == native.GRADS:
@@ -129,7 +128,7 @@ class BucketedRunner(Runner):
     def _updates(self) -> list[Update]:
         updates = []
         missing = [hi - lo for b, (lo, hi) in enumerate(self.parts.own) if b not in self._reductions]
-        zeros = self.recorded.storage("no gradients", 4 * max(missing, default=0), self.recorded.arena.make)
+        zeros = self.engine.storage("no gradients", 4 * max(missing, default=0), self.arena.make)
         zeros[:] = 0
         self._keep.append(zeros)
         for b in range(len(self.parts.buckets)):
@@ -145,7 +144,7 @@ class BucketedRunner(Runner):
 
     def run(self) -> Sums:
         pending: list[int] = []  # buckets whose reductions were started, in order
-        if not (self.recorded.layout.overlap and self.recorded.groups.dp.moved_by_calls):
+        if not (self.layout.overlap and self.groups.dp.moved_by_calls):
             return self._run(pending, nullcontext)
 
         def poll() -> None:
@@ -177,9 +176,9 @@ class BucketedRunner(Runner):
                 self._stats.start()
             elif reducing:
                 pending.append(s.grads)
-                if self.recorded.layout.overlap:
+                if self.layout.overlap:
                     self._reductions[s.grads].start()
-            if self.recorded.layout.overlap:
+            if self.layout.overlap:
                 for b in pending[done:]:
                     self._reductions[b].poll()
         computed = time.perf_counter()
@@ -190,7 +189,7 @@ class BucketedRunner(Runner):
         return Sums(stats.tolist(), stats[1:2].ctypes.data, self.updates)
 
     def _finish(self, b: int) -> None:
-        if not self.recorded.layout.overlap:
+        if not self.layout.overlap:
             self._reductions[b].start()
         result = self._reductions[b].finish()
         if self._pooled:

@@ -14,20 +14,20 @@ from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel.failures import StepOutcome
 from .recompute import recompute
-from .runner import Recorded, Runner, Sums
+from .runner import Runner, Sums
 
 
 class DirectRunner(Runner):
     """All shards of this process in one native call, one after the other on each thread, then one reduction."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        super().__init__(recorded)
-        lay, lib, arena, comm = recorded.layout, native.library(), recorded.arena, recorded.groups.dp
-        self.floats = (arena.size if recorded.train else 0) + lib.stats
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        lay, lib, arena, comm = self.layout, native.library(), self.arena, self.groups.dp
+        self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
-        content = recorded.content(whole=True)
-        self._reduce = recorded.kept("sums", lambda: self._reduction(self.floats, content=content))
+        content = self.content(whole=True)
+        self._reduce = self._kept("sums", lambda: self._reduction(self.floats, content=content))
         self.reductions = (self._reduce,)
         self.marked = self._reduce if comm.size > 1 else None
         tables = np.array(self.plan.tables(), np.int64)
@@ -43,11 +43,11 @@ class DirectRunner(Runner):
             samples=self.samples,
         )
         if lay.execution == "replay":
-            programs = [recompute(program.records) for program in recorded.programs]
+            programs = [recompute(program.records) for program in self.programs]
             work_bytes = max(plan_memory(records) for records in programs)
             threads = len(self.plan.threads)
-            work = recorded.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            locate = None if recorded.train else lambda space, at: at - arena.size if space == native.GRADS else at
+            work = self.engine.storage("work", threads * work_bytes).reshape(threads, work_bytes)
+            locate = None if self.train else lambda space, at: at - arena.size if space == native.GRADS else at
             self.step.take([serialize(records, arena, self._keep, locate) for records in programs])
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
@@ -55,12 +55,12 @@ class DirectRunner(Runner):
         self.result = result = self._reduce.result  # (floats,): gradients if it trains, then the statistics
         self.stats = result[self.stats_at :]
         self.samples_address = self.stats[1:].ctypes.data
-        self.updates = self._updates(result) if recorded.train else []
+        self.updates = self._updates(result) if self.train else []
         self.grad_bytes = 4 * self._reduce.floats_needed
 
     def _updates(self, result: np.ndarray) -> list[Update]:
-        arena, parts, at = self.recorded.arena, self.recorded.parts, result.ctypes.data
-        if self.recorded.layout.zero == 0:
+        arena, parts, at = self.arena, self.parts, result.ctypes.data
+        if self.layout.zero == 0:
             return [Update(arena.address(native.PARAMS), at, 0, arena.size, 0)]
         return [u for b in range(len(parts.buckets)) for u in parts.updates(b, lambda p: at + 4 * p.lo)]
 
@@ -68,8 +68,8 @@ class DirectRunner(Runner):
         s = self.step
         s.context = self.context
         s.rows = self.context.rows
-        if self.recorded.arena.mirror is not None:  # another trainer's GPUs may be ahead
-            s.params = self.recorded.arena.address(native.PARAMS)
+        if self.arena.mirror is not None:  # another trainer's GPUs may be ahead
+            s.params = self.arena.address(native.PARAMS)
         if self.marked is None:
             self._compute()
         else:
@@ -86,7 +86,7 @@ class DirectRunner(Runner):
     def _compute(self) -> None:
         """Computes this rank's shards: at once, or the same plan through Python, one shard after the other."""
         s, buffers = self.step, self._reduce.buffers
-        if self.recorded.layout.execution == "replay":
+        if self.layout.execution == "replay":
             native.library().step(s)
             return
         for a in itertools.chain(*self.plan.threads, self.plan.final):
@@ -103,9 +103,9 @@ class DirectRunner(Runner):
         c.first = shard * s.shard_size
         c.valid = min(s.shard_size, s.samples - c.first)
         c.rows += 8 * c.first
-        program = self.recorded.programs[0 if c.valid == s.shard_size else -1]
-        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.recorded.precision)
+        program = self.programs[0 if c.valid == s.shard_size else -1]
+        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.engine.precision)
         executor.in_lanes = program.lanes
         if listen is not None:
             listen(executor)
-        self.recorded.trace(executor)
+        self.engine.programs.traced(executor, program.samples, self.form)

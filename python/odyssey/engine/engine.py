@@ -1,8 +1,7 @@
 """Runs the shards of a batch: one recorded program, a plan, a reduction, and a way of taking the step.
 
 The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
-come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone and made
-from what was recorded (runner.Recorded):
+come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone:
 
     DirectRunner    one native call for all shards, then one reduction        the ordinary case
     BucketedRunner  segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
@@ -37,7 +36,7 @@ from .layout import Layout
 from .metrics import Metric
 from .ownership import Ownership
 from .programs import Programs
-from .runner import MARKS, Program, Recorded, Runner, Storage, Sums
+from .runner import MARKS, Program, Runner, Storage, Sums
 
 if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
@@ -93,7 +92,7 @@ class Engine:
         self._code = 0  # a hash of what ranks must have alike
         self._reductions: dict[tuple[Any, ...], dict[Any, Any]] = {}  # of each size of a batch, whatever its program
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
-        self._storage = Storage()
+        self.storage = Storage()
         self.memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
         self.bytes_sent = self.bytes_plain = self.bytes_wire = 0  # by this rank, so far (Runner)
 
@@ -117,13 +116,13 @@ class Engine:
 
     def loss_in_shards(self, batch: Batch, size: int) -> float:
         """The mean loss of a batch in shards of another size; nothing of that is kept."""
-        own, known, memory = self.shard_size, list(self._prepared), self._storage
-        self.shard_size, self._storage = size, Storage()
+        own, known, memory = self.shard_size, list(self._prepared), self.storage
+        self.shard_size, self.storage = size, Storage()
         try:
             sums = self.run(batch, 0)
             return sums.loss / sums.samples
         finally:
-            self.shard_size, self._storage = own, memory
+            self.shard_size, self.storage = own, memory
             self._drop([key for key in self._prepared if key not in known])
 
     def updated(self) -> None:
@@ -196,17 +195,17 @@ class Engine:
         samples, size = shape[:2]
         self._drop([k for k in self._prepared if k[1:-1] == shape[:-1] and k[-1] != shape[-1]])  # shards have moved
         known = self._reductions.get(shape)
-        self._storage.fixed = known is not None
+        self.storage.fixed = known is not None
         runner = self._runner(samples, form, self._reductions.setdefault(shape, {}))
         recording = self.programs.recording(size, form)
         made = recording.fingerprint if recording else sorted(self.programs.values().items())
-        tail = [program.samples for program in runner.recorded.programs[1:]]
+        tail = [program.samples for program in runner.programs[1:]]
         runner.fingerprint = fingerprint.hash_of((made, tail[0] if tail else None))
         # making a runner may be a collective call, so all ranks keep the same ones
-        if known is None and self.layout.comm.all_reduce(np.array([self._storage.grown], np.int32), "max")[0]:
+        if known is None and self.layout.comm.all_reduce(np.array([self.storage.grown], np.int32), "max")[0]:
             self._drop(list(self._prepared))
             self._reductions = {shape: self._reductions[shape]}
-        self._storage.grown = False
+        self.storage.grown = False
         return runner
 
     def _drop(self, keys: list[tuple[Any, ...]]) -> None:
@@ -217,46 +216,29 @@ class Engine:
             self._reductions.pop(shape, None)
 
     def _runner(self, samples: int, form: Form, reductions: dict[Any, Any]) -> Runner:
-        lay, n, parts = self.layout, self.shard_size_of(samples), None
+        lay, n = self.layout, self.shard_size_of(samples)
         if lay.execution == "replay":
             self.settle(samples, form)
-            parts = self.ownership.parts
         rest, programs = self.programs.tail(n, samples % n, form), [self._program(n, form)]
         if rest != n:
             programs.append(self._program(rest, form, layout_of(n) == "lanes"))
-        recorded = Recorded(
-            programs,
-            lambda executor: self.programs.traced(executor, executor.samples, form),
-            self.arena,
-            lay,
-            self.groups,
-            self.train,
-            self.seed,
-            self.precision,
-            samples,
-            form,
-            parts,
-            self.ownership.cut_by is not None,
-            self.ownership.counted,
-            self._storage,
-            self.memories,
-            self.ownership.warnings,
-            reductions,
-        )
+        made = self, programs, samples, form, reductions
         if self.team is not None:
             from .gpu.runner import GpuRunner
 
-            return GpuRunner(recorded, self.team)
+            return GpuRunner(*made)
         if lay.split:
             from .pipeline import PipelineRunner
 
-            return PipelineRunner(recorded)
-        several = parts is not None and self.train and (parts.stage > 1 or len(parts.buckets) > 1)
-        if parts is not None and (lay.offload or lay.comm.size > 1 and (parts.partitioned or several)):
-            from .bucketed import BucketedRunner
+            return PipelineRunner(*made)
+        if lay.execution == "replay":
+            parts = self.ownership.parts
+            several = self.train and (parts.stage > 1 or len(parts.buckets) > 1)
+            if lay.offload or lay.comm.size > 1 and (parts.partitioned or several):
+                from .bucketed import BucketedRunner
 
-            return BucketedRunner(recorded)
-        return DirectRunner(recorded)
+                return BucketedRunner(*made)
+        return DirectRunner(*made)
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; where it is of use, `upcoming` is the one that follows."""
@@ -276,7 +258,7 @@ class Engine:
         """Bytes on this rank (or its first GPU) of gradients and what their reduction works in, and of activations."""
         if self.team is not None:
             return self.team.workers[0].memory()
-        shared = {name: a.nbytes for name, a in self._storage.arrays.items()}
+        shared = {name: a.nbytes for name, a in self.storage.arrays.items()}
         work = shared.pop("work", 0) + sum(r.work_bytes for r in self.runners if not r.shares_work)
         gradients = {key[1:]: r.grad_bytes for key, r in self._prepared.items()}  # programs of one shape share them
         return sum(shared.values()) + sum(gradients.values()), work

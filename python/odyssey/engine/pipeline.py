@@ -23,7 +23,7 @@ from ..parallel import schedule as schedules
 from ..parallel import tensor_parallel
 from ..parallel.stages import StageWork, Transfer, edges, partition
 from ..parallel.tensor_exchange import TensorExchange
-from .runner import Program, Recorded, Runner, Sums
+from .runner import Program, Runner, Sums
 
 
 class Native(NamedTuple):
@@ -57,13 +57,12 @@ class PipelineRunner(Runner):
 
     shares_work = False
 
-    def __init__(self, recorded: Recorded) -> None:
-        super().__init__(recorded)
-        self.groups, self.parts = recorded.groups, recorded.parts
-        lay, lib = recorded.layout, native.library()
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        lay, lib = self.layout, native.library()
         comm, here = self.groups.dp, self.groups.p
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards))
-        prepared = [self._prepared(program) for program in recorded.programs]
+        prepared = [self._prepared(program) for program in self.programs]
         parts, mine = prepared[0].parts, prepared[0].mine  # of a tail they are as many, of the same places
         self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
         work_bytes = max(one.work_bytes for one in prepared)
@@ -73,7 +72,7 @@ class PipelineRunner(Runner):
         used = sorted({p.place for p in parts})  # an evaluation may have nothing to do for some
         where = [used.index(next(p.place for p in parts if p.stage == s)) for s in range(stages)]
         self.schedule = schedules.make(
-            self._kind(where), stages, self.micro, where, edges=edges(parts), backward=recorded.train
+            self._kind(where), stages, self.micro, where, edges=edges(parts), backward=self.train
         )
         computes = self.schedule.compute[used.index(here)] if mine else ()
         phase = {schedules.Forward: "forward", schedules.Backward: "backward"}
@@ -85,17 +84,17 @@ class PipelineRunner(Runner):
         self._code = [{(p.phase, p.stage): self._steps(p) for p in one.mine} for one in prepared]
         self._plan_sums()
         scatter = self.parts.stage > 0 and comm.size > 1
-        floats = self.parts.buckets[0].floats if recorded.train else 0
-        self._sum = recorded.kept(
-            ("sum", self._late), lambda: self._reduction(floats, scatter=scatter, content=recorded.content())
+        floats = self.parts.buckets[0].floats if self.train else 0
+        self._sum = self._kept(
+            ("sum", self._late), lambda: self._reduction(floats, scatter=scatter, content=self.content())
         )
-        self._stats = recorded.kept(("statistics", self._late), lambda: self._reduction(lib.stats))
+        self._stats = self._kept(("statistics", self._late), lambda: self._reduction(lib.stats))
         self.reductions = (self._sum, self._stats)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
-        self.updates = self._updates() if recorded.train else []
-        self._counted = self._share_of_norm() if recorded.train else []
+        self.updates = self._updates() if self.train else []
+        self._counted = self._share_of_norm() if self.train else []
         self.result = np.zeros(lib.stats, np.float32)
 
     # --- preparation ---
@@ -115,8 +114,8 @@ class PipelineRunner(Runner):
 
     def _kind(self, where: list[int]) -> str:
         """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
-        kind = self.recorded.layout.schedule if self.recorded.train else "gpipe"
-        if self.recorded.cut_automatically:
+        kind = self.layout.schedule if self.train else "gpipe"
+        if self.engine.ownership.cut_by is not None:
             try:
                 check_places(kind, where)
             except ConfigError:
@@ -144,7 +143,7 @@ class PipelineRunner(Runner):
 
         def flush() -> None:
             if run:
-                table = serialize(run, self.recorded.arena, self._keep, self._locate)
+                table = serialize(run, self.arena, self._keep, self._locate)
                 self._keep.append(table)
                 steps.append(Native(table.ctypes.data, len(table)))
                 run.clear()
@@ -166,7 +165,7 @@ class PipelineRunner(Runner):
         ends: dict[int, int] = {}
         begins: dict[int, int] = {}
         for i, (phase, _, m) in enumerate(self._actions):
-            if phase == "backward" or not self.recorded.train:
+            if phase == "backward" or not self.train:
                 begins.setdefault(m, i)
                 ends[m] = i
         in_turn = all(begins[m] > ends[m - 1] for m in range(1, self.micro) if m in begins and m - 1 in ends)
@@ -192,7 +191,7 @@ class PipelineRunner(Runner):
     def _share_of_norm(self) -> list[tuple[int, int]]:
         a, b = self.parts.own[0]
         grads, out = self._sum.result.ctypes.data, []
-        for lo, n in self.recorded.counted:
+        for lo, n in self.engine.ownership.counted:
             at = self.parts.buckets[0].locate(lo)
             first, last = max(at, a), min(at + n, b)
             if first < last:
@@ -204,7 +203,7 @@ class PipelineRunner(Runner):
     def run(self) -> Sums:
         lib, run, stats_bytes = native.library(), self.plan.run[0], 4 * native.library().stats
         bases, bases_address = self._bases, self._bases.ctypes.data
-        bases[native.PARAMS] = self.recorded.arena.address(native.PARAMS)
+        bases[native.PARAMS] = self.arena.address(native.PARAMS)
         work, stride = self._work.ctypes.data, self._work.strides[0]
         c = native.Context.from_buffer_copy(self.context)
         grads, stats = self._sum.buffers, self._stats.buffers
@@ -244,11 +243,11 @@ class PipelineRunner(Runner):
                 self._add(m)
         for request in pending:
             request.wait()
-        if self.recorded.train:
+        if self.train:
             self._sum.start()
         self._stats.start()
         self.result[:] = self._stats.finish()
-        if self.recorded.train:
+        if self.train:
             self._sum.finish()
         self.groups.pp.broadcast(self.result, self.loss_place)
         r = self.result

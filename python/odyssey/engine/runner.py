@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..core import native
-from ..core.arena import Arena
 from ..core.program import Record
 from ..data import ArrayDataset, Batch
 from ..data.nested import Form
@@ -17,11 +16,11 @@ from ..optim import Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
 from ..parallel import strategy
-from ..parallel.mesh import Groups
 from ..parallel.reduction import Reduction
 from ..parallel.strategy import Content
-from ..parallel.zero import Parts
-from .layout import Layout
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 #: Statistics that compare what ranks must have alike (`Runner.mark`), behind those of losses and metrics.
 MARKS = slice(16, 32)
@@ -73,55 +72,6 @@ class Program(NamedTuple):
     lanes: bool
 
 
-class Recorded(NamedTuple):
-    """Parts that a runner is made from: programs as this rank runs them, and where shards are computed.
-
-    programs: of a shard and, where it has fewer samples and is not filled up, of the last one: the same records with
-    other sizes. trace: runs the model once with an executor. parts: which parameters this rank computes with and
-    updates. counted: runs of the arena whose gradients are this rank's share of the global norm. memories: what a
-    strategy keeps from step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step.
-    reductions: of batches of this size, made for whatever program came first.
-    """
-
-    programs: list[Program]
-    trace: Callable[[Any], None]
-    arena: Arena
-    layout: Layout
-    groups: Groups
-    train: bool
-    seed: int
-    precision: str
-    samples: int
-    form: Form
-    parts: Parts | None
-    cut_automatically: bool
-    counted: list[tuple[int, int]]
-    storage: Storage
-    memories: dict[int, dict[str, Any]]
-    warnings: list[str]
-    reductions: dict[Any, Any]
-
-    def kept(self, name: Any, make: Callable[[], Any]) -> Any:
-        """The reduction of this name, made when it is first asked for: a collective call."""
-        if name not in self.reductions:
-            self.reductions[name] = make()
-        return self.reductions[name]
-
-    def content(self, b: int = 0, whole: bool = False) -> Content | None:
-        """Returns what a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
-        if not self.train:
-            return None
-        arena = self.arena
-        bucket = bucketing.of_ranges([(0, arena.size)], ()) if whole else self.parts.buckets[b]
-        shapes = [
-            (piece.at + arena.offsets[name] - piece.lo, tuple(p.shape))
-            for name, p in arena.named
-            for piece in bucket.pieces
-            if piece.lo <= arena.offsets[name] and arena.offsets[name] + p.size <= piece.lo + piece.n
-        ]
-        return Content(bucket.floats, tuple(shapes), self.samples, self.memories.setdefault(b, {}))
-
-
 @dataclasses.dataclass(eq=False)
 class Sums:
     """Result of a step: sums over the samples of the global batch, and what this rank has to update.
@@ -153,7 +103,15 @@ class Sums:
 
 
 class Runner:
-    """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner."""
+    """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner.
+
+    Args:
+        programs: of a shard as this rank runs it and, where it has fewer samples and is not filled up, of the last one:
+            the same records with other sizes.
+        known: reductions of batches of this size, made for whatever program came first.
+
+    `parts`: which parameters this rank computes with and updates (zero.Parts); None: shards are computed op by op.
+    """
 
     plan: planning.Plan  # of the shards of this process
     work_bytes = 0  # activations and scratch memory
@@ -168,23 +126,48 @@ class Runner:
     _digits: np.ndarray | None = None
     _code: int | None = None
 
-    def __init__(self, recorded: Recorded) -> None:
-        self.recorded, self.samples, self.shard_size = recorded, recorded.samples, recorded.programs[0].samples
-        self.shards = planning.shard_count(self.samples, self.shard_size)
-        self.context = native.Context(seed=recorded.seed)
+    def __init__(
+        self, engine: Engine, programs: list[Program], samples: int, form: Form, known: dict[Any, Any]
+    ) -> None:
+        self.engine, self.layout, self.arena, self.groups = engine, engine.layout, engine.arena, engine.groups
+        self.train, self.programs, self.samples, self.form, self._known = engine.train, programs, samples, form, known
+        self.parts: Any = engine.ownership.parts if self.layout.execution == "replay" else None
+        self.shard_size = programs[0].samples
+        self.shards = planning.shard_count(samples, self.shard_size)
+        self.context = native.Context(seed=engine.seed)
         self.batch: Batch | None = None  # that is being run
         self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
 
+    def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """The reduction of this name, made when it is first asked for: a collective call."""
+        if name not in self._known:
+            self._known[name] = make()
+        return self._known[name]
+
     def _reduction(self, floats: int, **more: Any) -> Reduction:
         """A reduction of so many floats for the plan of this runner; a collective call."""
-        lay = self.recorded.layout
-        return strategy.make(lay.reduction, self.recorded.groups.dp, self.plan, floats, lay.workers, **more)
+        lay = self.layout
+        return strategy.make(lay.reduction, self.groups.dp, self.plan, floats, lay.workers, **more)
+
+    def content(self, b: int = 0, whole: bool = False) -> Content | None:
+        """Returns what a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
+        if not self.train:
+            return None
+        arena = self.arena
+        bucket = bucketing.of_ranges([(0, arena.size)], ()) if whole else self.parts.buckets[b]
+        shapes = [
+            (piece.at + arena.offsets[name] - piece.lo, tuple(p.shape))
+            for name, p in arena.named
+            for piece in bucket.pieces
+            if piece.lo <= arena.offsets[name] and arena.offsets[name] + p.size <= piece.lo + piece.n
+        ]
+        return Content(bucket.floats, tuple(shapes), self.samples, self.engine.memories.setdefault(b, {}))
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes that this rank has sent so far, those that the tree would have sent uncompressed, and those of the sent
         ones that went to other machines in sums along the tree."""
-        made, moved = self.reductions, self.bytes_moved + getattr(self.recorded.parts, "bytes_sent", 0)
+        made, moved = self.reductions, self.bytes_moved + getattr(self.parts, "bytes_sent", 0)
         sent, plain = sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
         return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in made)
 

@@ -75,7 +75,7 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchang
 
     own: shards of this process.
     """
-    chosen = runner.recorded.layout.reduction
+    chosen = runner.layout.reduction
     plain = chosen.reduction == "tree" and chosen.compression is None
     if devices.wanted(comm):
         if plain:
@@ -104,8 +104,8 @@ def _links(runner: GpuRunner, comm: Communicator) -> _Links:
 
 
 def _warn(runner: GpuRunner, text: str) -> None:
-    if text not in runner.recorded.warnings:
-        runner.recorded.warnings.append(text)
+    if text not in runner.engine.ownership.warnings:
+        runner.engine.ownership.warnings.append(text)
 
 
 class StagedExchange(GpuExchange):
@@ -118,9 +118,9 @@ class StagedExchange(GpuExchange):
 
     def __init__(self, runner: GpuRunner, comm: Communicator, own: planning.Run) -> None:
         super().__init__(runner, comm)
-        lay, nodes = runner.recorded.layout, runner.meeting.nodes
+        lay, nodes = runner.layout, runner.meeting.nodes
         self.nodes = len(nodes)
-        content = runner.recorded.content(whole=True)
+        content = runner.content(whole=True)
         whole = lay.reduction.compression is not None  # it looks at all gradients at once
         size = runner.floats if whole else PIECE
         self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
@@ -140,7 +140,7 @@ class StagedExchange(GpuExchange):
         # pinned memory of one device is that of all; the step before has ended, so nothing reads or writes it
         out = workers[0].pinned("out", 4 * runner.floats * rows).view(np.float32).reshape(rows, runner.floats)
         back = workers[0].pinned("in", 4 * runner.floats).view(np.float32)
-        parts = runner.parts()
+        parts = runner.gathered()
         for event in self._computed:
             event.record(COMPUTE)
             event.hold(COPY)
@@ -188,7 +188,7 @@ class DirectExchange(GpuExchange):
     ) -> None:
         super().__init__(runner, comm)
         self.links = links
-        x = planning.exchange(runner.shards, comm.size, runner.recorded.layout.workers, runner.floats)
+        x = planning.exchange(runner.shards, comm.size, runner.layout.workers, runner.floats)
         assert x.nodes[comm.rank] == runner.meeting.nodes
         self._first = [sum(map(len, x.nodes[:p])) for p in range(comm.size + 1)]  # number of each rank's first node
         self._adds = [(add.a, add.b) for add in x.adds]
@@ -199,7 +199,7 @@ class DirectExchange(GpuExchange):
         self._exchanged: devices.Exchanged | None = None
 
     def run(self) -> list[int]:
-        parts = self.runner.parts()
+        parts = self.runner.gathered()
         results = [self._result(w) for w in range(len(self.workers))]
         self._exchanged = devices.Exchanged(self.comm, self.links, f"exchange of {self.runner.floats} float32 on GPUs")
         try:

@@ -20,7 +20,7 @@ from ...core.gpu_native import COMPUTE, COPY, Gpu, GpuStep, StepBlock
 from ...core.program import plan_memory
 from ...errors import DeviceError, NumericsError
 from ...parallel import plan as planning
-from ..runner import Recorded, Runner, Sums
+from ..runner import Runner, Sums
 from . import plan as pieces
 from . import reduction, rewrite
 from .graph import Graph
@@ -69,13 +69,15 @@ class GpuSums(Sums):
 class GpuRunner(Runner):
     """All shards of this process on its GPUs, for batches of one size."""
 
-    def __init__(self, recorded: Recorded, group: DeviceGroup) -> None:
-        super().__init__(recorded)
-        self.group, self.train = group, recorded.train
-        lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
+    group: DeviceGroup
+
+    def __init__(self, *made: Any) -> None:
+        super().__init__(*made)
+        self.group = self.engine.team
+        lay, lib, arena, comm = self.layout, host.library(), self.arena, self.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        records = rewrite.fuse(recorded.programs[0].records)
+        records = rewrite.fuse(self.programs[0].records)
         rewrite.check(records)
         self.work_floats = plan_memory(records) // 4
         self.once = rewrite.written_once(records, arena)
@@ -119,7 +121,7 @@ class GpuRunner(Runner):
         """Shards that fit into a device at a time, and into a launch; the same on all workers of this process."""
         per_shard = 4 * (self.work_floats + self.floats)
         limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
-        lay = self.recorded.layout
+        lay = self.layout
         for worker in self.group.workers:
             here = sum(other.gpu.number == worker.gpu.number for other in self.group.workers)
             sharing = here * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
@@ -164,7 +166,7 @@ class GpuRunner(Runner):
         if following is None or len(following.indices) != self.samples:
             return
         same = following.dataset is self.data
-        if not same and (len(following.dataset) > self.samples or following.dataset.form != self.recorded.form):
+        if not same and (len(following.dataset) > self.samples or following.dataset.form != self.form):
             return
         for batches, placed in zip(self._batches, self._placed, strict=True):
             if placed is None or not same:
@@ -275,7 +277,7 @@ class GpuRunner(Runner):
                     met, n = self._met[p]
                     worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
 
-    def parts(self) -> list[reduction.GpuRange]:
+    def gathered(self) -> list[reduction.GpuRange]:
         """Where each worker has its range of the sums of this process's nodes, once they have met."""
         if len(self.group.workers) == 1:
             nodes = tuple(range(len(self.meeting.nodes)))
