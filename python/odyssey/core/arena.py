@@ -53,7 +53,6 @@ class Arena:
         self.watcher: BackwardWatcher | None = None  # hears of backward passes that reach these parameters
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
         self.locked = False  # ranks have parts of the parameters: a write on one of them would be lost, or theirs alone
-        self._addresses: dict[int, int] = {}
         self._frozen: tuple[Any, list[tuple[int, int]]] = (None, [])
         self.make = maker()  # of arrays that a training keeps: as native.aligned, or in files (offload.py)
         named, buffers = list(named), list(buffers)
@@ -83,7 +82,7 @@ class Arena:
                 freed = 0
         self._params: np.ndarray | None = params
         self.grads = grads  # the system gives memory that is written to
-        self._addresses = {native.PARAMS: params.ctypes.data, native.GRADS: grads.ctypes.data}
+        self._addresses: dict[int, int] = {native.PARAMS: params.ctypes.data, native.GRADS: grads.ctypes.data}
 
     def move_to(self, make: Any) -> None:
         """Moves everything into memory that `make` makes (offload.Files), unless it is in files already."""

@@ -202,7 +202,6 @@ class Gpu:
         self._call("clear", address, nbytes, queue)
 
     def event(self) -> Event:
-        """A new event."""
         return Event(self, self._call("event", 0, 0, 0))
 
     def synchronize(self, queue: int = COMPUTE) -> None:

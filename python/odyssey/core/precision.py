@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,7 @@ from ..errors import ConfigError, NumericsError, check_integer
 from ..settings.recipes import PRECISIONS
 from . import native
 from .program import current
-
-if TYPE_CHECKING:
-    from .tape import Tensor
+from .tape import Tensor
 
 LARGEST_SCALE = 2.0**64  # times 2^24 samples it is a float32, and so is what one is divided by it
 
@@ -159,5 +157,8 @@ class GradScaler:
         missing = sorted({"scale", "good_steps", "skipped"} - state.keys())
         if missing:
             raise ConfigError(f"[precision] the state of the loss scale has no {' and no '.join(missing)}")
-        self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
-        self.skipped = int(state["skipped"])
+        self.value, self.good_steps, self.skipped = (
+            float(state["scale"]),
+            int(state["good_steps"]),
+            int(state["skipped"]),
+        )

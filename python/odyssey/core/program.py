@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import copy
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -285,14 +286,20 @@ class Recorder(Executor):
 
 
 def serialize(
-    records: list[Record], arena: Any, keep: list[Any], locate: Callable[[int, int], int] | None = None
+    records: list[Record],
+    arena: Any,
+    keep: list[Any],
+    locate: Callable[[int, int], int] | None = None,
+    lib: Any = None,
+    address: Callable[[Any], int] = operator.attrgetter("address"),
 ) -> np.ndarray:
     """The numbers of placed records, (n, RECORD) int64.
 
     keep: what the numbers name by address is appended here; it must live as long as they are used.
     locate: (space, offset in the arena in floats) -> offset in floats from the base that the space will have.
+    lib: a library of GPUs that will run them. address: where memory is there that is not the program's or the arena's.
     """
-    lib = native.library()
+    own = native.library()
 
     def operand(memory: Memory) -> int:
         if isinstance(memory, Slot):
@@ -301,17 +308,17 @@ def serialize(
             at = memory.offset if locate is None else 4 * locate(memory.space, memory.offset // 4)
             return memory.space << 56 | at
         keep.append(memory)
-        return memory.address
+        return address(memory)
 
     sizes = {4 * at: 4 * p.size for (_, p), at in zip(arena.named, arena.offsets.values(), strict=False)}
-    table = np.zeros((len(records), lib.record), np.int64)
+    table = np.zeros((len(records), own.record), np.int64)
     for row, r in zip(table, records, strict=True):
-        scratch = r.declared.scratch
-        used = [a for i, a in enumerate(r.args) if i != scratch]
-        moved = sum(a.nbytes for a in used if isinstance(a, Slot))
-        moved += sum(sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena)
-        row[-1] = moved << 1 | (r.phase == "backward")  # for timelines: no op has so many arguments
-        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
+        row[: len(r.args) + 1] = encode(lib or own, r.op, r.args, operand, r.layout, r.dtype)
+        if lib is None:
+            used = [a for i, a in enumerate(r.args) if i != r.declared.scratch]
+            moved = sum(a.nbytes for a in used if isinstance(a, Slot))
+            moved += sum(sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena)
+            row[-1] = moved << 1 | (r.phase == "backward")  # for timelines: no op has so many arguments
     return table
 
 
@@ -341,14 +348,10 @@ def plan_memory(records: list[Record]) -> int:
     First fit over the intervals between a slot's first and last record, in the order that needs least of three: the
     largest slots first, those that live longest, or those whose size times life is largest.
     """
-    slots: dict[int, Slot] = {}
-    for i, r in enumerate(records):
-        for a in r.args:
-            if isinstance(a, Slot):
-                if id(a) not in slots:
-                    slots[id(a)] = a
-                    a.first = i
-                a.last = i
+    users = slot_users(records)
+    slots = {id(a): a for r in records for a in r.args if isinstance(a, Slot)}
+    for key, s in slots.items():
+        s.first, s.last = users[key][0], users[key][-1]
     orders = (
         sorted(slots.values(), key=lambda s: (-s.nbytes, s.first)),
         sorted(slots.values(), key=lambda s: (s.first - s.last, -s.nbytes, s.first)),

@@ -52,7 +52,6 @@ class Scalar(Tensor):
         return Scalar(self._all, names, of, *(a if isinstance(a, Scalar) else SimpleNamespace(value=a) for a in args))
 
     def root(self) -> Scalar:
-        """Its square root."""
         return self.computed(math.sqrt, self)
 
     def evaluate(self, given: Mapping[str, float]) -> None:

@@ -85,6 +85,7 @@ class BucketedRunner(Runner):
                 made = self.engine.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
                 self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
+        self.grad_bytes = 0 if pooled else sum(4 * r.floats_needed for r in self._reductions.values())
         self._stats = self._kept("statistics", lambda: self._reduction(lib.stats))
         self.marked = self._stats if several else None
         self.reductions = (*self._reductions.values(), self._stats)
@@ -195,8 +196,3 @@ class BucketedRunner(Runner):
         if self._pooled:
             lo, hi = self.parts.own[b]
             self._own_grads[b][:] = result[lo:hi]
-
-    @property
-    def grad_bytes(self) -> int:
-        """Bytes of gradients and of what their reduction works in, without what runners share."""
-        return 0 if self._pooled else sum(4 * r.floats_needed for r in self._reductions.values())

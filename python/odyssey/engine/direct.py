@@ -47,8 +47,7 @@ class DirectRunner(Runner):
             work_bytes = max(plan_memory(records) for records in programs)
             threads = len(self.plan.threads)
             work = self.engine.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            locate = None if self.train else lambda space, at: at - arena.size if space == native.GRADS else at
-            self.step.take([serialize(records, arena, self._keep, locate) for records in programs])
+            self.step.take([serialize(records, arena, self._keep, self._locate) for records in programs])
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
             self._keep.append(work)

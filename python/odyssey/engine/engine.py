@@ -75,15 +75,12 @@ class Engine:
         metrics: dict[str, Metric] | None = None,
     ) -> None:
         self.model, self.arena, self.layout, self.train, self.team = model, arena, layout, train, team
-        made: dict[str, Any] = {"precision": precision, "conv_algorithm": conv_algorithm, "scaled": scaled}
-        made |= {"train": train, "gpu": team is not None, "like": like and like.programs}
-        made["eager"] = layout.execution != "replay"
-        self.programs = Programs(model, loss, metrics, arena, **made)
+        self.precision = precision
+        self.programs = Programs(self, loss, metrics, conv_algorithm, scaled, like and like.programs)
         self.upcoming: Batch | None = None  # the one after it, where known: GPUs may bring it meanwhile
         self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
         self.shard_size = layout.shard_size
         self._like = like
-        self.precision = precision
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self.ownership = like.ownership if like else Ownership(arena, layout, self.groups, team)
         self.also: Callable[[], Any] = lambda: None  # what ranks must have alike in a step, beside its program

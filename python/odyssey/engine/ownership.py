@@ -220,7 +220,6 @@ class Ownership:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters on this rank."""
         return self.arena.params.nbytes if not self.settled else self._parts.nbytes
 
     def norm(self, sums: Sums) -> float:

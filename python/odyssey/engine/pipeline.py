@@ -17,7 +17,6 @@ from ..core import native
 from ..core.placement import check_places
 from ..core.program import Record, Slot, plan_memory, serialize
 from ..errors import ConfigError
-from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import schedule as schedules
 from ..parallel import tensor_parallel
@@ -93,7 +92,8 @@ class PipelineRunner(Runner):
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
-        self.updates = self._updates() if self.train else []
+        grads = self._sum.result.ctypes.data
+        self.updates = self.parts.updates(0, lambda p: grads + 4 * p.at) if self.train else []
         self._counted = self._share_of_norm() if self.train else []
         self.result = np.zeros(lib.stats, np.float32)
 
@@ -183,10 +183,6 @@ class PipelineRunner(Runner):
         self._begins = {i: m for m, i in begins.items()}
         self._ends = {i: m for m, i in ends.items()}
         self._late = not in_turn
-
-    def _updates(self) -> list[Update]:
-        grads = self._sum.result.ctypes.data
-        return self.parts.updates(0, lambda p: grads + 4 * p.at)
 
     def _share_of_norm(self) -> list[tuple[int, int]]:
         a, b = self.parts.own[0]

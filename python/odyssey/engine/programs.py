@@ -15,12 +15,11 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..core import native, setting_versions
-from ..core.arena import Arena
 from ..core.fingerprint import hash_of
 from ..core.placement import FIRST, Device
 from ..core.program import Range, Record, Recorder, ShardEager, using
@@ -30,8 +29,10 @@ from ..errors import ConfigError, OdysseyError
 from ..nn import Module, settings
 from ..nn.module import in_mode
 from .listing import Listed, first_difference, said, watched
-from .metrics import Metric
 from .metrics import record as record_metrics
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 KEPT = 8  # settings whose programs are kept; a schedule of dropout has one a step
 
@@ -63,8 +64,6 @@ class Programs:
     """The programs of a model, with a backward pass if `train`. See the head of this file.
 
     Args:
-        loss: called as loss(model(x), targets).
-        eager: shards are computed op by op; recordings are to compare.
         like: the programs for training, where these are for evaluation.
         Others: as Engine has them.
 
@@ -75,23 +74,12 @@ class Programs:
     """
 
     def __init__(
-        self,
-        model: Module,
-        loss: Any,
-        metrics: dict[str, Metric] | None,
-        arena: Arena,
-        *,
-        train: bool,
-        precision: str,
-        conv_algorithm: str,
-        scaled: bool,
-        gpu: bool,
-        eager: bool = False,
-        like: Programs | None = None,
+        self, engine: Engine, loss: Any, metrics: Any, conv_algorithm: str, scaled: bool, like: Programs | None
     ) -> None:
-        self.model, self.loss, self.metrics, self.arena, self.train = model, loss, metrics, arena, train
-        self.precision, self.conv_algorithm, self.scaled, self.gpu = precision, conv_algorithm, scaled, gpu
-        self.eager = eager
+        self.model, self.arena, self.train, self.precision = engine.model, engine.arena, engine.train, engine.precision
+        self.loss, self.metrics, self.conv_algorithm, self.scaled = loss, metrics, conv_algorithm, scaled
+        self.gpu = engine.team is not None
+        self.eager = engine.layout.execution != "replay"  # shards are computed op by op; recordings are to compare
         self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
         self._used = 0  # the settings that it was computed with
         self._ran: dict[tuple[int, int, Form], None] = {}  # settings and shapes since `astray` was asked last
@@ -104,7 +92,7 @@ class Programs:
         self._numbers = itertools.count(1)
         self._known: dict[Key, ModelSettings] = {}
         self._kept: dict[Key, Recording] = {}
-        self._modules, self._parameters = dict(model.named_modules()), dict(model._state())
+        self._modules, self._parameters = dict(self.model.named_modules()), dict(self.model._state())
         self._inside: list[tuple[Any, Any]] = []  # lists and dicts, which change without a word, and their copies
         self.setting = 0
 

@@ -118,7 +118,7 @@ class Runner:
     shares_work = True  # with other runners (Storage)
     reductions: Sequence[Reduction] = ()  # that it uses, between processes
     bytes_moved = 0  # by this rank so far, beside those of its reductions
-    grad_bytes = 0
+    grad_bytes = 0  # of gradients and of what their reduction works in, without what runners share
     looks_ahead = False  # it can bring the next batch to its device while this one is computed
     fingerprint = 0  # of its program: what ranks must have alike
     marked: Reduction | None = None  # the reduction whose statistics compare that, in its last floats
@@ -185,6 +185,10 @@ class Runner:
             at = self.marked.floats - native.library().stats
             _, buffer = self.marked.plan.partial[0]
             self.marked.buffers[buffer, at + MARKS.start : at + MARKS.stop] += self._digits
+
+    def _locate(self, space: int, offset: int) -> int:
+        """Where an offset of the arena, in floats, is; without gradients the statistics are all that buffers hold."""
+        return offset if self.train or space != native.GRADS else offset - self.arena.size
 
     def use(self, data: ArrayDataset) -> None:
         """Points at the arrays of a data set."""

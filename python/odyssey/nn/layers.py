@@ -168,7 +168,6 @@ class Activation(Module):
 
 
 def activation(name: str, doc: str, function: Callable[..., Tensor]) -> type[Activation]:
-    """The layer of an activation."""
     behind_x = list(inspect.signature(function).parameters.values())[1:]
     body = {p.name: p.default for p in behind_x if p.name != "inplace"}
     body |= {"__doc__": doc, "__module__": __name__, "function": staticmethod(function), "settings": tuple(body)}

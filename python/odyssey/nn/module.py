@@ -362,12 +362,10 @@ class ModuleList(Module):
         setattr(self, name, value)
 
     def append(self, module: Any) -> Any:
-        """Adds one at the end."""
         self._put(str(len(self)), module)
         return self
 
     def extend(self, modules: Iterable[Any]) -> None:
-        """Adds several at the end."""
         for module in modules:
             self.append(module)
 
@@ -399,7 +397,6 @@ class ModuleDict(Module):
         self.update(modules or {})
 
     def update(self, modules: Mapping[str, Module]) -> None:
-        """Adds modules."""
         for name, module in modules.items():
             self[name] = module
 
@@ -409,15 +406,12 @@ class ModuleDict(Module):
         setattr(self, name, module)
 
     def items(self) -> Iterator[tuple[str, Module]]:
-        """Names and modules."""
         return self.named_children()
 
     def keys(self) -> list[str]:
-        """Names."""
         return [name for name, _ in self.items()]
 
     def values(self) -> Iterator[Module]:
-        """Modules."""
         return self.children()
 
     def __getitem__(self, name: str) -> Module:

@@ -155,7 +155,6 @@ class PipelineParallel(Module):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages in order."""
         return tuple(m for m in self.children() if isinstance(m, Stage))
 
     @property

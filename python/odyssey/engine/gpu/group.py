@@ -143,7 +143,6 @@ class DeviceGroup:
 
     @property
     def gpus(self) -> list[Gpu]:
-        """The workers' devices."""
         return [w.gpu for w in self.workers]
 
     def _peers(self) -> None:
@@ -382,7 +381,6 @@ class Placed:
         self.scale, self.shift = put(data.scale), put(data.shift)
 
     def free(self, worker: Worker) -> None:
-        """Gives the memory back."""
         worker.gpu.synchronize()
         for at in self._addresses:
             worker.gpu.free(at)

@@ -6,15 +6,12 @@ op: a convolution with its ReLU and max-pool, and a loss with its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Mapping, Sequence
 
 from ...core import native as host
 from ...core.arena import Arena
 from ...core.gpu_native import library
-from ...core.program import Range, Record, Slot, encode, slot_users
+from ...core.program import Range, Record, Slot, slot_users
 from ...errors import ConfigError
 
 
@@ -87,27 +84,3 @@ def written_once(records: Sequence[Record], arena: Arena) -> bool:
                 return False
             seen.add(at)
     return True
-
-
-def serialize(
-    records: Sequence[Record], arena: Arena, constant: Callable[[Any], int], without_gradients: bool
-) -> np.ndarray:
-    """The numbers of placed records, (n, RECORD) int64.
-
-    constant: the address on the device of memory that is neither the program's nor the arena's.
-    without_gradients: gradient buffers hold only the statistics behind them.
-    """
-    lib = library()
-
-    def operand(memory: Any) -> int:
-        if isinstance(memory, Slot):
-            return host.WORK << 56 | memory.offset
-        if isinstance(memory, Range) and memory.arena is arena:
-            shift = 4 * arena.size if without_gradients and memory.space == host.GRADS else 0
-            return memory.space << 56 | memory.offset - shift
-        return constant(memory)
-
-    table = np.zeros((len(records), host.library().record), np.int64)
-    for row, r in zip(table, records, strict=True):
-        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
-    return table

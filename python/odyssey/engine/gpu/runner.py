@@ -16,8 +16,8 @@ import numpy as np
 
 from ...build import gpus
 from ...core import native as host
-from ...core.gpu_native import COMPUTE, COPY, Gpu, GpuStep, StepBlock
-from ...core.program import plan_memory
+from ...core.gpu_native import COMPUTE, COPY, Gpu, GpuStep, StepBlock, library
+from ...core.program import plan_memory, serialize
 from ...errors import DeviceError, NumericsError
 from ...parallel import plan as planning
 from ..runner import Runner, Sums
@@ -83,7 +83,7 @@ class GpuRunner(Runner):
         self.once = rewrite.written_once(records, arena)
         self._constants: dict[int, tuple[Any, list[int]]] = {}  # by id; memory, and its copies by worker
         self._tables = [
-            rewrite.serialize(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
+            serialize(records, arena, [], self._locate, library(), lambda memory, w=w: self._constant(memory, w))
             for w in range(len(self.group.workers))
         ]
         self.runs = [
@@ -324,7 +324,6 @@ class _Piece:
         self._runs = 0
 
     def enqueue(self, group: DeviceGroup) -> None:
-        """Enqueues them."""
         if self._graph is not None:
             self._graph.launch()
             return
