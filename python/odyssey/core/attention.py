@@ -114,8 +114,7 @@ def scaled_dot_product_attention(
     """softmax(query key^T scale) value of (N, H, T, D), (N, H, S, D) and (N, H, S, D): (N, H, T, D).
 
     attn_mask: the mask of `attention`. is_causal: query i sees the keys up to i. dropout_p: of softmax's results, in
-    evaluation as well: give 0 there.
-    `attention` is the same without moving the heads.
+    evaluation as well: give 0 there. `attention` is the same without moving the heads.
     """
     if any(t.ndim != 4 or t.shape[1] != query.shape[1] for t in (query, key, value)):
         raise ShapeError(

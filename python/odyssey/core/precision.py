@@ -157,8 +157,5 @@ class GradScaler:
         missing = sorted({"scale", "good_steps", "skipped"} - state.keys())
         if missing:
             raise ConfigError(f"[precision] the state of the loss scale has no {' and no '.join(missing)}")
-        self.value, self.good_steps, self.skipped = (
-            float(state["scale"]),
-            int(state["good_steps"]),
-            int(state["skipped"]),
-        )
+        self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
+        self.skipped = int(state["skipped"])

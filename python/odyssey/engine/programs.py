@@ -144,7 +144,7 @@ class Programs:
         if kept is None:
             return False
         _, n, lanes, *form = kept
-        made, _, _ = self._recorded_once(n, Form(*form), lanes)
+        made, _ = self._recorded_once(n, Form(*form), lanes)
         return first_difference(self._kept[kept].lines, made.lines) is not None
 
     def _check_structure(self) -> None:
@@ -214,8 +214,8 @@ class Programs:
             return None
 
     def _recorded_twice(self, n: int, form: Form, lanes: bool) -> Recording:
-        first, wrote, _ = self._recorded_once(n, form, lanes)
-        second, wrote_again, _ = self._recorded_once(n, form, lanes)
+        first, wrote = self._recorded_once(n, form, lanes)
+        second, wrote_again = self._recorded_once(n, form, lanes)
         name = type(self.model).__name__
         for key, value in wrote_again.items():
             if wrote.get(key, value) != value:
@@ -232,8 +232,8 @@ class Programs:
             )
         return first
 
-    def _recorded_once(self, n: int, form: Form, lanes: bool = False) -> tuple[Recording, dict[str, str], Recorder]:
-        """A recording, the values that forward() has set, and the recorder."""
+    def _recorded_once(self, n: int, form: Form, lanes: bool = False) -> tuple[Recording, dict[str, str]]:
+        """A recording, and the values that forward() has set."""
         recorder = self.recorder(n, lanes)
         written = self.traced(recorder, n, form)
         paths = {id(m): path for path, m in self.model.named_modules()}
@@ -245,7 +245,7 @@ class Programs:
         lines = Listed(recorder.records).lines()
         first, last = self._of_metrics
         training = Listed([*recorder.records[:first], *recorder.records[last:]]).lines()
-        return Recording(recorder.records, lines, hash_of(lines), training, recorder.extent), wrote, recorder
+        return Recording(recorder.records, lines, hash_of(lines), training, recorder.extent), wrote
 
     def recorder(self, n: int, lanes: bool = False) -> Recorder:
         """A recorder for a shard of n samples."""
@@ -273,7 +273,7 @@ class Programs:
         if kept is None or met is None:
             return ""
         with self._set_to(met):
-            made, _, _ = self._recorded_once(n, form)
+            made, _ = self._recorded_once(n, form)
             at = first_difference(kept.lines, made.lines)
             return "" if at is None else f"op {at + 1}, {self.told(made, at, n, form)}"
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 from collections.abc import Callable
 
 from ...core.cuda import driver
@@ -20,11 +19,6 @@ from ...core.gpu_native import Gpu
 from ...errors import DeviceError
 
 THREAD_LOCAL = 1  # capture mode: calls of other threads, say of NCCL's, are none of this capture's business
-
-
-def wanted() -> bool:
-    """Returns whether graphs are to be used where they can be."""
-    return os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"
 
 
 class Graph:

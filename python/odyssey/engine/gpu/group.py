@@ -7,6 +7,7 @@ plan.py and runner.py; here is what lasts.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from ...core import native as host
 from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Gpu, GpuStep, StepBlock, library
 from ...errors import DeviceError
 from ...optim import Update
-from . import graph
 from .mirror import Mirror
 from .offloaded import Offloaded
 
@@ -135,21 +135,17 @@ class DeviceGroup:
         self._checks: list[Fingerprints] = []
         self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
         self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
-        self.graphs = graph.wanted()
+        self.graphs = os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"  # are used where they can be (graph.py)
         self.notes: list[str] = []  # what the user should know, until it was shown
         self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
         self._data: dict[int, tuple[weakref.ref[Any], list[Placed | None]]] = {}
-        self._peers()
+        for a, b in itertools.permutations(self.gpus, 2):
+            if a.number != b.number:
+                a.reaches(b)  # may read its memory from now on, if it can; else the driver copies through the host
 
     @property
     def gpus(self) -> list[Gpu]:
         return [w.gpu for w in self.workers]
-
-    def _peers(self) -> None:
-        """Lets every device read the others' memory where it can; where not, the driver copies through the host."""
-        for a, b in itertools.permutations(self.gpus, 2):
-            if a.number != b.number:
-                a.reaches(b)
 
     def describe(self) -> str:
         """One line for the user."""
@@ -322,8 +318,7 @@ class Fingerprints:
 
     Calling it gives one number per whole: those that were enqueued, or those of now.
 
-    Args:
-        wholes: of each its runs (address, floats, start).
+    wholes: of each its runs (address, floats, start).
     """
 
     def __init__(self, worker: Worker, wholes: Sequence[Sequence[fingerprint.Run]]) -> None:

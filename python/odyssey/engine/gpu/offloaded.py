@@ -2,9 +2,8 @@
 
 Pinned memory has one address for the host and all devices (CUDA's unified addressing), so an update takes it as it
 takes device memory: its bytes cross the bus once each way, in order, at about the speed of copies (Min et al. 2020,
-"EMOGI").
-State in files passes through a window of pinned memory, piece by piece. As in ZeRO's first stage (Rajbhandari et al.
-2020) a worker updates a part of the parameters, which the other workers of its process take from it.
+"EMOGI"). State in files passes through a window of pinned memory, piece by piece. As in ZeRO's first stage
+(Rajbhandari et al. 2020) a worker updates a part of the parameters, which the others of its process take from it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
 class Offloaded:
     """The state of an optimizer whose parameters these workers train.
 
-    Args:
-        window: floats of each state array that are on their way at a time, of state in files; None: it is all pinned.
+    window: floats of each state array that are on their way at a time, of state in files; None: it is all pinned.
 
-    Raises:
-        DeviceError: the host has not enough memory that can be pinned.
+    Raises DeviceError: the host has not enough memory that can be pinned.
     """
 
     def __init__(self, workers: Sequence[Worker], optimizer: Optimizer, size: int, window: int | None) -> None:

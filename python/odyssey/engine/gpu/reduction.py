@@ -179,8 +179,7 @@ class DirectExchange(GpuExchange):
     Worker w of every rank has range w of the floats (runner.py); these are cut again between the ranks, and rank p adds
     piece p of every worker's range. Nothing here waits if the transport does not.
 
-    Args:
-        links: of each worker to those of the same number in the other ranks.
+    links: of each worker to those of the same number in the other ranks.
     """
 
     def __init__(
