@@ -313,12 +313,12 @@ def serialize(
     sizes = {4 * at: 4 * p.size for (_, p), at in zip(arena.named, arena.offsets.values(), strict=False)}
     table = np.zeros((len(records), own.record), np.int64)
     for row, r in zip(table, records, strict=True):
-        row[: len(r.args) + 1] = encode(lib or own, r.op, r.args, operand, r.layout, r.dtype)
         if lib is None:
             used = [a for i, a in enumerate(r.args) if i != r.declared.scratch]
             moved = sum(a.nbytes for a in used if isinstance(a, Slot))
             moved += sum(sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena)
-            row[-1] = moved << 1 | (r.phase == "backward")  # for timelines: no op has so many arguments
+            row[-1] = moved << 1 | (r.phase == "backward")  # for timelines, of ops that have not so many arguments
+        row[: len(r.args) + 1] = encode(lib or own, r.op, r.args, operand, r.layout, r.dtype)
     return table
 
 
