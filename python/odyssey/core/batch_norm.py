@@ -7,8 +7,6 @@ know on how many ranks the batch is computed; what shards add to the running one
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..errors import ShapeError
@@ -17,26 +15,24 @@ from .program import ONNX, Memory, OwnMemory, current
 from .shapes import batched
 from .tape import Tensor, attach, empty
 
-if TYPE_CHECKING:
-    from .arena import Buffer  # which imports the tensors that import this
-
 
 def batch_norm(
     x: Tensor,
-    running_mean: Buffer | None,
-    running_var: Buffer | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    steps: Buffer | None = None,
+    steps: Tensor | None = None,
 ) -> Tensor:
     """Each channel of x (N, C, ...) moved and scaled to mean 0 and variance 1, times weight (C), plus bias (C).
 
     Args:
         running_mean, running_var: (C), used unless `training`; then they go by `momentum` towards the mean and the
-            unbiased variance of the batch, in a trainer towards the mean over samples of those of the shards.
+            unbiased variance of the batch, in a trainer, as arena.Buffer, towards the mean over samples of those of the
+            shards.
         steps: counts these moves.
 
     Raises ShapeError: a shape does not fit, or a channel has one number to normalise by.
@@ -86,7 +82,7 @@ def batch_norm(
 ONNX["batch_norm_forward"] = "BatchNormalization"
 
 
-def _moves(running: list[Buffer], stats: Memory, c: int, samples: int, momentum: float) -> list[Tensor]:
+def _moves(running: list[Tensor], stats: Memory, c: int, samples: int, momentum: float) -> list[Tensor]:
     """Returns what the samples take away from the running statistics: sums over them."""
     found = [empty(t.shape) for t in running]
     ds, memory = found[2].memory if len(found) > 2 else current().alloc(16), [t.memory for t in running]

@@ -196,9 +196,7 @@ class GPT(Module):
         first = found.get("transformer.h.0.mlp.c_fc.weight", (np.zeros((4, 1)), True))[0]
         turned = first.shape[0] < first.shape[1]
         state = {name: array.T if turned and layer else array for name, (array, layer) in found.items()}
-        self.load_state_dict(
-            {**{"lm_head.weight": state.get("transformer.wte.weight", own["lm_head.weight"])}, **state}
-        )
+        self.load_state_dict({"lm_head.weight": state.get("transformer.wte.weight", own["lm_head.weight"]), **state})
 
 
 def _drawn(logits: np.ndarray, temperature: float, top_k: int | None, seed: int, place: int) -> int:

@@ -269,10 +269,9 @@ class BatchNorm1d(Module):
             raise ConfigError(f"[{name}] sync=True is not supported: statistics are a shard's; raise shard_size")
         self.weight = Parameter(np.ones(num_features, np.float32)) if affine else None
         self.bias = Parameter(np.zeros(num_features, np.float32)) if affine else None
-        tracked = track_running_stats
-        self.running_mean = Buffer(np.zeros(num_features, np.float32), moves=True) if tracked else None
-        self.running_var = Buffer(np.ones(num_features, np.float32), moves=True) if tracked else None
-        self.num_batches_tracked = Buffer(np.zeros((), np.float32), moves=True) if tracked else None
+        self.running_mean = Buffer(np.zeros(num_features, np.float32), moves=True) if track_running_stats else None
+        self.running_var = Buffer(np.ones(num_features, np.float32), moves=True) if track_running_stats else None
+        self.num_batches_tracked = Buffer(np.zeros((), np.float32), moves=True) if track_running_stats else None
         self.num_features, self.eps, self.momentum = num_features, float(eps), float(momentum)
 
     def forward(self, x: Tensor) -> Tensor:

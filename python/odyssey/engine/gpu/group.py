@@ -11,22 +11,19 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ...core import fingerprint
 from ...core import native as host
+from ...core.arena import Arena
 from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Gpu, GpuStep, StepBlock, library
+from ...data import ArrayDataset
 from ...errors import DeviceError
-from ...optim import Update
+from ...optim import Optimizer, Update
 from .mirror import Mirror
 from .offloaded import Offloaded
-
-if TYPE_CHECKING:
-    from ...core import fingerprint
-    from ...core.arena import Arena
-    from ...data import ArrayDataset
-    from ...optim import Optimizer
 
 # A data set is kept on a device if it leaves this share of the free memory to the training.
 DATA_SHARE = 0.5

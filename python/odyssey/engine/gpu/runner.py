@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,23 +18,19 @@ from ...build import gpus
 from ...core import native as host
 from ...core.gpu_native import COMPUTE, COPY, Gpu, GpuStep, StepBlock, library
 from ...core.program import plan_memory, serialize
+from ...data import ArrayDataset, Batch
 from ...errors import DeviceError, NumericsError
+from ...optim import Update
 from ...parallel import plan as planning
-from ..runner import Runner, Sums
+from ..runner import EXACT, Runner, Sums
 from . import plan as pieces
 from . import reduction, rewrite
 from .graph import Graph
-from .group import Placed, Worker
-
-if TYPE_CHECKING:
-    from ...data import ArrayDataset, Batch
-    from ...optim import Update
-    from .group import DeviceGroup
+from .group import DeviceGroup, Placed, Worker
 
 # Of the memory that is free before the data set is placed (which takes at most group.DATA_SHARE of it) what the shards
 # of a piece may take.
 MEMORY_SHARE = 0.4
-EXACT = 1 << 24  # samples that sums of float32 count exactly
 MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
 
 
