@@ -26,10 +26,7 @@ from .runner import Runner, Sums
 
 
 class BucketedRunner(Runner):
-    """One batch size: native steps per segment, a reduction per bucket.
-
-    waited: seconds spent waiting for reductions after the last segment.
-    """
+    """One batch size: native steps per segment, a reduction per bucket."""
 
     def __init__(self, *made: Any) -> None:
         super().__init__(*made)
@@ -54,7 +51,7 @@ class BucketedRunner(Runner):
         self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
         self._steps = [self._step(i, programs) for i in range(len(self.segments))]
         self.updates = self._updates() if self.train else []
-        self.waited = 0.0
+        self.waited = 0.0  # seconds, for reductions after the last segment
 
     def _make_reductions(self) -> None:
         parts, lib, several = self.parts, native.library(), self.groups.dp.size > 1

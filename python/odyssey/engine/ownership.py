@@ -61,15 +61,11 @@ WINDOW = 1 << 20  # parameters of which a digest is taken at a time
 
 
 class Owned(NamedTuple):
-    """Part of a parameter that is a rank's; runs of the arena are (start, floats).
+    """Part of a parameter that is a rank's; runs of the arena are (start, floats)."""
 
-    whole: the run that it updates. valid: the runs of it that come out right, and that other ranks take from it.
-    counted: whether its gradients are this rank's share of the global norm.
-    """
-
-    whole: tuple[int, int]
-    valid: list[tuple[int, int]]
-    counted: bool
+    whole: tuple[int, int]  # the run that it updates
+    valid: list[tuple[int, int]]  # the runs of it that come out right, and that other ranks take from it
+    counted: bool  # whether its gradients are this rank's share of the global norm
 
 
 def owned(offset: int, shape: tuple[int, ...], piece: tensor_parallel.Piece | None, t: int) -> Owned:

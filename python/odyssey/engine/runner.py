@@ -60,30 +60,22 @@ class Storage:
 
 
 class Program(NamedTuple):
-    """Program that a rank runs for a shard of so many samples.
-
-    records: the runner's own, to be changed; none where shards are computed op by op. place_of: position in the
-    pipeline of a record. lanes: however few samples, they are in lanes.
-    """
+    """Program that a rank runs for a shard of so many samples."""
 
     samples: int
-    records: list[Record]
-    place_of: Callable[[Record], int]
-    lanes: bool
+    records: list[Record]  # the runner's own, to be changed; none where shards are computed op by op
+    place_of: Callable[[Record], int]  # position in the pipeline of a record
+    lanes: bool  # however few samples, they are in lanes
 
 
 @dataclasses.dataclass(eq=False)
 class Sums:
-    """Result of a step: sums over the samples of the global batch, and what this rank has to update.
+    """Result of a step: sums over the samples of the global batch, and what this rank has to update."""
 
-    values: losses, samples, correct predictions, -, metrics. samples_address: of the number of samples as float32.
-    counted: runs of gradients (address, floats) that are this rank's share of the global norm; None: those of the
-    updates.
-    """
-
-    values: list[float]
-    samples_address: int
+    values: list[float]  # losses, samples, correct predictions, -, metrics
+    samples_address: int  # of the number of samples as float32
     updates: list[Update]
+    #: Runs of gradients (address, floats) that are this rank's share of the global norm; None: those of the updates.
     counted: list[tuple[int, int]] | None = None
 
     @property

@@ -49,12 +49,9 @@ class GpuRange(NamedTuple):
 
 
 class GpuExchange:
-    """Completes the sums of a runner; made by all ranks at the same time, used once per step.
+    """Completes the sums of a runner; made by all ranks at the same time, used once per step."""
 
-    reductions: what counts the bytes that it sends.
-    """
-
-    reductions: Sequence[Any]
+    reductions: Sequence[Any]  # what counts the bytes that it sends
 
     def __init__(self, runner: GpuRunner, comm: Communicator) -> None:
         self.runner, self.comm, self.workers = runner, comm, runner.group.workers
