@@ -95,6 +95,13 @@ def test_layers(name):
     same(ours(Tensor(X)), theirs(torch.tensor(X)))
 
 
+def test_settings_of_activations():
+    ours = nn.LeakyReLU()
+    assert ours.negative_slope == 0.01 and nn.GELU("tanh").approximate == "tanh" and nn.GELU().approximate == "none"
+    ours.negative_slope = 0.5
+    same(ours(Tensor(X)), torch.nn.LeakyReLU(0.5)(torch.tensor(X)))
+
+
 def test_dropout_of_channels():
     y = nn.Dropout2d(0.5)(Tensor(np.ones((40, 30, 2, 3)))).numpy().reshape(1200, 6)
     assert (y == y[:, :1]).all() and set(y[:, 0]) == {0.0, 2.0} and 0.4 < (y[:, 0] > 0).mean() < 0.6
