@@ -92,8 +92,7 @@ class PipelineRunner(Runner):
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
-        grads = self._sum.result.ctypes.data
-        self.updates = self.parts.updates(0, lambda p: grads + 4 * p.at) if self.train else []
+        self.updates = self.parts.updates(0, lambda p: self._sum.result.ctypes.data + 4 * p.at) if self.train else []
         self._counted = self._share_of_norm() if self.train else []
         self.result = np.zeros(lib.stats, np.float32)
 
