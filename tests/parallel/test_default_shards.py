@@ -108,22 +108,14 @@ def test_a_resume_keeps_it(tmp_path):
     assert found == [whole] * 3
 
 
-def test_a_checkpoint_without_one_keeps_the_default_of_its_time():
-    """One that was made before the first step, by a version that went by samples alone."""
+def test_a_checkpoint_of_before_the_first_step_leaves_it_to_the_first_batch():
+    def size(comm):
+        first, second = made(comm), made(comm)
+        second.load(first.state({}), "a checkpoint")
+        second.train_step(next(iter(data.DataLoader(TEXTS, batch_size=20))))
+        return second.shard_size
 
-    def sizes(comm):
-        found = []
-        for old in (False, True):
-            first, second = made(comm), made(comm)
-            snapshot = first.state({})
-            if old:
-                del snapshot.values["default shard size"]
-            second.load(snapshot, "a checkpoint")
-            second.train_step(next(iter(data.DataLoader(TEXTS, batch_size=20))))
-            found.append(second.shard_size)
-        return found
-
-    assert mock.run(1, sizes) == [[3, 32]]
+    assert mock.run(1, size) == [3]
 
 
 @pytest.mark.parametrize(("batch", "ranks", "size"), [(20, 8, 2), (9, 8, 1), (5, 8, None)])

@@ -128,7 +128,7 @@ def test_room_for_checkpoints(tmp_path):
     with pytest.raises(OutputError, match="d has 9.0 MiB left"):
         preflight.check_space(9 * mib, 10 * mib, "d")
     with pytest.raises(OutputError, match="room"):
-        preflight.space(tmp_path / "x" / "y", 1 << 60)
+        preflight.check_space(preflight.free(tmp_path / "x" / "y"), 1 << 60, "d")
 
 
 def test_names_of_mpi_libraries():
@@ -195,7 +195,7 @@ def test_a_place_that_cannot_be_seen_is_not_the_end(monkeypatch, tmp_path):
         raise PermissionError
 
     monkeypatch.setattr(os, "statvfs", fails)
-    assert preflight._free(tmp_path) == 2**62
+    assert preflight.free(tmp_path) == 2**62
 
 
 CHECK = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import sys
@@ -185,7 +186,7 @@ def test_memory():
 
 
 def test_limits():
-    free = {"nofile": -1, "nproc": -1, "fsize": -1, "as": -1}
+    free = dict.fromkeys(("nofile", "nproc", "fsize", "as"), math.inf)
     assert doctor.limits(4, free).state == OK
     low = doctor.limits(4, {**free, "nofile": 64, "fsize": 1})
     assert low.state == WARN and low.advice == "raise `ulimit -n` and `ulimit -f`"

@@ -45,6 +45,8 @@ def engine() -> DistributedTrainer:
 class Plain(Trainer):
     """Weights in NumPy; a step takes the mean of a batch's images off them."""
 
+    partial, state_bytes = False, 24
+
     def __init__(self) -> None:
         self.comm, self.callbacks, self.progress = Communicator(), [], None
         self.context = Context(self)
@@ -53,7 +55,6 @@ class Plain(Trainer):
         self.layout = type("Layout", (), {"workers": 1, "offload": None})
         self.mode = Mode(self)
         self.weights, self.gradient = np.ones(6, np.float32), np.zeros(6, np.float32)
-        self.partial, self.state_bytes = False, 24
 
     def say(self, line: str) -> None:
         self.said = line

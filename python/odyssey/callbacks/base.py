@@ -62,9 +62,7 @@ class Context:
     folder: Path | None = None  # of the checkpoints; None: there are none
     stop: str | None = None  # why the training is to stop here, to go on some other time: fit() raises Stopped
     finished: str | None = None  # why it is complete here: fit() returns
-    logged: dict[str, tuple[int, float]] = dataclasses.field(
-        default_factory=dict
-    )  # by log(): number of the call, value
+    logged: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)  # by log(): its number, value
     log_calls: int = 0
     due: bool = False  # in on_epoch_end: a checkpoint of this moment is wanted
     marks: set[str] = dataclasses.field(default_factory=set)  # in on_checkpoint: further names of it, as links
@@ -206,19 +204,15 @@ def check_events(callback: Callback) -> None:
             ) from None
 
 
-def joining() -> list[Callback]:
-    """The callbacks that the environment asks for: at most one."""
-    names = [variable for variable in registry.provided("joining") if os.environ.get(variable)]
-    return [registry.load("joining", name)() for name in names[:1]]
-
-
 def joined(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a trainer's __init__: sets `trainer.callbacks`, whose arguments go before those that were given."""
+    """Decorates a trainer's __init__: sets `trainer.callbacks`, those that the environment asks for (at most one),
+    whose arguments go before those that were given."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
     def wrapped(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        trainer.callbacks = joining()
+        names = [variable for variable in registry.provided("joining") if os.environ.get(variable)]
+        trainer.callbacks = [registry.load("joining", name)() for name in names[:1]]
         for callback in trainer.callbacks:
             bound = signature.bind(trainer, *args, **kwargs)
             bound.arguments.update(callback.arguments(dict(bound.arguments)))

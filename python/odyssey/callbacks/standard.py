@@ -60,13 +60,12 @@ class Monitor(Callback):
     def check(self, known: Sequence[str]) -> None:
         """Raises ConfigError, on all ranks: `monitor` is none of the figures that an epoch has."""
         if self.monitor not in known:
-            tests = any(name.startswith("test_") for name in known)
-            theirs, _, figure = self.monitor.partition("_")
-            why = "give fit() a validation set, whose figures are test_loss, ..., or " if not tests else ""
-            if theirs in ("val", "valid", "validation", "eval") and f"test_{figure}" in known:
+            part, _, figure = self.monitor.partition("_")
+            why, tests = "", ("test", "val", "valid", "validation", "eval")
+            if part in tests[1:] and f"test_{figure}" in known:
                 why = f"write 'test_{figure}', or "
-            elif theirs not in ("test", "val", "valid", "validation", "eval"):
-                why = ""
+            elif part in tests and not any(name.startswith("test_") for name in known):
+                why = "give fit() a validation set, whose figures are test_loss, ..., or "
             raise ConfigError(
                 f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose from {', '.join(known)}"
             ).on_all_ranks()
@@ -96,7 +95,9 @@ class Monitor(Callback):
 class Patience(Monitor):
     """Counts epochs since the figure was better for the last time: `waited`."""
 
-    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
+    def __init__(
+        self, monitor: str = "test_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
+    ) -> None:
         super().__init__(monitor, mode, min_delta)
         self.patience = check_integer(f"[{type(self).__name__}] patience", patience, 0)
         self.waited = 0
@@ -127,11 +128,6 @@ class Patience(Monitor):
 class EarlyStopping(Patience):
     """Finishes the training after `patience` epochs in which the figure was not better by more than `min_delta`."""
 
-    def __init__(
-        self, monitor: str = "test_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
-    ) -> None:
-        super().__init__(monitor, patience, min_delta, mode)
-
     def on_epoch_end(self, context: Context) -> None:
         if self.too_long(context):
             by = f" by {self.min_delta:g}" if self.min_delta else ""
@@ -144,10 +140,8 @@ class EarlyStopping(Patience):
 
     @classmethod
     def parse(cls, text: str, figures: Sequence[str]) -> EarlyStopping:
-        """That of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`.
-
-        Raises ConfigError: it is no such text, or names none of these figures.
-        """
+        """That of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`. Raises ConfigError: it is no such
+        text, or names none of these figures."""
         monitor, *numbers = (part.strip() for part in text.split(":"))
         if monitor not in figures:
             raise ConfigError(f"[train] --early-stopping names {monitor!r}; choose from {', '.join(figures)}")
@@ -227,9 +221,7 @@ class ModelCheckpoint(Monitor):
         if value is None or math.isnan(value):
             return
         sign = 1 if self.mode == "min" else -1
-        others = [
-            one for one in self.top if one[1] != context.steps
-        ]  # an epoch may end twice, before and after a restart
+        others = [one for one in self.top if one[1] != context.steps]  # an epoch may end twice: before a restart, after
         self.top = sorted([*others, (value, context.steps)], key=lambda one: sign * one[0])[: self.save_top_k]
         context.due = context.due or any(step == context.steps for _, step in self.top)
 
@@ -274,9 +266,8 @@ class Timer(Callback):
             ok = 3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts)
             seconds = sum(int(p) * n for p, n in zip(parts[::-1], (1, 60, 3600, 86400), strict=False)) if ok else None
         ok = _number(seconds) and seconds > 0
-        return float(
-            _check(self, "duration", given, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'") and seconds
-        )
+        _check(self, "duration", given, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'")
+        return float(seconds)
 
     @property
     def elapsed(self) -> float:
@@ -306,10 +297,8 @@ class Timer(Callback):
 
 
 class LambdaCallback(Callback):
-    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda c: print(c.record)).
-
-    Raises ConfigError: there is no such event.
-    """
+    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda c: print(c.record)). Raises
+    ConfigError: there is no such event."""
 
     own_code = True
 
@@ -318,11 +307,7 @@ class LambdaCallback(Callback):
         for name, function in functions.items():
             if name not in events:
                 raise ConfigError(f"[LambdaCallback] {name!r} is no event{did_you_mean(name, events)}")
-            if not callable(function):
-                raise ConfigError(
-                    f"[LambdaCallback] {name} is a {type(function).__name__}; give a function of a Context"
-                )
-            setattr(self, name, function)
+            setattr(self, name, _check(self, name, function, callable(function), "give a function of a Context"))
 
     def __repr__(self) -> str:
         return f"LambdaCallback({', '.join(vars(self))})"

@@ -116,14 +116,6 @@ def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = Fa
         sys.modules["odyssey.train.completion"].incomplete()
     from ..base import exits
 
-    return exits.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=_world())
-
-
-def _world() -> Any:
-    """All processes of this run, if they have met: an error must then end the others as well."""
     comm = sys.modules.get("odyssey.comm")
-    return None if comm is None else comm.met()
-
-
-if __name__ == "__main__":
-    main()
+    world = None if comm is None else comm.met()  # all processes of this run, if they have met
+    return exits.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=world)

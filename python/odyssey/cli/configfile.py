@@ -1,7 +1,7 @@
 """The configuration file of `odyssey train`: TOML whose keys are option names, checked before anything uses it.
 
-A value is a number, true or false, or a text; a text is never given to a
-shell, never expanded, never evaluated. What values mean and which go together is checked where `Settings` are made.
+A value is a number, true or false, or a text, which is never given to a shell, expanded or evaluated. What values mean
+and which go together is checked where `Settings` are made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def parse_config(data: bytes, name: str, parameters: Sequence[click.Parameter]) 
     for key, value in content.items():
         option = key.replace("_", "-")
         if option not in known:
-            raise ConfigError(f"[config] {name}: unknown key '{printable(key, limit=60)}'; {_hint(option, known)}")
+            meant = near(option, known)
+            hint = f"did you mean '{meant[0]}'?" if meant else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"[config] {name}: unknown key '{printable(key, limit=60)}'; {hint}")
         parameter, inverted = known[option]
         if parameter.name in values:
             raise ConfigError(f"[config] {name}: '{key}' is given twice, in two spellings; leave one out")
@@ -74,11 +76,6 @@ def _toml(data: bytes, name: str) -> dict[str, Any]:
         raise ConfigError(f"[config] {name} is not TOML that is read here: it is nested too deeply") from None
     except ValueError as problem:  # TOMLDecodeError is one; so is what an integer of 5000 digits gives
         raise ConfigError(f"[config] {name} is not TOML: {printable(str(problem), limit=200)}") from problem
-
-
-def _hint(option: str, known: dict[str, tuple[click.Option, bool]]) -> str:
-    meant = near(option, known)
-    return f"did you mean '{meant[0]}'?" if meant else f"known are {', '.join(sorted(known))}"
 
 
 def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:

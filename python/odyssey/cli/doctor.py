@@ -33,6 +33,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 MIB, GIB = 1 << 20, 1 << 30
 RANK_MEMORY = 160 * MIB  # of a rank that trains LeNet-5 on MNIST: measured 122
 SECONDS = 60.0  # that a probe may take
+LIMITS = {"nofile": "-n", "nproc": "-u", "fsize": "-f", "as": "-v"}  # of ulimit
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
@@ -60,35 +61,31 @@ class RunPlan(NamedTuple):
 def examine(plan: RunPlan) -> list[Check]:
     """All checks, in the order of their importance; takes seconds. Raises ConfigError: this process is a rank of a job,
     where no other job can be started."""
+    from ..run import root_user
+
     started = launcher.launched()
     if started is not None and started.size > 1:  # one process: an interactive shell, as `srun --pty bash`
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
     with ThreadPoolExecutor(16) as pool:
-        alone = pool.submit(probe, [sys.executable])  # first: others wait for it
-        running = [pool.submit(task) for task in _tasks(plan, alone.result)]
-        found = [one.result() for one in running]
+        alone = pool.submit(probe, [sys.executable]).result  # first: others wait for it
+        checks: list[Callable[[], Check | list[Check]]] = [
+            python,
+            packages,
+            kernels,
+            lambda: mpi(alone()),
+            lambda: launching(shutil.which("mpirun"), alone),
+            lambda: cores(plan.ranks, plan.threads),
+            lambda: shared_memory(plan.ranks, machine.shared_memory(), library(alone())),
+            lambda: memory(plan.ranks, memory_limit(), _available()),
+            lambda: run_directory(plan.run_dir),
+            cache,
+            gpus,
+            lambda: limits(plan.ranks, {name: machine.limit(name.upper()) for name in LIMITS}),
+            lambda: user(os.geteuid(), root_user.working()),
+            *[lambda host=host: reach(host) for host in plan.hosts],
+        ]
+        found = [one.result() for one in [pool.submit(check) for check in checks]]
     return [check for one in found for check in (one if isinstance(one, list) else [one])]
-
-
-def _tasks(plan: RunPlan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
-    from ..run import root_user
-
-    return [
-        python,
-        packages,
-        kernels,
-        lambda: mpi(alone()),
-        lambda: launching(shutil.which("mpirun"), alone),
-        lambda: cores(plan.ranks, plan.threads),
-        lambda: shared_memory(plan.ranks, machine.shared_memory(), library(alone())),
-        lambda: memory(plan.ranks, memory_limit(), _available()),
-        lambda: run_directory(plan.run_dir),
-        cache,
-        gpus,
-        lambda: limits(plan.ranks, _limits()),
-        lambda: user(os.geteuid(), root_user.working()),
-        *[lambda host=host: reach(host) for host in plan.hosts],
-    ]
 
 
 def python() -> Check:
@@ -372,19 +369,13 @@ def cache() -> Check:
     return Check("cache", OK, str(where))
 
 
-def _limits() -> dict[str, int]:
-    found = {name: machine.limit(name.upper()) for name in ("nofile", "nproc", "fsize", "as")}
-    return {name: -1 if math.isinf(value) else int(value) for name, value in found.items()}
-
-
-def limits(ranks: int, found: Mapping[str, int]) -> Check:
-    """Limits of the shell (-1: none): too low ones end a run in the middle."""
+def limits(ranks: int, found: Mapping[str, float]) -> Check:
+    """Limits of the shell (infinite: none): too low ones end a run in the middle."""
     need = {"nofile": 64 + 16 * ranks, "nproc": 256 + 16 * ranks, "fsize": GIB, "as": 16 * GIB}
-    flags = {"nofile": "-n", "nproc": "-u", "fsize": "-f", "as": "-v"}
-    text = ", ".join(f"{name} {'unlimited' if value < 0 else value}" for name, value in found.items())
-    low = [name for name, value in found.items() if 0 <= value < need[name]]
+    text = ", ".join(f"{name} {'unlimited' if math.isinf(value) else value}" for name, value in found.items())
+    low = [name for name, value in found.items() if value < need[name]]
     if low:
-        return Check("limits", WARN, text, "raise " + " and ".join(f"`ulimit {flags[name]}`" for name in low))
+        return Check("limits", WARN, text, "raise " + " and ".join(f"`ulimit {LIMITS[name]}`" for name in low))
     return Check("limits", OK, text)
 
 

@@ -36,8 +36,6 @@ _MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 _CIFAR_RECORD = 1 + 3 * 32 * 32
-
-
 FINGERPRINT = 1 << 22  # bytes that a fingerprint is of, about 10 ms
 
 
@@ -56,13 +54,6 @@ def outside(numbers: np.ndarray, count: int) -> int | None:
     return int(np.flatnonzero((numbers < 0) | (numbers >= count))[0])
 
 
-class Described:
-    """A data set that says what it holds."""
-
-    def __repr__(self) -> str:
-        return described(self)
-
-
 def described(dataset: Any) -> str:
     """Any data set as one line."""
     shape, classes = getattr(dataset, "sample_shape", None), getattr(dataset, "classes", None)
@@ -70,6 +61,12 @@ def described(dataset: Any) -> str:
     what = f", classes={reprlib.repr(classes)}" if classes else ""
     name = f"{dataset.name}, " if isinstance(getattr(dataset, "name", None), str) else ""
     return f"{type(dataset).__name__}({name}{' '.join(parts)}{what})"
+
+
+class Described:
+    """A data set that says what it holds."""
+
+    __repr__ = described
 
 
 class Gathered(Described):
@@ -132,7 +129,8 @@ class ArrayDataset(Gathered):
     @functools.cached_property
     def normalised(self) -> bool:
         """Returns whether samples are one array that goes through `scale` and `shift`."""
-        return isinstance(self.images, np.ndarray) and _is_image(self.images)
+        x = self.images
+        return isinstance(x, np.ndarray) and x.dtype in (np.uint8, np.float32) and x.ndim in (2, 4)
 
     @property
     def _channels(self) -> int:
@@ -241,14 +239,9 @@ def arrays(
         labels = labels.astype(np.int32)
     else:
         labels, classes = _as_tree(labels, count, "targets", name), 0
-    return ArrayDataset(
-        images=mapped(_read_only, images),
-        labels=mapped(_read_only, labels),
-        classes=classes,
-        scale=_per_channel(scale, channels, "scale", name),
-        shift=_per_channel(shift, channels, "shift", name),
-        name=name,
-    )
+    images, labels = (mapped(_read_only, tree) for tree in (images, labels))
+    both = (_per_channel(v, channels, field, name) for field, v in (("scale", scale), ("shift", shift)))
+    return ArrayDataset(images, labels, classes, *both, name)
 
 
 @dataclass(frozen=True)
@@ -303,10 +296,7 @@ def load(name: str, *, train: bool, data_dir: Path | None = None) -> ArrayDatase
         raise ConfigError(f"[data] dataset is {name!r}; allowed are {', '.join(DATASETS)}")
     info = DATASETS[name]
     files = _find(name, train, data_dir)
-    if name == "cifar10":
-        images, labels = _read_cifar(files)
-    else:
-        images, labels = _read_idx_pair(name, files)
+    images, labels = _read_cifar(files) if name == "cifar10" else _read_idx_pair(name, files)
     mean, std = np.array(info.mean, np.float64), np.array(info.std, np.float64)
     return arrays(images, labels, classes=info.classes, scale=1.0 / (255.0 * std), shift=-mean / std, name=name)
 
@@ -377,8 +367,7 @@ def _refuse_mnist(path: Path, labels: np.ndarray) -> None:
 
 
 def _read_cifar(files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    parts = [_read_records(path) for path in files]
-    records = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    records = np.concatenate([_read_records(path) for path in files])
     return np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32), np.ascontiguousarray(records[:, 0])
 
 
@@ -403,10 +392,6 @@ def _read_records(path: Path) -> np.ndarray:
     return records
 
 
-def _is_image(array: np.ndarray) -> bool:
-    return array.dtype in (np.uint8, np.float32) and array.ndim in (2, 4)
-
-
 def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
     """A tree of C-contiguous float32 and int32 arrays of `count` samples (None: of as many as the first has)."""
     if not leaves(tree):
@@ -422,9 +407,7 @@ def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
                 "with at least one number per sample"
             )
         if array.dtype.kind == "f":
-            with np.errstate(over="ignore"):  # infinity, which the check reports
-                array = array.astype(np.float32, copy=False)
-            _check_finite(array, name, what)
+            array = _as_floats(array, name, what)
         elif array.dtype.kind in "iub":
             limits = np.iinfo(np.int32)
             if array.dtype.kind != "b" and not limits.min <= array.min() <= array.max() <= limits.max:
@@ -443,26 +426,22 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
     if images.ndim == 3:
         images = images[:, None]
     if images.dtype.kind == "f":
-        # A double too large for float32 becomes infinity, which the check below reports with its index.
-        with np.errstate(over="ignore"):
-            images = images.astype(np.float32, copy=False)
+        images = _as_floats(images, name, "images")
     elif images.dtype != np.uint8:
         raise DataError(f"{name}: images are {images.dtype}; uint8, other integers and floats are allowed")
-    images = np.ascontiguousarray(images)
-    if images.dtype == np.float32:
-        _check_finite(images, name)
-    return images
+    return np.ascontiguousarray(images)
 
 
-def _check_finite(images: np.ndarray, name: str, what: str = "images") -> None:
-    # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no array of flags.
-    with np.errstate(invalid="ignore"):
-        if np.isfinite(images.sum(dtype=np.float64)):
-            return
-    wrong = np.flatnonzero(~np.isfinite(images))[0]
-    at = tuple(int(axis) for axis in np.unravel_index(wrong, images.shape))
+def _as_floats(array: np.ndarray, name: str, what: str) -> np.ndarray:
+    """An array as float32. Raises DataError: NaN, infinity, or a double that is too large for float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = array.astype(np.float32, copy=False)
+        # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no array of flags.
+        if np.isfinite(array.sum(dtype=np.float64)):
+            return array
+    at = tuple(int(axis) for axis in np.argwhere(~np.isfinite(array))[0])
     raise DataError(
-        f"{name}: sample {at[0]} of the {what} holds {images[at]} at index {at}; finite float32 expected; clean it "
+        f"{name}: sample {at[0]} of the {what} holds {array[at]} at index {at}; finite float32 expected; clean it "
         "with np.nan_to_num, or leave the sample out"
     )
 

@@ -48,9 +48,14 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"{path} is not a regular file; give the path of an IDX file, plain or .gz")
-            return _unpacked(file, path, status.st_size, ndim, sha256)
+            packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+            file.seek(0)
+            with gzip.GzipFile(fileobj=file, mode="rb") if packed else contextlib.nullcontext(file) as stream:
+                return _read(stream, path, packed, status.st_size, ndim, sha256)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; give the path of an IDX file, plain or .gz") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a damaged gzip file ({_one_line(error)}); get the file again") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or _one_line(error)}); check the path") from None
 
@@ -90,16 +95,6 @@ def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
         values = np.frombuffer(data, np.uint8, offset=len(header))
     _check_digest(path, header, values, sha256)
     return values.reshape(shape)
-
-
-def _unpacked(file: BinaryIO, path: Path, held: int, ndim: int | None, sha256: str | None) -> np.ndarray:
-    packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    file.seek(0)
-    try:
-        with gzip.GzipFile(fileobj=file, mode="rb") if packed else contextlib.nullcontext(file) as stream:
-            return _read(stream, path, packed, held, ndim, sha256)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is a damaged gzip file ({_one_line(error)}); get the file again") from None
 
 
 def _read(

@@ -157,10 +157,9 @@ class DataLoader:
         cut = _joined(_pieces(enumerate(self._cut(order, first), first), pieces), join)
         if self.in_memory or (self._prefetch == 0 and not self._worker_count):
             return self._batches(cut, epoch, part, lambda: False)
+        make = self._by_workers if self._worker_count else self._batches
         # The thread refers to nothing of the iteration, so an abandoned one is closed by the garbage collector.
-        if self._worker_count:
-            return _prefetched(lambda stopped: self._by_workers(cut, epoch, part, stopped), max(self._prefetch, 1))
-        return _prefetched(lambda stopped: self._batches(cut, epoch, part, stopped), self._prefetch)
+        return _prefetched(lambda stopped: make(cut, epoch, part, stopped), max(self._prefetch, 1))
 
     def _batches(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
         """Batches; ends early, between two samples, once `stopped()`."""
@@ -214,7 +213,7 @@ class DataLoader:
             order = _sampled(self.sampler, count)
         elif self.shuffle:
             ahead, self._ahead = self._ahead, {}
-            order = (ahead.get(epoch) or _permuted(count, self.seed, epoch))()
+            order = ahead[epoch]() if epoch in ahead else permutation(count, self.seed, epoch)
             if self._prefetch:  # while this epoch is in use
                 self._ahead = {epoch + 1: _permuted(count, self.seed, epoch + 1)}
         else:
@@ -232,9 +231,8 @@ class DataLoader:
 def _permuted(count: int, seed: int, epoch: int) -> Callable[[], np.ndarray]:
     """Begins to compute an epoch's permutation on a thread; what it returns gives it."""
     made: list[np.ndarray] = []
-    thread = threading.Thread(
-        target=lambda: made.append(permutation(count, seed, epoch)), name="odyssey-order", daemon=True
-    )
+    compute = lambda: made.append(permutation(count, seed, epoch))  # noqa: E731
+    thread = threading.Thread(target=compute, name="odyssey-order", daemon=True)
     thread.start()
 
     def wait() -> np.ndarray:

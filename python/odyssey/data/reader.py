@@ -145,7 +145,8 @@ class Reader:
             try:
                 made = make(at, number)
             except Exception as error:
-                noted(error, where.format(number))
+                if hasattr(error, "add_note"):  # since Python 3.11
+                    error.add_note(f"({where.format(number)})")
                 raise
             stack.add(number, made, len(numbers))
         return stack.both
@@ -210,17 +211,9 @@ class Reader:
         return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
-def noted(error: BaseException, text: str) -> None:
-    """Adds a line to what Python shows of an error."""
-    if hasattr(error, "add_note"):  # since Python 3.11
-        error.add_note(f"({text})")
-
-
 def array(leaf: Any, what: str) -> np.ndarray:
-    """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture uint8 (C, H, W).
-
-    Raises DataError: it is no array of numbers.
-    """
+    """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture uint8 (C, H, W). Raises
+    DataError: it is no array of numbers."""
     try:
         made = np.asarray(leaf)
         if hasattr(leaf, "getbands"):  # a picture of Pillow

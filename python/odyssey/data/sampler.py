@@ -105,11 +105,7 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         share, rest = divmod(self.dataset_size, self.num_replicas)
-        if self.drop_last:
-            return share
-        if self.pad:
-            return share + (rest > 0)
-        return share + (self.rank < rest)
+        return share if self.drop_last else share + (rest > 0 if self.pad else self.rank < rest)
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

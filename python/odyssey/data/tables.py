@@ -5,6 +5,7 @@ What is learnt of a training part (categories, means) is kept in checkpoints and
 
 from __future__ import annotations
 
+import contextlib
 import csv as tables
 import dataclasses
 import math
@@ -35,11 +36,9 @@ class Table:
     def __init__(self, path: str | Path) -> None:
         self.path = "standard input" if str(path) == "-" else printable(str(path), limit=200)
         try:
-            if str(path) == "-":
-                self.header, self.lines = _parsed(sys.stdin)
-            else:
-                with Path(path).open(newline="", encoding="utf-8-sig") as file:
-                    self.header, self.lines = _parsed(file)
+            how = {"newline": "", "encoding": "utf-8-sig"}
+            with contextlib.nullcontext(sys.stdin) if str(path) == "-" else Path(path).open(**how) as file:
+                self.header, self.lines = _parsed(file)
         except (OSError, UnicodeDecodeError, tables.Error) as problem:
             why = getattr(problem, "strerror", None) or problem
             raise DataError(f"{self.path} cannot be read as a table ({why}); give a CSV file in UTF-8") from None

@@ -20,18 +20,15 @@ Tree = Any  # an array, or a tuple or dict of trees
 
 class Draw:
     """Random numbers of samples: each a function of (seed, epoch, number of the sample, place of the transform).
-
-    numbers: int64 (B,). place: of the transform, among those of a loader.
-    """
+    numbers: int64 (B,). place: of the transform, among those of a loader."""
 
     def __init__(self, seed: int, epoch: int, numbers: np.ndarray, place: int) -> None:
         self.seed, self.epoch, self.numbers, self.place = seed, epoch, numbers, place
 
     def uniform(self, which: int) -> np.ndarray:
         """Number `which` of each sample, float64 (B,) in [0, 1)."""
-        return (
-            mixed_words(self.seed, self.epoch, (self.place << 32) + which, self.numbers) >> np.uint64(11)
-        ) * 2.0**-53
+        words = mixed_words(self.seed, self.epoch, (self.place << 32) + which, self.numbers)
+        return (words >> np.uint64(11)) * 2.0**-53
 
     def below(self, which: int, n: int) -> np.ndarray:
         """Number `which` of each sample, int64 (B,) in 0..n-1."""
@@ -39,9 +36,7 @@ class Draw:
 
     def generator(self, at: int) -> np.random.Generator:
         """A generator for sample `at` alone: Philox4x64, its key (seed, epoch), counting from (0, 0, number, place).
-
-        Two of them never give the same stretch, as each has 2**128 numbers of its own.
-        """
+        Two of them never give the same stretch, as each has 2**128 numbers of its own."""
         key = np.array([self.seed, self.epoch], np.uint64)
         counter = np.array([0, 0, self.numbers[at], self.place], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
@@ -97,9 +92,7 @@ class RandomCrop(Vectorized):
         n, channels, h, w = images.shape
         p, height, width = self.padding, self.size[0] or h, self.size[1] or w
         if height > h + 2 * p or width > w + 2 * p:
-            raise DataError(
-                f"[data] RandomCrop: {height} x {width} of an image of {h} x {w} padded by {p} is too large"
-            )
+            raise DataError(f"[data] RandomCrop: {height} x {width} is too large for {h} x {w} padded by {p}")
         padded = np.full((n, channels, h + 2 * p, w + 2 * p), self.fill, images.dtype)
         padded[:, :, p : p + h, p : p + w] = images
         top, left = draw.below(0, h + 2 * p - height + 1), draw.below(1, w + 2 * p - width + 1)
@@ -186,12 +179,14 @@ class Mixup:
 
     def mixed(self, both: Any, others: Any, classes: int | None, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         """Samples and targets (B, ...) as float32, mixed with the others'."""
-        pairs = [(self._values(b, None), self._values(o, None)) for b, o in zip(both[:1], others[:1], strict=True)]
-        pairs.append((self._values(both[1], classes), self._values(others[1], classes)))
         m = np.array([draw.generator(at).beta(self.alpha, self.alpha) for at in range(len(draw.numbers))], np.float32)
-        shaped = [(a, b, m.reshape(-1, *(1,) * (a.ndim - 1))) for a, b in pairs]
-        x, y = (k * a + (1 - k) * b for a, b, k in shaped)
-        return x, y
+
+        def part(values: Tree, theirs: Tree, classes: int | None = None) -> np.ndarray:
+            a, b = self._values(values, classes), self._values(theirs, classes)
+            k = m.reshape(-1, *(1,) * (a.ndim - 1))
+            return k * a + (1 - k) * b
+
+        return part(both[0], others[0]), part(both[1], others[1], classes)
 
     def _values(self, values: Tree, classes: int | None) -> np.ndarray:
         if isinstance(values, tuple | dict):

@@ -156,7 +156,7 @@ def main(number: int) -> None:
         _prepare(about)
         reader = ForkingPickler.loads(payload)
     except BaseException as error:
-        problem = _unprepared(error)
+        problem = _told(error, prepared=False)
     asked: queue.SimpleQueue[tuple[int, np.ndarray]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(link, asked), daemon=True).start()
     epoch = None
@@ -206,19 +206,13 @@ def refuse_import() -> None:
         )
 
 
-def _unprepared(error: BaseException) -> tuple[str, str, str]:
+def _told(error: BaseException, prepared: bool = True) -> tuple[str, str, str]:
+    """An error's class, line and traceback; `prepared`: samples are read by now."""
+    kind, text, trace = type(error).__name__, str(error), traceback.format_exc()
     if isinstance(error, OdysseyError):
-        return _told(error)
-    text = (
-        f"[data] a worker process cannot be given the data set: {type(error).__name__}: {error}; define its classes "
-        "and functions in a file that can be imported, or use num_workers=0"
-    )
-    return "ConfigError", text, traceback.format_exc()
-
-
-def _told(error: BaseException) -> tuple[str, str, str]:
-    """An error's class, line and traceback."""
-    if isinstance(error, OdysseyError):
-        return type(error).__name__, str(error), traceback.format_exc()
-    where = " ".join(getattr(error, "__notes__", ["(in a worker process)"]))
-    return "DataError", f"[data] {type(error).__name__}: {error} {where}", traceback.format_exc()
+        return kind, text, trace
+    if prepared:
+        where = " ".join(getattr(error, "__notes__", ["(in a worker process)"]))
+        return "DataError", f"[data] {kind}: {text} {where}", trace
+    advice = "define its classes and functions in a file that can be imported, or use num_workers=0"
+    return "ConfigError", f"[data] a worker process cannot be given the data set: {kind}: {text}; {advice}", trace

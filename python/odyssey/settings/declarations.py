@@ -318,9 +318,7 @@ class Settings(Training):
     )
     num_workers: int = setting(DATA, 0, "processes of each rank that read samples ahead", low=0)
     epochs: int | None = setting(DATA, None, "passes over the training set", low=1, alias="epochs")
-    steps: int | None = setting(
-        DATA, None, "stop after so many optimizer steps", "at the end of the last epoch", low=1
-    )
+    steps: int | None = setting(DATA, None, "stop after so many optimizer steps", "at the end of the last epoch", low=1)
     early_stopping: str | None = setting(
         DATA, None, "stop when this figure of epochs was no better for PATIENCE of them (3); the best checkpoint is "
         "then best in the directory of checkpoints", "all epochs", metavar="FIGURE[:PATIENCE[:MIN_DELTA]]"
@@ -551,11 +549,9 @@ def keywords(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(init)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
-            for f in dataclasses.fields(kind)
-            if f.name not in signature.parameters
-        ]
+        fields, only = dataclasses.fields(kind), inspect.Parameter.KEYWORD_ONLY
+        made = (inspect.Parameter(f.name, only, default=f.default, annotation=f.type) for f in fields)
+        more = [p for p in made if p.name not in signature.parameters]
         init.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return init
 

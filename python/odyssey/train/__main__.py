@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import NoReturn
 
 if __name__ == "__main__":
     gc.disable()  # until the training begins: what a start makes stays, and looking through it is a tenth of the time
@@ -12,11 +11,5 @@ from odyssey import cli  # noqa: E402
 
 from ..cli.commands import train  # noqa: E402
 
-
-def main() -> NoReturn:
-    """Run `odyssey train` with this process's arguments."""
-    cli.main(prog_name="python -m odyssey.train", command=train.command)
-
-
 if __name__ == "__main__":
-    main()
+    cli.main(prog_name="python -m odyssey.train", command=train.command)

@@ -12,7 +12,7 @@ All ranks find the same, so all end with the same error, and rank 0 speaks. Rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,12 +37,14 @@ BLOCKS = 256  # of a data set, when a sample that differs is looked for
 CHUNK = 1 << 20  # bytes that are copied at once where memory does not lie on words
 AHEAD = 1000  # steps whose rates, or samples, are compared at once at most
 TEXT = 400  # bytes of what a rank says to the others
+ALIKE = "give all ranks the same batches"
 
 
-def _first_other(everyone: np.ndarray) -> int | None:
-    """The first rank whose row of (ranks, ...) is not that of rank 0."""
-    other = np.flatnonzero((everyone != everyone[0]).reshape(len(everyone), -1).any(axis=1))
-    return int(other[0]) if len(other) else None
+def first_other(comm: Communicator, numbers: Sequence[int]) -> tuple[int | None, np.ndarray]:
+    """The first rank whose numbers (int64) are not those of rank 0, and all ranks' (ranks, n); a collective call."""
+    everyone = comm.all_gather(np.array(numbers, np.int64))
+    other = np.flatnonzero((everyone != everyone[0]).any(axis=1))
+    return int(other[0]) if len(other) else None, everyone
 
 
 def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
@@ -53,11 +55,11 @@ def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
 
 def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
     """Returns what to say of the first setting that a rank has otherwise than a group's first; a collective call."""
-    everyone = comm.all_gather(np.array([hash_of(v) for v in settings.values()], np.int64))
+    _, everyone = first_other(comm, [hash_of(v) for v in settings.values()])
     for name, column in zip(settings, everyone.T, strict=True):
-        if (other := _first_other(column)) is not None:
-            ranks = comm.ranks
-            return f"the {name} of rank {ranks[other]} differs from that of rank {ranks[0]}; start all ranks alike"
+        if (others := np.flatnonzero(column != column[0])).size:
+            other, first = comm.ranks[others[0]], comm.ranks[0]
+            return f"the {name} of rank {other} differs from that of rank {first}; start all ranks alike"
     return None
 
 
@@ -70,21 +72,25 @@ def compare(comm: Communicator, settings: dict[str, Any]) -> None:
 def parameters(comm: Communicator, arena: Arena) -> None:
     """Raises ConfigError, on all ranks, if one rank's model has other parameters than that of rank 0; collective."""
     lines = [f"{name} {tuple(p.shape)}" for name, p in arena.named]
-    found = _first_other_line(comm, lines)
-    if found is not None:
+    if (found := _first_other_line(comm, lines)) is not None:
         other, at = found
-        said = texts(comm, lines[at] if at < len(lines) else "none")
-        raise ConfigError(
-            f"[train] the model of rank {other} differs from that of rank 0 in parameter {at + 1}: {said[other]}; "
-            f"on rank 0 {said[0]}; start all ranks alike"
-        ).on_all_ranks()
+        raise _other_model(comm, other, f"parameter {at + 1}", lines[at] if at < len(lines) else "none")
+
+
+def _other_model(comm: Communicator, other: int, what: str, mine: str) -> ConfigError:
+    """Returns what to raise on all ranks where models differ; a collective call."""
+    told = texts(comm, mine)
+    return ConfigError(
+        f"[train] the model of rank {other} differs from that of rank 0 in {what}: {told[other]}; on rank 0 {told[0]}; "
+        "start all ranks alike"
+    ).on_all_ranks()
 
 
 def _first_other_line(comm: Communicator, lines: list[str]) -> tuple[int, int] | None:
     """The first rank whose lines are not those of rank 0, and the first line that differs there; a collective call."""
     if comm.size == 1:
         return None
-    other = _first_other(comm.all_gather(np.array([hash_of(lines)], np.int64)))
+    other, _ = first_other(comm, [hash_of(lines)])
     if other is None:
         return None
     hashes = np.array([hash_of(line) for line in lines], np.int64)
@@ -115,7 +121,6 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
             listed = Listed(recording.records)
     except Exception as problem:
         error = problem
-    lines = listed.lines()
     failed = comm.all_gather(np.array([error is not None], np.int32))[:, 0]
     if failed.any():
         known = isinstance(error, OdysseyError)
@@ -128,18 +133,13 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
             f"[train] the model runs on rank {np.argmin(failed)}, but not on rank {np.argmax(failed)}: "
             f"{text[int(np.argmax(failed))]}"
         ).on_all_ranks()
-    found = _first_other_line(comm, lines)
-    if found is None:
+    if (found := _first_other_line(comm, listed.lines())) is None:
         return
     other, at = found
     layers = Listed()
     with contextlib.suppress(Exception), watched(engine.model) as here:  # it has run before: its error is not news
         engine.trace(batch, step, lambda executor: layers.listen(executor, here))
-    told = texts(comm, said(listed.records, at, layers.where))
-    raise ConfigError(
-        f"[train] the model of rank {other} differs from that of rank 0 in op {at + 1}: {told[other]}; on rank 0 "
-        f"{told[0]}; start all ranks alike"
-    ).on_all_ranks()
+    raise _other_model(comm, other, f"op {at + 1}", said(listed.records, at, layers.where))
 
 
 def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
@@ -147,8 +147,7 @@ def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
     collective call. groups: settings of an update, values of a model."""
     settings = {name: value for group in groups for name, value in group.items()}
     names = sorted(settings)
-    found = _first_other_line(comm, [f"{name} {settings[name]!r}" for name in names])
-    if found is None:
+    if (found := _first_other_line(comm, [f"{name} {settings[name]!r}" for name in names])) is None:
         return
     other, at = found
     each = texts(comm, names[at] if at < len(names) else "")
@@ -165,23 +164,20 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
     all ranks, naming what differs and the first sample."""
     if comm.size == 1:
         return
-    compare(
-        comm,
-        {
-            f"number of samples of the {what} set": len(data),
-            f"shape of the {what} samples": data.sample_shape,
-            f"dtype of the {what} samples": [a.dtype.name for a in data.all_arrays],
-            f"samples and targets of the {what} set": data.form,
-            f"number of classes of the {what} set": data.classes,
-            f"scale and shift of the {what} set": (data.scale.tobytes(), data.shift.tobytes()),
-        },
-    )
+    same = {
+        f"number of samples of the {what} set": len(data),
+        f"shape of the {what} samples": data.sample_shape,
+        f"dtype of the {what} samples": [a.dtype.name for a in data.all_arrays],
+        f"samples and targets of the {what} set": data.form,
+        f"number of classes of the {what} set": data.classes,
+        f"scale and shift of the {what} set": (data.scale.tobytes(), data.shift.tobytes()),
+    }
+    compare(comm, same)
     lo, hi = 0, len(data)
     blocks = [(lo, hi)]
     while True:
         mine = [sum(_of_words(x[a:b], k << 40) for k, x in enumerate(data.all_arrays)) for a, b in blocks]
-        everyone = comm.all_gather(np.array([fingerprint.signed(m & fingerprint.MASK) for m in mine], np.int64))
-        other = _first_other(everyone)
+        other, everyone = first_other(comm, [fingerprint.signed(m & fingerprint.MASK) for m in mine])
         if other is None:
             return
         lo, hi = blocks[int(np.flatnonzero(everyone[other] != everyone[0])[0])]
@@ -196,31 +192,22 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
 
 
 def _of_words(array: np.ndarray, start: int = 0) -> int:
-    """The fingerprint of a C-contiguous array's bytes, as words of 4 of which the first is number `start`.
-
-    One changed byte changes it, for certain (fingerprint.py). Bytes of zero count nothing: compare sizes as well.
-    """
+    """The fingerprint of a C-contiguous array's bytes, as words of 4 of which the first is number `start`. One changed
+    byte changes it, for certain (fingerprint.py). Bytes of zero count nothing: compare sizes as well."""
     flat = array.reshape(-1).view(np.uint8)
-    whole = flat.size // 4 * 4
-    parts = []
-    if flat.ctypes.data % 4:  # such as a column of bytes out of a file
-        for at in range(0, whole, CHUNK):
-            piece = flat[at : min(at + CHUNK, whole)].copy()
-            parts.append(fingerprint.of(piece.view(np.float32), start + at // 4))
-    elif whole:
-        parts.append(fingerprint.of(flat[:whole].view(np.float32), start))
-    if flat.size > whole:
-        rest = np.zeros(4, np.uint8)
-        rest[: flat.size - whole] = flat[whole:]
-        parts.append(fingerprint.of(rest.view(np.float32), start + whole // 4))
+    whole, aligned = flat.size // 4 * 4, flat.ctypes.data % 4 == 0  # not: such as a column of bytes out of a file
+    rest = np.zeros(4, np.uint8)
+    rest[: flat.size - whole] = flat[whole:]
+    parts, step = [fingerprint.of(rest.view(np.float32), start + whole // 4)], max(whole, 4) if aligned else CHUNK
+    for at in range(0, whole, step):
+        piece = flat[at : min(at + step, whole)]
+        parts.append(fingerprint.of((piece if aligned else piece.copy()).view(np.float32), start + at // 4))
     return fingerprint.add(parts)
 
 
 def of_batch(batch: Batch) -> int:
-    """The fingerprint of the samples and labels of a global batch, in their order, and of shape and type; 64 bits.
-
-    It is a sum over samples and a hash of shape and type, so whoever has some of the samples can take their share.
-    """
+    """The fingerprint of the samples and labels of a global batch, in their order, and of shape and type; 64 bits. It
+    is a sum over samples and a hash of shape and type, so whoever has some of the samples can take their share."""
     n, data = len(batch.indices), batch.dataset
     kind = data.images.dtype.name if data.normalised else data.form
     about = (n, data.sample_shape, kind, data.scale.tobytes(), data.shift.tobytes())
@@ -235,8 +222,7 @@ def of_batch(batch: Batch) -> int:
 def last_batch(comm: Communicator, batch: Batch, step: int) -> None:
     """Compares the samples of the batch of step `step`, read once more where they are read; a collective call. Raises
     DataError: on all ranks: a rank has others."""
-    mine = np.array([fingerprint.signed(of_batch(batch.whole()))], np.int64)
-    other = _first_other(comm.all_gather(mine))
+    other, _ = first_other(comm, [fingerprint.signed(of_batch(batch.whole()))])
     if other is not None:
         raise DataError(
             f"[data] the samples of step {step}, read again, are not on rank {other} what they are on rank 0: every "
@@ -261,9 +247,8 @@ class Watch:
     was compared, and the learning rates of the steps until the next time. `every` is 0: at the first step only.
     `unit`: what a message calls a step; those of an evaluation have no rates.
 
-    Attributes:
-        whole: the data set that `data_set` compared, if there is one.
-        tell: where it is allowed that samples differ, this is called with a line about it, once.
+    whole: the data set that `data_set` compared, if there is one. tell: where it is allowed that samples differ, this
+    is called with a line about it, once. programs: kinds of batches whose programs were compared.
     """
 
     def __init__(self, comm: Communicator, every: int, unit: str = "step") -> None:
@@ -271,7 +256,7 @@ class Watch:
         self.whole: ArrayDataset | None = None
         self.tell: Callable[[str], None] | None = None
         self._first = True
-        self._programs: set[tuple[Any, ...]] = set()
+        self.programs: set[tuple[Any, ...]] = set()
         self._orders: list[np.ndarray] = []
 
     def begin(self, whole: ArrayDataset | None = None, tell: Callable[[str], None] | None = None) -> None:
@@ -300,15 +285,14 @@ class Watch:
             0 if known else fingerprint.signed(of_batch(batch)),
             hash_of(rates),
         ]
-        everyone = self.comm.all_gather(np.array(mine, np.int64))
-        other = _first_other(everyone)
+        other, everyone = first_other(self.comm, mine)
         if other is None:
             return
         shapes, orders, data, _ = (everyone[other] != everyone[0]).tolist()
         if shapes:
             said = texts(self.comm, f"{len(batch.indices)} samples of {batch.dataset.sample_shape}")
             raise DataError(
-                f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank 0; {_ALIKE}"
+                f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank 0; {ALIKE}"
             ).on_all_ranks()
         if orders:
             self._differ_in_order(order, other, step)
@@ -327,22 +311,11 @@ class Watch:
         if self.comm.size == 1 or not self.every:
             return
         order = self._order()
-        everyone = self.comm.all_gather(np.array([len(order), fingerprint.signed(_of_words(order))], np.int64))
-        other = _first_other(everyone)
+        other, _ = first_other(self.comm, [len(order), fingerprint.signed(_of_words(order))])
         if other is not None:
             raise DataError(
-                f"[data] the last batches of rank {other} have other samples than those of rank 0; {_ALIKE}"
+                f"[data] the last batches of rank {other} have other samples than those of rank 0; {ALIKE}"
             ).on_all_ranks()
-
-    def program(self, key: tuple[Any, ...]) -> bool:
-        """Returns whether the program of this kind of batch was not compared yet; from now on it is."""
-        new = self.comm.size > 1 and key not in self._programs
-        self._programs.add(key)
-        return new
-
-    def forget(self, key: tuple[Any, ...]) -> None:
-        """The program of this kind of batch is to be compared again."""
-        self._programs.discard(key)
 
     def _at(self, step: int) -> str:
         return f"{self.unit} {step + 1}"
@@ -358,7 +331,7 @@ class Watch:
         at = int(np.flatnonzero(everyone[other] != everyone[0])[0])
         raise DataError(
             f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} where rank 0 is given "
-            f"sample {everyone[0, at]}; {_ALIKE}, such as a sampler with one seed"
+            f"sample {everyone[0, at]}; {ALIKE}, such as a sampler with one seed"
         ).on_all_ranks()
 
     def _differ_in_samples(self, batch: Batch, other: int, step: int) -> None:
@@ -367,19 +340,9 @@ class Watch:
         wrong = np.flatnonzero(found[other] != found[0])
         at = int(wrong[0]) if len(wrong) else 0
         number = f"sample {at} of the batch" if batch.numbers is None else f"sample {batch.numbers[at]}"
-        text = f"[data] at {self._at(step)} {number} of {_name(batch)} is not on rank {other} what it is on rank 0"
+        name = batch.dataset.name.partition(",")[0]
+        text = f"[data] at {self._at(step)} {number} of {name} is not on rank {other} what it is on rank 0"
         if self.tell is None:
             raise DataError(f"{text}: every rank must be given the same samples; {CURE}").on_all_ranks()
         self.tell(f"{text}; training goes on, as data may be nondeterministic, and its bits will not come again")
-        self.tell = _silent
-
-
-_ALIKE = "give all ranks the same batches"
-
-
-def _silent(line: str) -> None:
-    """Keeps what has been told once from being told again."""
-
-
-def _name(batch: Batch) -> str:
-    return batch.dataset.name.partition(",")[0]
+        self.tell = lambda line: None  # it has been told

@@ -12,8 +12,8 @@ before every checkpoint and at the end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +23,12 @@ from ..core.fingerprint import hash_of
 from ..data import Batch
 from ..engine.engine import Engine
 from ..engine.listing import first_difference
-from ..errors import CheckpointError, ConfigError, NumericsError, ShapeError
+from ..errors import LINE, CheckpointError, ConfigError, NumericsError, ShapeError
 from ..nn import Module
 from ..nn import settings as of_modules
 from ..optim import Optimizer
 from . import agreement
 from .trainer_base import Sharing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 WORD = 8  # hexadecimal digits of the hash of an op in a checkpoint
 
@@ -45,6 +42,8 @@ class Changing(Sharing):
     _train: Engine
     _lr_factor: float
     _warned: bool
+    _layers: Callable[[], dict[str, Any]]  # what the configuration says of layers and loss
+    optimizer_arrays: Callable[[], dict[str, np.ndarray]]  # the optimizer's arrays, whole
     _built: dict[str, Any]  # what the training was built with
     _expected_cut: tuple[int | None, str] = None, ""  # how a checkpoint's training cut parameters into buckets
     _expected: tuple[dict[str, Any], str, bool] | None = None  # a checkpoint's program, its name, whether it must be it
@@ -61,10 +60,6 @@ class Changing(Sharing):
             "modules": self._train.programs.values(),
             "layers": self._layers(),
         }
-
-    def _layers(self) -> Any:
-        """Returns what the configuration says of layers and loss."""
-        raise NotImplementedError
 
     def standing(self) -> dict[str, Any]:
         """Returns what an update reads beside gradients and state, as it is now: ranks must have it alike."""
@@ -112,25 +107,15 @@ class Changing(Sharing):
     def stays(self) -> None:
         """Raises ConfigError, on all ranks: forward() computes something else than it did in the last step, though no
         attribute was changed; a collective call."""
-        text = self._astray()
-        everyone = np.array([[bool(text)]], np.int32)
-        if self.comm.size > 1:
-            everyone = self.comm.all_gather(everyone[0])
-        if not everyone.any():
-            return
-        rank = int(np.argmax(everyone[:, 0]))
-        if self.comm.size > 1:
-            text = agreement.texts(self.comm, text)[rank]
-        raise ConfigError(f"[train] by step {self.steps} {text}").on_all_ranks()
-
-    def _astray(self) -> str:
-        """Returns what has changed without a word, and what to do about it; empty: nothing has."""
         astray = self._train.programs.astray()
-        return astray and (
-            f"forward() of {type(self.model).__name__} computes something else than in the steps before, though no "
-            f"attribute was changed: {astray}. It reads a value outside of its modules: make that an attribute "
-            "(module.gain = ...), or set it in on_epoch_start"
-        )
+        everyone = self.comm.all_gather(np.array([bool(astray)], np.int32))
+        if everyone.any():
+            astray = agreement.texts(self.comm, astray, LINE)[int(np.argmax(everyone))]
+            raise ConfigError(
+                f"[train] by step {self.steps} forward() of {type(self.model).__name__} computes something else than "
+                f"in the steps before, though no attribute was changed: {astray}. It reads a value outside of its "
+                "modules: make that an attribute (module.gain = ...), or set it in on_epoch_start"
+            ).on_all_ranks()
 
     def _program(self) -> dict[str, Any] | None:
         """The program of the next step, if it is of the last one's form: a hash of each op."""
@@ -140,8 +125,7 @@ class Changing(Sharing):
         if made is None:
             return None
         n, form = programs.shape
-        ops = "".join(f"{hash_of(line):016x}"[-WORD:] for line in made.training)
-        return {"samples": n, "form": hash_of(form), "gpu": programs.gpu, "ops": ops}
+        return {"samples": n, "form": hash_of(form), "gpu": programs.gpu, "ops": "".join(_words(made))}
 
     def expect(self, snapshot: Any, name: str, exactly: bool) -> None:
         """The next step of this epoch must compute what the checkpoint says, unless callbacks of an epoch's start may
@@ -161,8 +145,7 @@ class Changing(Sharing):
             return
         text = str(saved.get("ops"))
         ops = [text[i : i + WORD] for i in range(0, len(text), WORD)]
-        at = first_difference([f"{hash_of(line):016x}"[-WORD:] for line in made.training], ops)
-        if at is not None:
+        if (at := first_difference(_words(made), ops)) is not None:
             raise ConfigError(
                 f"[resume] forward() of {type(self.model).__name__} computes something else than when {name} was made: "
                 f"op {at + 1}, {programs.told(made, at, n, form)}. What it reads beside attributes of modules must be "
@@ -192,6 +175,8 @@ class Changing(Sharing):
         """True if ranks have parts of weights or of the optimizer's state that no other rank has."""
         return self.comm.size > 1 and (self._train.layout.split or self._train.layout.zero > 0)
 
+    partial = in_parts  # fingerprints() are then of this rank's part
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Gives weights (p.data) and the optimizer's state (optimizer.state), whole on every rank, to be written alike.
@@ -206,12 +191,9 @@ class Changing(Sharing):
         states = {name: array.copy() for name, array in self.optimizer_arrays().items()}
         with self.arena.whole(whole), self.optimizer.whole(states):
             yield
-        arrays = [whole, *states.values()]
-        prints = {f"value {i}": fingerprint.of(a) for i, a in enumerate(arrays)}
-        mine = np.array([fingerprint.signed(v) for v in prints.values()], np.int64)
-        everyone = self.comm.all_gather(mine) if self.comm.size > 1 else mine[None]
-        if (everyone != everyone[0]).any():
-            rank = int(np.flatnonzero((everyone != everyone[0]).any(axis=1))[0])
+        prints = [fingerprint.signed(fingerprint.of(a)) for a in (whole, *states.values())]
+        rank, _ = agreement.first_other(self.comm, prints)
+        if rank is not None:
             raise NumericsError(
                 f"[train] within writing() rank {rank} has written other values than rank 0; write the same on all "
                 "ranks, whatever part of the model they have"
@@ -220,6 +202,7 @@ class Changing(Sharing):
         for name, array in states.items():
             self.optimizer.arrays[name][...] = self._train.ownership.own_state(array) if self._warned else array
 
-    def optimizer_arrays(self) -> dict[str, np.ndarray]:
-        """The optimizer's arrays, whole."""
-        raise NotImplementedError
+
+def _words(made: Any) -> list[str]:
+    """A hash of each op of a recording."""
+    return [f"{hash_of(line):016x}"[-WORD:] for line in made.training]

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 def save(comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Sequence[str] = ()) -> bool:
     """Writes a checkpoint of which each rank has a part (its pieces, and the arrays that it alone has); collective.
-
-    store: on rank 0. Returns False if not all ranks see its directory: nothing was written. Raises as Store.save.
-    """
+    store: on rank 0. Returns False if not all ranks see its directory: nothing was written. Raises as Store.save."""
     from ..checkpoints.manifest import file_of, file_text
     from ..checkpoints.snapshot import TensorSlice, plain_values
     from ..checkpoints.writer import write_file

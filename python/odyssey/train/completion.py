@@ -38,11 +38,8 @@ def incomplete() -> None:
 
 
 def _write_complete() -> None:
-    """At the end of the program: the record that says that its run is complete, if it ends in order.
-
-    Not at the end of a fit(): a program may have several. An exception, and an attempt that another has replaced, leave
-    no record.
-    """
+    """At the end of the program: the record that says that its run is complete, if it ends in order. Not at the end of
+    a fit(): a program may have several. An exception, and an attempt that another has replaced, leave no record."""
     found = _complete.pop("record", None)
     if found is None or getattr(sys, "last_type", None) is not None or exits.leaving()[0]:
         return

@@ -22,8 +22,7 @@ from .. import data as datasets
 from ..base import registry, slot
 from ..callbacks import Callback, Context, LearningRateMonitor
 from ..callbacks.base import check_events
-from ..checkpoints.trainable import KEEP, SENT, History, Mode, Saving, Step
-from ..comm import Communicator
+from ..checkpoints.trainable import KEEP, SENT, History, Saving, Step, Trainable
 from ..core.offload import offload
 from ..data.nested import Form, mapped
 from ..errors import ConfigError, NumericsError, check_integer
@@ -37,24 +36,20 @@ class Rollback(Exception):
     """Within fit(): training goes back to its last checkpoint, on all ranks."""
 
 
-class Trainer:
-    """fit() and steps of a trainer (trainable.Trainable); a subclass has the rest."""
+class Trainer(Trainable):
+    """fit() and steps of a trainer; a subclass has the rest."""
 
-    comm: Communicator
     layout: Any = None  # engine.layout.Layout
-    mode: Mode
     metrics: Any = None  # by name; None: accuracy, where targets are classes
-    accumulation_steps: int
-    numerics: Any
     progress: Any
     callbacks: list[Callback]  # those that the environment asks for
     context: Context  # of the fit() that is under way, or the last one
     replicas: int  # that share out a batch
     data_source: dict[str, Any] = {}  # what checkpoints say of where the data are
     data_configuration: dict[str, Any]  # of the data of fit(), to compare with a checkpoint's
-    in_parts = False  # ranks have parts of weights or of the optimizer's state that no other rank has
+    in_parts = False
     steps = 0
-    last: Step | None = None  # step
+    last: Step | None = None
     _session: Session | None = None  # of the fit() that is under way
     _shown: Any = None  # the progress of a fit() whose trainer was given none
     _silent = False
@@ -65,10 +60,6 @@ class Trainer:
         return f"{type(self).__name__}({of}rank {self.comm.rank} of {self.comm.size}, {self.steps} steps)"
 
     # --- what a subclass may do, beside what Trainable asks of it ---
-
-    def gradient_norm(self) -> float | None:
-        """The norm of the mean gradient of the last step, before it was clipped; None: no rank has it by itself."""
-        return None
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes that this rank has sent so far to sum gradients, what it would have sent without compression, and what
@@ -91,10 +82,6 @@ class Trainer:
         """Which samples of a batch this rank needs, as DataLoader.steps() asks for it; None: all."""
         return None
 
-    def shards_moved(self, samples: int) -> tuple[int, ...]:
-        """Returns how many shards of a step of so many samples each rank computes, once some have moved; else none."""
-        return ()
-
     def _repeats(self, sampler: Any) -> bool:
         """Returns whether a loader's sampler gives the same order whenever an epoch is begun again."""
         return hasattr(sampler, "set_epoch")
@@ -106,13 +93,10 @@ class Trainer:
         """Callbacks of an epoch's start have been called: what the program computes may have changed."""
 
     def stays(self) -> None:
-        """Raises ConfigError, on all ranks: the program has changed though no setting has; a collective call."""
-
-    def check_alike(self) -> None:
-        """Compares what ranks have alike; a collective call."""
+        """See Trainable; of torch modules nothing is known."""
 
     def expect(self, snapshot: Any, name: str, exactly: bool) -> None:
-        """The training goes on from a checkpoint: the next step must compute what it says."""
+        """See Trainable; of torch modules nothing is known."""
 
     def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
@@ -163,9 +147,7 @@ class Trainer:
 
     def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> datasets.Batch | None:
         """The batch that step `step` of an epoch took, read once more; None where a loader would have to give an epoch.
-
-        epoch: as the loader counts. begun: a loader that only counts up has this epoch before it.
-        """
+        epoch: as the loader counts. begun: a loader that only counts up has this epoch before it."""
         k = self.accumulation_steps
         if isinstance(loader, datasets.DataLoader):
             return loader.read_again(epoch, step * k, k) if step * k < len(loader) else None
@@ -183,12 +165,12 @@ class Trainer:
         epoch, index = (batch.epoch, batch.index) if session is None else (cursor.epoch, cursor.step)
         try:
             saved = None if session is None or not self.mode.together else session.saved()
-            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
+            said = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
         except NumericsError as error:
             error.raised_on_all_ranks = self.mode.together  # all ranks know the same
             raise
-        self.say(decision.message)
-        if decision.kind == "rollback":
+        self.say(said)
+        if self.numerics.policy == "rollback":
             raise Rollback
 
     def say(self, line: str) -> None:
@@ -251,20 +233,11 @@ class Trainer:
             OutputError: the last checkpoint could not be written.
             Stopped: the training was asked to stop; it can go on from its last checkpoint.
         """
-        saving = Saving(
-            None if checkpoint_dir is None else Path(checkpoint_dir),
-            checkpoint_every,
-            keep,
-            resume,
-            checkpoint_epochs,
-            allow_nondeterministic_data,
-        )
-        if max_steps is not None:
-            if steps is not None:
-                raise ConfigError(
-                    f"[train] steps is {steps} and max_steps {max_steps}, which mean one; give one of them"
-                )
-            steps = max_steps
+        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        saving = Saving(folder, checkpoint_every, keep, resume, checkpoint_epochs, allow_nondeterministic_data)
+        if None not in (steps, max_steps):
+            raise ConfigError(f"[train] steps is {steps} and max_steps {max_steps}, which mean one; give one of them")
+        steps = max_steps if steps is None else steps
         if mlflow_experiment is not None:
             callbacks = [*_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
         epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
@@ -361,16 +334,15 @@ class Trainer:
             check_sampler(loader)
             size *= self.accumulation_steps // context.pieces
             self._check_loader(loader, size, context.limit)
-            agreement.compare(
-                self.comm,
-                {
-                    "kind of data set": (isinstance(loader.dataset, datasets.ArrayDataset), loader.in_memory),
-                    "number of samples": len(loader.dataset),
-                    "batch size": size,
-                    "data order": (loader.seed, loader.shuffle, len(loader)),
-                },
-            )
-            if isinstance(loader.dataset, datasets.ArrayDataset):
+            in_arrays = isinstance(loader.dataset, datasets.ArrayDataset)
+            same = {
+                "kind of data set": (in_arrays, loader.in_memory),
+                "number of samples": len(loader.dataset),
+                "batch size": size,
+                "data order": (loader.seed, loader.shuffle, len(loader)),
+            }
+            agreement.compare(self.comm, same)
+            if in_arrays:
                 agreement.data_set(self.comm, loader.dataset)
                 whole = loader.dataset if loader.in_memory else None
             self.data_configuration = resume.data_configuration(loader, size)
@@ -378,8 +350,8 @@ class Trainer:
         if val_loader is not None:
             check_batches(in_batches(val_loader), "validation data")
         validation = None if val_loader is None else type(val_loader).__name__
-        same = {"length": (context.epochs, context.limit), "validation set": validation}
-        agreement.compare(self.comm, {**same, "callbacks": list(context.named())})
+        length, names = (context.epochs, context.limit), list(context.named())
+        agreement.compare(self.comm, {"length": length, "validation set": validation, "callbacks": names})
         context.batch_size = size
         try:
             context.steps_per_epoch = -(-len(loader) // self.accumulation_steps)
@@ -505,11 +477,11 @@ def own_steps(loader: Any) -> bool:
 
 def check_batches(loader: Any, what: str = "data") -> None:
     """Raises ConfigError for what gives no batches."""
-    if not isinstance(loader, Iterable) or isinstance(loader, (tuple, np.ndarray)):
+    arrays = isinstance(loader, (tuple, np.ndarray))
+    if arrays or not isinstance(loader, Iterable):
         name = type(loader).__name__
-        advice = f"; give data.DataLoader(your {name}, batch_size=...)" if is_data_set(loader) else ""
-        if isinstance(loader, (tuple, np.ndarray)):
-            advice = "; give data.DataLoader(data.arrays(x, y), batch_size=...)"
+        given = "data.arrays(x, y)" if arrays else f"your {name}"
+        advice = f"; give data.DataLoader({given}, batch_size=...)" if arrays or is_data_set(loader) else ""
         raise ConfigError(
             f"[train] expected a data.DataLoader or a list of (x, y) batches as {what}, got {name}{advice}"
         )
@@ -570,9 +542,7 @@ def in_batches(given: Any) -> Any:
 
 def evaluated(loader: Any, part: Callable[[int], tuple[int, int]] | None) -> Iterable[datasets.Batch]:
     """A loader's batches for evaluation; `part`: of which samples this rank needs so many."""
-    if own_steps(loader):
-        return loader.steps(part=part)
-    return batches_of(loader)
+    return loader.steps(part=part) if own_steps(loader) else batches_of(loader)
 
 
 def cut(batches: Iterable[datasets.Batch], k: int) -> Iterator[datasets.Batch]:

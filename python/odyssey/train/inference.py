@@ -61,13 +61,9 @@ def _way(name: str, compared: str, steps: Steps) -> Way:
 def ways(
     load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int = 48, seed: int = 0, algorithm: str = "auto"
 ) -> Iterator[Way]:
-    """Compares the ways, one by one.
-
-    Args:
-        load: gives the model, with the same weights each time.
-        data: samples; `most` of them are taken. seed: of which, and of the batches.
-        loss: of the training; None: the model's own. algorithm: its conv_algorithm.
-    """
+    """Compares the ways, one by one. load: gives the model, with the same weights each time. data: samples, of which
+    `most` are taken. seed: of which, and of the batches. loss: of the training; None: the model's own. algorithm: its
+    conv_algorithm."""
     rng = np.random.default_rng(seed)
     whole = next(iter(DataLoader(data, batch_size=most, sampler=rng.permutation(len(data))[:most].tolist())))
     n, model = len(whole.indices), load().eval()
@@ -112,17 +108,9 @@ def _in_training(
         for execution in ("eager", "replay"):
             model = load()
             own = loss or model.loss
-            trainer = DistributedTrainer(
-                model,
-                optim.SGD(lr=1e-3),
-                loss=(lambda y, t, own=own: look(own, y, t)) if execution == "eager" else own,
-                shard_size=shard,
-                execution=execution,
-                conv_algorithm=algorithm,
-                backend="local",
-                threads=1,
-                metrics=[],
-            )
+            how = {"execution": execution, "conv_algorithm": algorithm, "backend": "local", "threads": 1, "metrics": []}
+            how["loss"] = (lambda y, t, own=own: look(own, y, t)) if execution == "eager" else own
+            trainer = DistributedTrainer(model, optim.SGD(lr=1e-3), shard_size=shard, **how)
             total = trainer.train_step(batch)[0] if plain else trainer.evaluate([batch]).loss
             weights = [a.reshape(-1) for a in trainer.state_dict().values()]
             ends.append(np.concatenate([np.array([total], np.float64), *weights]))

@@ -8,85 +8,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..comm import Communicator
 from ..core.fingerprint import signed
-from ..errors import ConfigError, NumericsError, check_integer
-from ..settings.recipes import NONFINITE
+from ..errors import ConfigError, NumericsError
 
-SKIPS, ROLLBACKS = 10, 3
-
-
-class Decision(NamedTuple):
-    """Decision about a step that was not finite: "skip" it, or "rollback" to the checkpoint of step `to`."""
-
-    kind: str
-    to: int | None
-    message: str  # one line for the user
+SKIPS, ROLLBACKS = 10, 3  # in a row, to the same checkpoint; one more ends the training
 
 
 class NonFinite:
     """Policy for a loss or gradient that is NaN or infinite. The step was not applied in any case.
 
-    policy:
+    policy, one of settings.recipes.NONFINITE:
         "stop": it ends.
-        "skip": the step changes nothing and counts as a step; more than `limit` of them in a row end the training.
-        "rollback": it goes back to its last checkpoint and leaves out the batch that did it; after more than
-            `rollbacks` times to the same checkpoint it ends.
-
-    Raises ConfigError: no such policy, or a number below 1.
+        "skip": the step changes nothing and counts as a step; more than SKIPS of them in a row end the training.
+        "rollback": it goes back to its last checkpoint and leaves out the batch that did it; after more than ROLLBACKS
+            times to the same checkpoint it ends.
     """
 
-    def __init__(self, policy: str = "stop", limit: int = SKIPS, rollbacks: int = ROLLBACKS) -> None:
-        if policy not in NONFINITE:
-            raise ConfigError(f"[train] nonfinite is {policy!r}; choose from {', '.join(NONFINITE)}")
+    def __init__(self, policy: str = "stop") -> None:
         self.policy = policy
-        self.limit = check_integer("[train] limit of skipped steps", limit, 1)
-        self.rollbacks = check_integer("[train] limit of rollbacks", rollbacks, 1)
         self._row = 0  # skipped steps since the last that was taken
         self._gone_back: Counter[int] = Counter()  # step of a checkpoint -> how often
         self._left_out: set[tuple[int, int]] = set()
 
     def found(
         self, step: int, epoch: int, batch: int, checkpoint: int | None, what: str = "gradient", rate: float = 0.0
-    ) -> Decision:
-        """Decides about step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is not finite.
+    ) -> str:
+        """Returns what the user is told of step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is
+        not finite, where the training goes on as `policy` says.
 
-        checkpoint: the step of the newest checkpoint, None if there is none. Raises NumericsError: the training ends;
-        all ranks raise it alike.
+        checkpoint: the step of the newest checkpoint, None if there is none. Raises NumericsError: the training ends.
         """
         said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
         cure = "lower --lr, or warm up"
         if what == "loss":
             cure += "; a label or index out of range also causes this"
         if self.policy == "stop":
-            raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}").on_all_ranks()
+            raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}")
         if self.policy == "skip":
-            if self._row >= self.limit:
+            if self._row >= SKIPS:
                 raise NumericsError(
                     f"{said}, and the {self._row} steps before it were skipped for the same reason; {cure}"
-                ).on_all_ranks()
+                )
             self._row += 1
-            return Decision("skip", None, f"{said}; the step is skipped ({self._row} of at most {self.limit} in a row)")
+            return f"{said}; the step is skipped ({self._row} of at most {SKIPS} in a row)"
         if checkpoint is None:
+            raise NumericsError(f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every")
+        if self._gone_back[checkpoint] >= ROLLBACKS:
             raise NumericsError(
-                f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every"
-            ).on_all_ranks()
-        if self._gone_back[checkpoint] >= self.rollbacks:
-            raise NumericsError(
-                f"{said}; the training went back to step {checkpoint} {self.rollbacks} times already; {cure}"
-            ).on_all_ranks()
+                f"{said}; the training went back to step {checkpoint} {ROLLBACKS} times already; {cure}"
+            )
         self._gone_back[checkpoint] += 1
         self._left_out.add((epoch, batch))
-        return Decision(
-            "rollback",
-            checkpoint,
-            f"{said}; going back to step {checkpoint} and leaving this batch out "
-            f"({self._gone_back[checkpoint]} of at most {self.rollbacks} times)",
-        )
+        times = f"{self._gone_back[checkpoint]} of at most {ROLLBACKS} times"
+        return f"{said}; going back to step {checkpoint} and leaving this batch out ({times})"
 
     def fine(self) -> None:
         """A step was taken."""

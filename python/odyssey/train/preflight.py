@@ -1,13 +1,14 @@
 """Checks before a run begins: that the ranks fit together, and that this machine has room for them.
 
 `at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
-What it is not: a look at shared memory and limits, before MPI starts (base/limits.py), or at everything that can be
-wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
+Limits are looked at before MPI starts (base/limits.py), the whole machine by `odyssey doctor`, which takes seconds.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import sys
 from collections import Counter
@@ -61,23 +62,16 @@ def versions() -> dict[str, str]:
     }
 
 
-class Odd(NamedTuple):
-    """Rank `rank` has something else in column `column` than the ranks like `other`."""
-
-    column: int
-    rank: int
-    other: int
-
-
-def odd_one(rows: Sequence[Sequence[int]]) -> Odd | None:
-    """The first column whose numbers are not all the same, and a rank whose number fewest have; pure."""
+def odd_one(rows: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
+    """The first column whose numbers are not all the same, a rank that has another one than most, and one of those;
+    pure."""
     for column in range(len(rows[0])):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:
             counts = Counter(values)
             usual = max(counts, key=lambda value: (counts[value], value == values[0]))
             rank = next(r for r, value in enumerate(values) if value != usual)
-            return Odd(column, rank, values.index(usual))
+            return column, rank, values.index(usual)
     return None
 
 
@@ -97,10 +91,7 @@ def crowded(places: Sequence[RankPlace]) -> list[str]:
         hosts.setdefault(place.host, []).append(rank)
     for ranks in hosts.values():
         threads = sum(places[r].threads for r in ranks)
-        mask = 0
-        for r in ranks:
-            mask |= places[r].cores
-        cores = mask.bit_count()
+        cores = functools.reduce(operator.or_, (places[r].cores for r in ranks)).bit_count()
         if cores and threads > cores:
             most = max(places[r].threads for r in ranks)
             count = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
@@ -124,11 +115,6 @@ def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
     return [f"{said}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make room"]
 
 
-def space(directory: Path, checkpoint: int) -> list[str]:
-    """Checks as `check_space` does the disk that a directory is or will be on; for rank 0."""
-    return check_space(_free(directory), checkpoint, str(directory))
-
-
 def at_start(
     comm: Communicator,
     settings: Mapping[str, Any] | None = None,
@@ -138,16 +124,11 @@ def at_start(
 ) -> list[str]:
     """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step.
 
-    Args:
-        comm: all ranks.
-        settings: the configuration; all but `OWN` must be the same on all ranks.
-        threads: that this rank computes with.
-        environment: instead of that of the process.
+    settings: the configuration; all but `OWN` must be the same on all ranks. threads: that this rank computes with.
+    environment: instead of that of the process.
 
-    Returns warnings, the same on every rank: rank 0 shows them.
-
-    Raises ConfigError: on every rank alike: not as many ranks as were started, or a rank with another version or
-    configuration; the rank and the field are named.
+    Returns warnings, the same on every rank: rank 0 shows them. Raises ConfigError: on every rank alike: not as many
+    ranks as were started, or a rank with another version or configuration; the rank and the field are named.
     """
     expected = environment.get(EXPECTED_RANKS, "")
     if expected.isascii() and expected.isdigit() and int(expected) != comm.size:
@@ -157,46 +138,34 @@ def at_start(
         )
     if comm.size == 1:
         return crowded([RankPlace(0, threads, _mask())])
-    fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": _text(settings)}
-    rows = comm.all_gather(_row(fields, threads))
+    kept = json.dumps({k: v for k, v in (settings or {}).items() if k not in OWN}, sort_keys=True, default=str)
+    fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": kept}
+    own = np.array([*map(hash_of, fields.values()), machine(), threads], np.int64)
+    mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
+    rows = comm.all_gather(np.concatenate([own, mask]))
     n = len(fields)
-    odd = odd_one(rows[:, :n].tolist())
-    if odd is not None:
-        raise _explained(comm, fields, odd)
+    if (odd := odd_one(rows[:, :n].tolist())) is not None:
+        raise _explained(comm, fields, *odd)
     masks = [int.from_bytes(row.tobytes(), "little") for row in rows[:, n + 2 :].astype("<u8")]
     return crowded([RankPlace(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)])
 
 
-def _row(fields: Mapping[str, str], threads: int) -> Any:
-    mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
-    return np.concatenate([np.array([*map(hash_of, fields.values()), machine(), threads], np.int64), mask])
-
-
-def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> ConfigError:
+def _explained(comm: Communicator, fields: Mapping[str, str], column: int, rank: int, other: int) -> ConfigError:
     """Returns what differs, in words: every rank sends its value. All ranks come here together."""
-    name, value = list(fields.items())[odd.column]
+    name, value = list(fields.items())[column]
     said = texts(comm, value, _TEXT)
-    a, b = said[odd.rank], said[odd.other]
     if name != "configuration":
         advice = "start all ranks by one command" if name == "attempt" else "install the same on every host"
-        return ConfigError(
-            f"[preflight] rank {odd.rank} has {name} {printable(a, limit=60) or 'none'}, "
-            f"rank {odd.other} has {printable(b, limit=60) or 'none'}; {advice}"
-        )
-    what = "another configuration"
+        a, b = (printable(said[r], limit=60) or "none" for r in (rank, other))
+        return ConfigError(f"[preflight] rank {rank} has {name} {a}, rank {other} has {b}; {advice}")
     try:
-        ours, theirs = json.loads(a), json.loads(b)
+        ours, theirs = json.loads(said[rank]), json.loads(said[other])
         key = next(key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key))
-        shown = [printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs)]
-        what = f"{key} = {shown[0]}, and rank {odd.other} {key} = {shown[1]}"
+        a, b = (printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs))
+        what = f"{key} = {a}, and rank {other} {key} = {b}"
     except (ValueError, StopIteration):
-        what += f" than rank {odd.other}"
-    return ConfigError(f"[preflight] rank {odd.rank} has {what}; start all ranks with the same options")
-
-
-def _text(settings: Mapping[str, Any] | None) -> str:
-    kept = {key: value for key, value in (settings or {}).items() if key not in OWN}
-    return json.dumps(kept, sort_keys=True, default=str)
+        what = f"another configuration than rank {other}"
+    return ConfigError(f"[preflight] rank {rank} has {what}; start all ranks with the same options")
 
 
 def _mask() -> int:
@@ -205,7 +174,7 @@ def _mask() -> int:
     return sum(1 << core for core in cores) if max(cores, default=0) < _CORES else 0
 
 
-def _free(directory: Path) -> int:
+def free(directory: Path) -> int:
     """Bytes that are free where `directory` is or will be; very many where that cannot be seen: the others wait for
     this rank, and who writes there will say what is wrong."""
     place = os.path.abspath(directory)

@@ -1,10 +1,5 @@
 """One fit(): where it is in its data, and what happens between two of its steps.
 
-    begin     the newest checkpoint is put back, if there is one
-    stepped   after each step: a checkpoint if one is due, a stop if somebody asked for it
-    epoch     after each epoch: likewise
-    end       the last checkpoint; a run's record that it is complete
-
 A trainer (trainable.py) takes the steps and knows its state; checkpoints/ knows how that is kept. Who listens, and who
 may stop a training, are callbacks. All methods are called by all ranks at the same steps; only rank 0 reads and writes
 files.
@@ -31,7 +26,7 @@ from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
-from . import agreement, checkpoint_parts, completion, resume, trained_models
+from . import agreement, checkpoint_parts, completion, preflight, resume, trained_models
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
@@ -42,13 +37,8 @@ _fits = 0  # calls of fit() of this process that belonged to a run: each has che
 
 
 class Session:
-    """See the head of this file.
-
-    Args:
-        trainer: whose fit() it is.
-        loader: a DataLoader, or an iterable of batches that is the same whenever it is iterated.
-        context: the plan of the fit(), and where it is: kept up to date here.
-    """
+    """A fit() of a trainer. loader: a DataLoader, or an iterable of batches that is the same whenever it is iterated.
+    context: the plan of the fit(), and where it is: kept up to date here."""
 
     def __init__(self, trainer: Trainable, loader: Any, context: Context) -> None:
         global _fits
@@ -123,8 +113,7 @@ class Session:
             if self.saving.resume not in RESUME:
                 self._go_to(*self._shared(lambda whole: resume.find(Path(self.saving.resume), self.trainer.say, whole)))
             return
-        self._first_in_its_directory()
-        self._complete_no_more()
+        self._begin_directory()
         snapshot, name = self._shared(self._find)
         if snapshot is not None:
             self._go_to(snapshot, name)
@@ -140,16 +129,14 @@ class Session:
                     f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
                     "has the same bits only if it gives the same order whenever an epoch is begun again"
                 )
-            from . import preflight
-
-            for warning in preflight.space(self.folder, self.trainer.state_bytes):
+            free, needed = preflight.free(self.folder), self.trainer.state_bytes
+            for warning in preflight.check_space(free, needed, str(self.folder)):
                 self.trainer.say(warning)
 
     def _take_weights(self) -> None:
         """A new training begins with the weights of a checkpoint."""
         if self.folder is not None:
-            self._first_in_its_directory()
-            self._complete_no_more()
+            self._begin_directory()
 
         def source(whole: bool) -> tuple[Snapshot, str]:
             self._store = None if self.folder is None else self._opened()
@@ -176,8 +163,16 @@ class Session:
         attempt = self.run.attempt if self.run else 0
         return Store(self.folder, keep=self.saving.keep, attempt=attempt, key=environment_key(), tell=self.trainer.say)
 
-    def _complete_no_more(self) -> None:
-        """There is more to do: the run is not complete any more, or not yet."""
+    def _begin_directory(self) -> None:
+        """Marks the run as not complete, as there is more to do. ConfigError where an earlier fit() of this trainer
+        saved here: it would only find its own end again."""
+        place = os.path.realpath(self.folder)
+        if place in self.trainer.saved_in:
+            raise ConfigError(
+                f"[checkpoint] an earlier fit() of this trainer has its checkpoints in {self.folder}; name another "
+                "checkpoint_dir for this one"
+            )
+        self.trainer.saved_in.add(place)
         completion.incomplete()
 
         def unmark() -> None:
@@ -186,16 +181,6 @@ class Session:
                 self.run.done.unlink(missing_ok=True)
 
         resume.by_first(self.comm, unmark)
-
-    def _first_in_its_directory(self) -> None:
-        """ConfigError where an earlier fit() of this trainer saved here: it would only find its own end again."""
-        place = os.path.realpath(self.folder)
-        if place in self.trainer.saved_in:
-            raise ConfigError(
-                f"[checkpoint] an earlier fit() of this trainer has its checkpoints in {self.folder}; name another "
-                "checkpoint_dir for this one"
-            )
-        self.trainer.saved_in.add(place)
 
     def _find(self, whole: bool) -> tuple[Snapshot | None, str]:
         """The checkpoint to start from, and its name; opens the store. `whole`: as Store.newest."""
@@ -368,14 +353,12 @@ class Session:
 
     def saved(self) -> int | None:
         """The step of the newest checkpoint of this training; a collective call."""
-        if not self.saves:
-            return None
-        step = -1
-        if self.comm.rank == 0:
+
+        def newest() -> int | None:
             self._settle_store()
-            step = max((int(name.split("_")[1]) for name in self._store.names()), default=-1)
-        step = int(self.comm.broadcast(np.array([step], np.int64))[0])
-        return None if step < 0 else step
+            return max((int(name.split("_")[1]) for name in self._store.names()), default=None)
+
+        return resume.by_first(self.comm, newest) if self.saves else None
 
     def _settle_store(self) -> None:
         """Waits for the save in the background, and tells what went wrong with it; on rank 0."""
@@ -397,8 +380,8 @@ class Session:
         self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
 
     def stepped(self, batch: Batch, samples: int) -> None:
-        """After a step on a batch, over so many samples: none, if it was left out. Raises Stopped: somebody asked for
-        it; a checkpoint of this step is there."""
+        """After a step on a batch, over so many samples (none, if it was left out): a checkpoint if one is due. Raises
+        Stopped: somebody asked for it; a checkpoint of this step is there."""
         cursor = self.context.cursor
         self._last = cursor.loader_epoch, cursor.step, batch
         cursor.step += 1
@@ -419,11 +402,8 @@ class Session:
             self._save()
 
     def taken(self, tally: Tally) -> None:
-        """After the last step of an epoch, before its record is made.
-
-        Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit training goes on
-        within this epoch.
-        """
+        """After the last step of an epoch, before its record is made. Where the limit cuts an epoch short, the last
+        checkpoint is made here: with a higher limit training goes on within this epoch."""
         self.context.tally = tally
         if not self.trainer.mode.together and self.comm.rank:
             mine = dataclasses.replace(tally)  # rank 0 has the sums of all ranks
@@ -443,7 +423,7 @@ class Session:
                 self.loader.start_at(self.context.cursor.loader_epoch + 1, 0)
 
     def epoch_ended(self) -> None:
-        """After an epoch and its evaluation."""
+        """After an epoch and its evaluation: a checkpoint or a stop, likewise."""
         context = self.context
         context.emit("on_epoch_end")
         if self._complete:
@@ -473,10 +453,8 @@ class Session:
         raise Stopped(text).on_all_ranks()
 
     def _save(self, wait: bool = False) -> None:
-        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none of it.
-
-        A failure is told and training goes on; with `wait` it is an error.
-        """
+        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none of it. A failure is
+        told and training goes on; with `wait` it is an error."""
         before = slot.phase("checkpoint")
         self._due = False
         self.context.kept, self.context.marks = set(), set()
@@ -534,11 +512,12 @@ class Session:
 
     def _there(self) -> bool:
         """Returns whether the checkpoint of this step, begun in the background, has been written; a collective call."""
-        there = False
-        if self.comm.rank == 0:
+
+        def there() -> bool:
             self._settle_store()
-            there = self._store.path_of(self.trainer.steps).exists()
-        return bool(self.comm.broadcast(np.array([there], np.int32))[0])
+            return self._store.path_of(self.trainer.steps).exists()
+
+        return resume.by_first(self.comm, there)
 
     def _values(self) -> dict[str, Any]:
         """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""
@@ -546,11 +525,8 @@ class Session:
         kept: dict[str, Any] = {}
         if self._last is not None and self.comm.rank == 0:
             epoch, step, batch = self._last
-            kept["last batch"] = {
-                "epoch": epoch,
-                "step": step,
-                "fingerprint": f"{agreement.of_batch(batch.whole()):016x}",
-            }
+            mark = f"{agreement.of_batch(batch.whole()):016x}"
+            kept["last batch"] = {"epoch": epoch, "step": step, "fingerprint": mark}
         if self.saving.nondeterministic:
             kept["nondeterministic data"] = True
         named = self.context.named()

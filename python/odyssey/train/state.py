@@ -14,17 +14,14 @@ import numpy as np
 
 from ..base.files import write_whole
 from ..base.outputs import write_weights
-from ..comm import Communicator
 from ..core.arena import Arena
 from ..core.native import KERNELS
 from ..core.precision import GradScaler
-from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..errors import CheckpointError, ConfigError, NumericsError
-from ..nn import Module
-from ..optim import Optimizer, Schedule
+from ..optim import Schedule
 from ..parallel.mesh import Mesh
-from ..settings.declarations import Training, of_checkpoint
+from ..settings.declarations import of_checkpoint
 from . import resume
 from .changing import Changing
 from .numerics import check_replicas
@@ -37,25 +34,13 @@ if TYPE_CHECKING:
 class EngineState(Changing):
     """The part of a DistributedTrainer that is about its state."""
 
-    settings: Training
     layout: Layout
     mesh: Mesh
-    model: Module
     loss: Any
-    optimizer: Optimizer
     schedule: Schedule
     scaler: GradScaler
-    arena: Arena
-    _train: Engine
-    _warned: bool
-    _old_default: bool  # of shard sizes, for a training that a checkpoint of before it began
     _replicas: Callable[[], list[int]] | None = None
     _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
-
-    @property
-    def partial(self) -> bool:
-        """Returns whether fingerprints() are of this rank's part."""
-        return self.comm.size > 1 and (self.layout.split or self.layout.zero > 0)
 
     def fingerprints(self) -> tuple[int, int]:
         """Returns those of the gradients of the last step and of the weights, as far as this rank counts them
@@ -191,12 +176,12 @@ class EngineState(Changing):
         return 4 * self.arena.size * (1 + len(self.optimizer.states))
 
     def _layers(self) -> dict[str, Any]:
-        modules = list(self.model.modules())
+        modules, layers = list(self.model.modules()), []
+        for m in modules:
+            named = (getattr(m, name, None) for name in ("p", *getattr(m, "configured", ())))
+            layers.append((type(m).__name__, *(v for v in named if isinstance(v, (int, float)))))  # "p" may be a layer
         return {
-            "layers": [
-                (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if _is_setting(m, k)))
-                for m in modules
-            ],
+            "layers": layers,
             "settings of layers": [said for m in modules for said in resume.settings_of(m)],
             "settings of the loss": resume.settings_of(self.loss),
         }
@@ -228,10 +213,8 @@ class EngineState(Changing):
         )
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call.
-
-        parts: one on each rank, of what it has. Arrays may be those that training goes on with: copy or write them.
-        """
+        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: one
+        on each rank, of what it has. Arrays may be those that training goes on with: copy or write them."""
         from ..checkpoints import Snapshot
 
         arena, arrays = self.arena, {}
@@ -244,33 +227,24 @@ class EngineState(Changing):
         (residuals, counts), pieces = self._residuals(), self._pieces() if parts else []
         if self.comm.rank != 0:
             return Snapshot(self.steps, pieces=pieces) if parts else None
-        changed = self.changed()
-        if residuals:
-            arrays["residuals"] = residuals
-        optimizer = self.optimizer
-        return Snapshot(
-            make=arena.make,
-            step=self.steps,
-            arrays={stem: tensors for stem, tensors in arrays.items() if tensors},
-            pieces=pieces,
-            values={
-                "optimizer": {"steps": optimizer.steps, "lr": optimizer.lr},
-                "scaler": self.scaler.state_dict(),
-                "lr_scaling": [self._lr_factor, self._lr_scaled],
-                "changed": changed,
-                "buckets": None if self.layout.reduction.same_bits else self._train.ownership.cut,
-                "configuration": self.configuration(),
-                "kernels": KERNELS,
-                "default shard size": "by rows",  # older ones went by samples alone
-                "bucket size": self.layout.bucket_size_mb,
-                "ranks": self.comm.size,
-                "mesh": str(self.mesh),
-                "zero": self.layout.zero,
-                "layout": f"{self.mesh}, zero {self.layout.zero}, {self.layout.workers} workers",
-                "residuals": counts,
-                **values,
-            },
-        )
+        arrays["residuals"] = residuals
+        about = {
+            "optimizer": {"steps": self.optimizer.steps, "lr": self.optimizer.lr},
+            "scaler": self.scaler.state_dict(),
+            "lr_scaling": [self._lr_factor, self._lr_scaled],
+            "changed": self.changed(),
+            "buckets": None if self.layout.reduction.same_bits else self._train.ownership.cut,
+            "configuration": self.configuration(),
+            "kernels": KERNELS,
+            "bucket size": self.layout.bucket_size_mb,
+            "ranks": self.comm.size,
+            "mesh": str(self.mesh),
+            "zero": self.layout.zero,
+            "layout": f"{self.mesh}, zero {self.layout.zero}, {self.layout.workers} workers",
+            "residuals": counts,
+        }
+        arrays = {stem: tensors for stem, tensors in arrays.items() if tensors}
+        return Snapshot(self.steps, arrays, {**about, **values}, make=arena.make, pieces=pieces)
 
     def _pieces(self) -> list[TensorSlice]:
         """The parts of parameters and of the optimizer's arrays that this rank saves."""
@@ -289,10 +263,7 @@ class EngineState(Changing):
 
     def _residuals(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Returns what a compression still has to send: arrays (replicas, ...) on rank 0, and numbers that replicas
-        have alike.
-
-        The first part of a name is the bucket; in a pipeline, where a stage has one, it is the stage.
-        """
+        have alike. The first part of a name is the bucket; in a pipeline, where a stage has one, it is the stage."""
         groups = self._train.groups
         arrays: dict[str, np.ndarray] = {}
         counts: dict[str, int] = {}
@@ -307,8 +278,11 @@ class EngineState(Changing):
                     rows = groups.dp.gather(array)
                     if rows is not None:
                         arrays[f"{key}/{i}" if many else key] = rows
-        if groups.pp.size > 1 and groups.d == 0:
-            _collect(groups.pp, arrays, counts)
+        for stage in range(1, groups.pp.size if groups.d == 0 else 1):  # what other stages have comes to the first
+            theirs = resume.spread(groups.pp, [arrays, counts], stage)
+            if groups.pp.rank == 0:
+                arrays.update(theirs[0])
+                counts.update(theirs[1])
         return arrays, counts
 
     def load(self, snapshot: Snapshot, name: str) -> None:
@@ -325,14 +299,11 @@ class EngineState(Changing):
         size = saved.get("shard size") if own_size is None else own_size
         if saved.get("shard size") is None:  # made before the first step: it had none yet
             now.pop("shard size")
-            self._old_default = "default shard size" not in values
         elif own_size is None:
             now["shard size"] = size
         resume.check(saved, now, name)
         if size is not None and (type(size) is not int or size < 1):
-            raise CheckpointError(
-                f"[resume] {name} says that its shard size is {size!r}; it was not written by a trainer"
-            )
+            raise CheckpointError(f"[resume] {name} has the shard size {size!r}; it was not written by a trainer")
         kernels = values.get("kernels", 1)
         if kernels != KERNELS:
             self.say(
@@ -421,15 +392,6 @@ class EngineState(Changing):
         return {0: memories[groups.p]} if groups.p in memories else {}
 
 
-def _collect(comm: Communicator, arrays: dict[str, np.ndarray], counts: dict[str, int]) -> None:
-    """Brings what the other stages of a pipeline have to the first."""
-    for stage in range(1, comm.size):
-        theirs = resume.spread(comm, [counts, arrays], stage)
-        if comm.rank == 0:
-            counts.update(theirs[0])
-            arrays.update(theirs[1])
-
-
 def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:
     found = values.get(key)
     if not isinstance(found, dict):
@@ -455,11 +417,6 @@ class _Named:
                 out[a - lo : b - lo] = tensor.reshape(-1)[a - at : b - at]
             elif a < b:
                 tensor.read(a - at, out[a - lo : b - lo])
-
-
-def _is_setting(module: Any, name: str) -> bool:
-    """Returns whether a module has a setting of this name: a layer of one's own may call a layer so."""
-    return isinstance(getattr(module, name, None), (int, float))
 
 
 def as_json(value: Any) -> Any:

@@ -35,10 +35,8 @@ AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request,
 class Requests(Callback):
     """Requests to this training. It hears of each event last.
 
-    Args:
-        comm: the world of the training.
-        run: the run that it belongs to, whose control.json rank 0 reads.
-        asking: callbacks that may ask, in the same order on all ranks. signals: whether signals are requests.
+    comm: the world of the training. run: the run that it belongs to, whose control.json rank 0 reads. asking: callbacks
+    that may ask, in the same order on all ranks. signals: whether signals are requests.
     """
 
     def __init__(self, comm: Communicator, run: Run | None, asking: Sequence[Callback], signals: bool) -> None:

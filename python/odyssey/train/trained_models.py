@@ -120,9 +120,8 @@ class Saved:
 
 def found(path: str | Path) -> tuple[Snapshot, str]:
     """The checkpoint of a path: one, the newest of a directory of them, or of a run."""
-    path = Path(path)
     try:
-        return resume.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path, lambda line: None)
+        return resume.find(Path(path), lambda line: None)
     except CheckpointError as problem:
         if "no valid checkpoint" not in str(problem):
             raise
@@ -138,18 +137,12 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     if model is None:
         mismatch = "the model was changed after it was built: give it"
         todo = "build it and give odyssey.load(path, model)"
-        if "user code" in said and str(said.get("module")).startswith("torch."):
-            kind = said["user code"]
-            raise ConfigError(
-                f"[load] {name} is of a PyTorch module, {kind}; {todo}, or say --model FILE.py:NAME on the command "
-                "line, a class or a function that builds it"
-            )
-        if "user code" in said:
-            where, kind = f"{said.get('file') or said.get('module')}", said["user code"]
-            raise ConfigError(
-                f"[load] {name} is of a model of your own, {kind} of {where}; {todo}, or say --model {where}:{kind} on "
-                "the command line"
-            )
+        if kind := said.get("user code"):
+            where = said.get("file") or said.get("module")
+            what, place = f"a model of your own, {kind} of {where}", f"{where}:{kind}"
+            if str(said.get("module")).startswith("torch."):
+                what, place = f"a PyTorch module, {kind}", "FILE.py:NAME (a class or a function that builds it)"
+            raise ConfigError(f"[load] {name} is of {what}; {todo}, or say --model {place} on the command line")
         if not said:
             raise ConfigError(f"[load] {name} does not say what its model is, as it is of an older version; {todo}")
         try:
@@ -327,15 +320,11 @@ save_checkpoint, load_checkpoint = save_model, load_model  # as other platforms 
 def predicted(
     model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
 ) -> Any:
-    """Returns what a model gives for all samples of some batches, in their order, whole on every rank; a collective
-    call.
+    """Returns what a model gives for all samples of some batches, in their order, whole on every rank: (N, ...)
+    float32, or a tuple or dict of such, as forward() gives them; a collective call.
 
-    Args:
-        batches: the same on all ranks, each of which computes its shards of each.
-        shard: samples that are computed at once; the result depends on it in its last bits, and on no number of ranks.
-        algorithm: conv_algorithm of the model's training.
-
-    Returns (N, ...) float32, or a tuple or dict of such, as forward() gives them.
+    batches: the same on all ranks, each of which computes its shards of each. shard: samples that are computed at once;
+    the result depends on it in its last bits, and on no number of ranks. algorithm: conv_algorithm of the training.
     """
     size = shard or SHARD
     executor = current()

@@ -116,16 +116,8 @@ class DistributedTrainer(EngineState):
                 f"[train] nonfinite is {made.nonfinite!r}, but with reduction={made.reduction!r} a rank's step is its "
                 "own; use 'stop'"
             )
-        self.layout = declaration.part(
-            Layout,
-            made,
-            comm=self.comm,
-            workers=made.num_gpus,
-            reduction=strategy,
-            mesh=self.mesh,
-            schedule=made.pipeline_schedule,
-            gpus=devices,
-        )
+        ranks = {"comm": self.comm, "mesh": self.mesh, "reduction": strategy, "schedule": made.pipeline_schedule}
+        self.layout = declaration.part(Layout, made, workers=made.num_gpus, gpus=devices, **ranks)
         self._sums: Sums | None = None  # of the last step
         self.workers, self.replicas = made.num_gpus * self.mesh.dp, self.mesh.dp  # that share out a batch
         self.model, self.optimizer = model, optimizer
@@ -165,29 +157,20 @@ class DistributedTrainer(EngineState):
                 "use 'mean'"
             )
         groups = Groups(self.comm, self.mesh)
+        self.metrics = None if metrics is None else chosen(metrics)
         common: dict[str, Any] = {key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")}
-        self.metrics = common["metrics"] = None if metrics is None else chosen(metrics)
+        common.update(metrics=self.metrics, team=team)
         layout, its_groups, own = self.layout, groups, {}
         if strategy.reduction in MODES and self.comm.size > 1:
             asynchronous = registry.load("modes", strategy.reduction)
             self.mode = asynchronous.mode(self, strategy)
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
             own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}  # other masks for other samples
-        self._train = Engine(
-            model,
-            loss,
-            self.arena,
-            layout,
-            its_groups,
-            train=True,
-            scaled=self.scaler.enabled,
-            team=team,
-            **{**common, **own},
-        )
-        common["team"] = team
-        self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
+        of = (model, loss, self.arena)
+        self._train = Engine(*of, layout, its_groups, train=True, scaled=self.scaler.enabled, **{**common, **own})
+        self._eval = Engine(*of, self.layout, groups, train=False, like=self._train, **common)
         self._train.also = self.standing
-        self._warned = self._old_default = False
+        self._warned = False
         self._prints = {}
         self.remember()
 
@@ -195,16 +178,15 @@ class DistributedTrainer(EngineState):
         """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
         if self.comm.size == 1:
             return
-        self._compare_settings(
-            {
-                "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
-                "mesh": str(self.mesh),
-                "offload is given": self.layout.offload is not None,
-                "optimizer": (type(self.optimizer).__name__, sorted(self.optimizer.settings.items())),
-                "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
-                "schedule": resume.probed(self.schedule),
-            }
-        )
+        more = {
+            "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
+            "mesh": str(self.mesh),
+            "offload is given": self.layout.offload is not None,
+            "optimizer": (type(self.optimizer).__name__, sorted(self.optimizer.settings.items())),
+            "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
+            "schedule": resume.probed(self.schedule),
+        }
+        self._compare_settings(more)
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)
 
@@ -272,8 +254,6 @@ class DistributedTrainer(EngineState):
         return -(-(hi - lo) // self._train.shard_size_of(samples)), sum(r.bytes_sent for r in made.values())
 
     def _rows(self, form: Form | None) -> int | None:
-        if self._old_default:
-            return 1
         if form is None:
             return None
         try:
@@ -289,12 +269,9 @@ class DistributedTrainer(EngineState):
             self._watch.batch(batch, self.steps, self.rate)
         n = engine.shard_size_of(len(batch.indices))
         kind = (engine.train, n, *batch.dataset.form)
-        if self._watch.program(kind):
-            try:
-                agreement.programs(self.comm, engine, batch, self.steps)
-            except Exception:
-                self._watch.forget(kind)  # a program that catches this may go on
-                raise
+        if self.comm.size > 1 and kind not in self._watch.programs:
+            agreement.programs(self.comm, engine, batch, self.steps)
+            self._watch.programs.add(kind)  # not where that raises: a program that catches it may go on
 
     def _apart(self, engine: Engine, batch: datasets.Batch) -> None:
         """Raises ConfigError, on all ranks: what they computed in a step, which was not taken, differs."""
@@ -486,10 +463,8 @@ class DistributedTrainer(EngineState):
         float32, or a tuple or dict of such, whole on every rank. All ranks call it."""
         self.mode.settle()
         with self.arena.lent(self._train.ownership.parameters()):
-            algorithm = self.settings.conv_algorithm
-            return trained_models.predicted(
-                self.model, evaluated(in_batches(loader), None), self.comm, self.shard_size, algorithm
-            )
+            batches, algorithm = evaluated(in_batches(loader), None), self.settings.conv_algorithm
+            return trained_models.predicted(self.model, batches, self.comm, self.shard_size, algorithm)
 
 
 DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))
@@ -530,10 +505,7 @@ def check_shared(mesh: Mesh, precision: str) -> None:
 
 def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: int | None) -> None:
     """ConfigError, before the first step, if an epoch's last one has too few samples for layers that ranks share.
-
-    step: samples of the others.
-    limit: steps that will be taken; None: all of the epoch.
-    """
+    step: samples of the others. limit: steps that will be taken; None: all of the epoch."""
     samples = len(loader.dataset if loader.sampler is None else loader.sampler)
     full, last = divmod(len(loader) * loader.batch_size if loader.drop_last else samples, step)
     if mesh.tp > 1 and last and layout_of(last) == "rows" and (limit is None or limit > full):

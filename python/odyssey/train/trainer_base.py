@@ -23,6 +23,8 @@ class Sharing(Trainer):
     """A trainer whose workers share out the shards of a batch."""
 
     settings: Training
+    standing: Callable[[], dict[str, Any]]  # what an update reads, as it is now: ranks must have it alike
+    check_replicas: Callable[[], None]  # compares the weights that several ranks have; a collective call
     _train: Any  # what runs the shards
     _counted_idle = _looked_at_route = False
     _clip_norm: float | None = None
@@ -61,31 +63,18 @@ class Sharing(Trainer):
         self.context = Context(self, callbacks=self.callbacks)
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
-    def standing(self) -> dict[str, Any]:
-        """The settings that an update reads, as they are now: ranks must have them alike."""
-        return {}
-
     def check_alike(self) -> None:
         """Compares settings, and the weights that several ranks have; a collective call. Raises ConfigError,
         NumericsError: on all ranks: they differ."""
         agreement.standing(self.comm, f"step {self.steps}", self.standing())
         self.check_replicas()
 
-    def check_replicas(self) -> None:
-        """Compares the weights that several ranks have; a collective call."""
-        raise NotImplementedError
-
     def put_back(self, snapshot: Any, name: str) -> None:
-        """Takes a snapshot back once more, in silence; a collective call."""
         self._silent = True
         try:
             self.load(snapshot, name)
         finally:
             self._silent = False
-
-    def load(self, snapshot: Any, name: str) -> None:
-        """Puts a snapshot that all ranks have into their trainers."""
-        raise NotImplementedError
 
     def _compare_settings(self, more: dict[str, Any]) -> None:
         """Raises ConfigError, on all ranks, if they differ in settings or `more`; a collective call."""

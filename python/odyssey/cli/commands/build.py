@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ...errors import ConfigError
 from . import FILE, HELP
 
 
@@ -34,8 +35,7 @@ from . import FILE, HELP
 @click.option("--with-dependencies", is_flag=True, help="Put click, rich and safetensors into DIR too. (default: off)")
 def command(target_cpu: str | None, targets: tuple[str, ...], output: Path | None, with_dependencies: bool) -> None:
     """Compile the kernels now, instead of at first use, and print where the library is."""
-    from odyssey.errors import ConfigError
-
+    from ...build import gpus
     from ...build import library as build
 
     if output is None:
@@ -43,8 +43,6 @@ def command(target_cpu: str | None, targets: tuple[str, ...], output: Path | Non
             raise ConfigError("[build] --with-dependencies belongs to --output DIR")
         click.echo(build.cached_library(target_cpu))
         for name in targets:
-            from ...build import gpus
-
             click.echo(build.cached_library(target_cpu, gpus.canonical(name)))
         return
     from ...build.pack import pack

@@ -23,8 +23,7 @@ def command(run: Path, prompt: str, tokens: int, temperature: float, top_k: int 
     """Write the text that a model puts behind a prompt.
 
     RUN is a checkpoint, or the directory that `odyssey train --run-dir` or --checkpoint-dir wrote, whose newest valid
-    one is read.
-    The same prompt and seed give the same text.
+    one is read. The same prompt and seed give the same text.
     """
     from ...data import Vocabulary
     from ...nn import GPT

@@ -51,9 +51,8 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
     elif not found:
         click.echo(f"{printable(str(path))}: no checkpoint")
     else:
-        detailed = len(found) == 1
         for number, one in enumerate(found):
-            if detailed or tensors:
+            if tensors or len(found) == 1:
                 if number:
                     click.echo()
                 _print(*one, tensors, key is not None)
@@ -77,7 +76,8 @@ def _line(path: Path, manifest: Any, reason: str | None) -> str:
     name = printable(os.path.basename(os.path.abspath(path)))
     if manifest is None:
         return f"{name}  refused: {reason}"
-    return f"{name}  valid  attempt {manifest.attempt}, {_tensor_count(manifest)} tensors, {_size(manifest.nbytes)}"
+    tensors = sum(len(file.tensors) for file in manifest.files)
+    return f"{name}  valid  attempt {manifest.attempt}, {tensors} tensors, {manifest.nbytes:,} bytes"
 
 
 def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: bool) -> None:
@@ -91,7 +91,7 @@ def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: 
         text = json.dumps(value)
         click.echo(f"  {printable(name)} {text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}")
     for file in manifest.files:
-        click.echo(f"  {file.name}  {len(file.tensors)} tensors, {_size(file.size)}")
+        click.echo(f"  {file.name}  {len(file.tensors)} tensors, {file.size:,} bytes")
         for tensor, digest in zip(file.tensors, file.digests, strict=True):
             if tensors:
                 shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -102,24 +102,10 @@ def _plain(path: Path, manifest: Any, reason: str | None) -> dict[str, Any]:
     """A checkpoint for --json."""
     if manifest is None:
         return {"path": str(path), "valid": False, "reason": reason}
-    files = [
-        {
-            "name": file.name,
-            "bytes": file.size,
-            "tensors": [
-                {"name": one.name, "dtype": one.dtype, "shape": one.shape, "sha256": digest}
-                for one, digest in zip(file.tensors, file.digests, strict=True)
-            ],
-        }
-        for file in manifest.files
-    ]
+    files = []
+    for file in manifest.files:
+        each = zip(file.tensors, file.digests, strict=True)
+        tensors = [{"name": t.name, "dtype": t.dtype, "shape": t.shape, "sha256": digest} for t, digest in each]
+        files.append({"name": file.name, "bytes": file.size, "tensors": tensors})
     facts = {"step": manifest.step, "attempt": manifest.attempt, "signed": manifest.signed}
     return {"path": str(path), "valid": True, **facts, "values": manifest.values, "files": files}
-
-
-def _tensor_count(manifest: Any) -> int:
-    return sum(len(file.tensors) for file in manifest.files)
-
-
-def _size(count: int) -> str:
-    return f"{count:,} bytes"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...errors import near
+from ...errors import ConfigError, near
 from . import FILE, HELP, machines
 
 
@@ -76,8 +76,6 @@ def no_option(script: str, context: click.Context) -> None:
 
 def _check_configuration(words: tuple[str, ...]) -> None:
     """Refuses a configuration file of `train` that says what only this command can do."""
-    from odyssey.errors import ConfigError
-
     from ..configfile import read_config
     from . import train
 

@@ -194,22 +194,21 @@ def run(
     from odyssey import data, loggers, nn, optim
 
     from ...core.offload import offload
+    from ...data.tables import notes
     from ...train.progress import make
     from ...train.trainer import DistributedTrainer, write_weights
 
     own = {"size": made.image_size, "target": made.target, "length": made.sequence_length}
     table = {"normalize": made.normalize, "drop_columns": made.drop_columns, "fill": made.fill}
-    train_set, learnt = data.opened(made.dataset, made.data_dir, train=True, **own, **table), {}
-    if made.dataset == "csv":
-        from ...data.tables import notes
-
-        warnings, learnt = [*warnings, *notes(train_set)], {"like": train_set.columns}
+    train_set = data.opened(made.dataset, made.data_dir, train=True, **own, **table)
+    warnings = [*warnings, *notes(train_set)]
     micro = made.global_batch_size // made.accumulation_steps
     workers = {"num_workers": made.num_workers}
     loader = data.DataLoader(train_set, batch_size=micro, shuffle=True, seed=made.seed, **workers)
     validation = None
     if made.evaluate:
-        test_set = data.opened(made.dataset, made.data_dir, train=False, **own, **learnt)
+        like = getattr(train_set, "columns", None)  # of a table: what was learnt of it
+        test_set = data.opened(made.dataset, made.data_dir, train=False, like=like, **own)
         validation = data.DataLoader(test_set, batch_size=1024, **workers)
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
@@ -291,13 +290,8 @@ def _planned(made: Settings, world: Any, words: Sequence[str] | None) -> Setting
         if words is None:
             raise ConfigError("[train] --layout auto is of one training; give --dp, --pp, --tp or --zero")
         limit = planner.machine_memory() // world.local_size
-        command = [
-            sys.executable,
-            "-m",
-            "odyssey.train",
-            "--no-progress",
-            *without(words, {"--run-dir": 1, "--layout": 1}),
-        ]
+        rest = without(words, {"--run-dir": 1, "--layout": 1})
+        command = [sys.executable, "-m", "odyssey.train", "--no-progress", *rest]
         best = planner.best(planner.Planner(command, world.local_size, limit)(tuple(planner.layouts(world.size))), 1)
         if not best:
             raise ConfigError(f"[train] --layout auto: no layout fits into {limit:,} bytes a rank; start more ranks")
@@ -374,12 +368,10 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
     """Returns what `--json` writes."""
     from ...train.progress import SENT
 
-    asked = {
-        n: getattr(made, n) for n, s in declared(Settings).items() if s.kind is not Path and s.section != core.OUTPUT
-    }
+    shown = [n for n, s in declared(Settings).items() if s.kind is not Path and s.section != core.OUTPUT]
     figures = ("train_loss", "steps", "samples_per_second", "seconds", *SENT)
     return {
-        **asked,
+        **{name: getattr(made, name) for name in shown},
         "test_accuracy": history.test_accuracy if made.evaluate else None,
         "test_loss": history.test_loss if made.evaluate else None,
         **{name: getattr(history, name) for name in figures},
