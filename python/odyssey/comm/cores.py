@@ -42,9 +42,9 @@ def memory_limit(root: str | os.PathLike[str] = "/") -> int | None:
     return min((int(t) for t in texts if t.isascii() and t.isdigit() and int(t) < 1 << 60), default=None)
 
 
-def oom_kills() -> int:
+def oom_kills(root: str | os.PathLike[str] = "/") -> int:
     """How many processes of this one's memory group the kernel has ended for lack of memory."""
-    texts = [_read(folder, _MEMORY[version][1]) for folder, version in _groups("memory", "/")]
+    texts = [_read(folder, _MEMORY[version][1]) for folder, version in _groups("memory", root)]
     words = next(filter(None, texts), "").split()  # names, each with its number; the group's own come first
     return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
