@@ -39,13 +39,13 @@ SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
 def test_argument_lists():
     config = LaunchConfig(nproc_per_node=4, hosts=parse_hosts("h1,h2"), bind_if="eth1")
     layout = place(config.hosts, 4)
-    words = starting.command(config, MPICH, 4, layout, ["python", "a b;c"], ["ODYSSEY_X"])
+    words = starting.words(config, MPICH, 4, layout, ["ODYSSEY_X"]) + starting.wrapped(["python", "a b;c"])
     assert words[:7] == ["/x/mpirun", "-hosts", "h1:2,h2:2", "-iface", "eth1", "-n", "4"]
     assert words[-3].endswith("rank_wrapper.py") and words[-2:] == ["python", "a b;c"]
-    words = starting.command(config, OPEN_MPI, 4, layout, ["python"], ["ODYSSEY_X"])
+    words = starting.words(config, OPEN_MPI, 4, layout, ["ODYSSEY_X"])
     assert words[words.index("--host") + 1] == "h1:2,h2:2" and words[words.index("-x") + 1] == "ODYSSEY_X"
     assert "--oversubscribe" in words and words[words.index("btl_tcp_if_include") + 1] == "eth1"
-    words = starting.command(LaunchConfig(nproc_per_node=4), SRUN, 4, (), ["python"], [])
+    words = starting.words(LaunchConfig(nproc_per_node=4), SRUN, 4, (), [])
     assert words[:5] == ["/x/srun", "--mpi=pmi2", "--kill-on-bad-exit=0", "--ntasks", "4"]
 
 

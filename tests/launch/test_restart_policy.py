@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.run.attempt import allowed
-from odyssey.run.config import LaunchConfig, parse_elastic
-from odyssey.run.hosts import parse_hosts
+from odyssey.run.config import LaunchConfig, allowed, parse_elastic
+from odyssey.run.hosts import capacity, parse_hosts
 from odyssey.run.rank_ends import End, Started, first
 from odyssey.run.restart_policy import Outcome, Past, Verdict, decide, in_doubt, taken_back
 
@@ -121,7 +120,9 @@ def test_a_number_of_ranks_that_does_not_work_is_taken_back():
     hosts = parse_hosts("h1:2,h2:2")
     config = LaunchConfig(nproc_per_node=4, max_restarts=3, hosts=hosts)
     assert after(end(1, None, 9), config=config, hosts=hosts, scale=5).ranks == 4  # more than the hosts take
-    assert allowed(config, 5) == "the hosts have 4 slots" and allowed(config, 3) is None
+    room = capacity(hosts)
+    assert allowed(5, (1, 8), room) == "its hosts have 4 slots" and allowed(3, None, room) is None
+    assert allowed(0, None, None) and allowed(9, (1, 8), None) == "1 to 8 are allowed (--elastic 1:8)"
 
 
 def test_hosts_that_answer_again_are_used_again():

@@ -156,15 +156,15 @@ def test_only_what_is_proven_to_be_ours_is_removed(tmp_path, monkeypatch):
     living = tmp_path / f"ompi.{os.getpid()}"
     living.mkdir()
     with open(held):
-        removed = leftovers.clean(before, time.time())
+        for other_than_that in (None, [], {"names": 1, "time": 1.0}, {"names": [], "time": "now"}):
+            assert leftovers.clean(other_than_that, time.time()) == []
+        removed = leftovers.clean(json.loads(json.dumps(before)), time.time())
         monkeypatch.setattr(leftovers, "_held", lambda: open("/proc/none/uptime"))
         (tmp_path / "mpich_shm_unproven").touch()
         assert leftovers.clean(before, time.time()) == []
         (tmp_path / "mpich_shm_unproven").unlink()
     assert set(removed) == {str(ours), str(session)}
     assert {p.name for p in tmp_path.iterdir()} == {"mpich_shm_before", held.name, other.name, late.name, living.name}
-    again = leftovers.FilesBefore.of(json.loads(json.dumps(before.json())))
-    assert again == before and leftovers.FilesBefore.of({"names": 1}) is None
 
 
 def test_processes_are_found_by_their_token_and_killed():

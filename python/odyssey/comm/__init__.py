@@ -20,7 +20,7 @@ import os
 
 from ..base import hooks, launcher, limits, registry
 from ..base.lazy import attach
-from ..errors import BuildError, ConfigError, OdysseyError
+from ..errors import BuildError, ConfigError
 from ..settings.recipes import BACKENDS
 from . import base
 from .base import Communicator, Request
@@ -132,10 +132,8 @@ def _found() -> tuple[str, str]:
 
 def nearer(over: Communicator, why: str) -> tuple[str, str]:
     """Shared memory instead of MPI or Gloo if all ranks are on one machine.
-
     There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75 of the time of
-    MPI_Allreduce on 2 and on 4 ranks of 2 cores (docs/log.md; single lines fall out on a busy machine).
-    """
+    MPI_Allreduce on 2 and on 4 ranks of 2 cores (docs/log.md; single lines fall out on a busy machine)."""
     if over.size == 1 or over.local_size < over.size:
         return over.name, why
     try:
@@ -151,17 +149,15 @@ def _connect(backend: str) -> Communicator:
         return importlib.import_module(".shm", __name__).ShmCommunicator(over)
     if backend not in _OVER_MPI:
         return registry.load("backends", backend).connect()
-    limits.before_mpi(launcher.launched())
+    found = launcher.launched()
+    limits.before_mpi(found)
     try:
         importlib.import_module(".mpi", __name__)
-    except OdysseyError:
-        raise
     except (ImportError, RuntimeError) as e:
         raise ConfigError(
             f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
         ) from e
     comm = importlib.import_module(_OVER_MPI[backend], __name__).connect()
-    found = launcher.launched()
     if found is not None and found.size > 1 and comm.size == 1:
         how = (
             "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of this environment"

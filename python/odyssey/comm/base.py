@@ -17,32 +17,19 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..base import slot
 from ..errors import CollectiveError, ConfigError, ShapeError, check_integer
-from .calls import (
-    CODES,
-    DIMENSIONS,
-    DTYPES,
-    NAMES,
-    Call,
-    Header,
-    ReduceOp,
-    caller_location,
-    describe,
-    mismatch,
-    narrow,
-    piece_tail,
-    widen,
-)
+from .calls import CODES, DTYPES, NAMES, Call, Header, ReduceOp, caller_location, describe, mismatch, narrow, widen
 from .requests import MessageQueue, Received, Request
 
 #: `here.world` is the communicator of a thread that is a rank of a mock world.
 here = threading.local()
+MAX_TAG = 16382  # MPI promises tags to 32767; a message takes two
 _REFUSED_S = 1.0  # for the others to come and hear of a refused call; they may not, where only this rank made it
 
 
@@ -78,6 +65,8 @@ class Communicator:
     moved_by_calls: bool = False
     until: float | None = None  # time.monotonic() at which a wait gives up; another thread may set it
     _crowded: bool = False
+    _world_size: int = 1
+    _queue: Collection[Request] = ()  # calls under way
     _broken: BaseException | None = None
     _mark: tuple[int, str] = (0, "all")  # names the group in the status slot: the same number on all members, who
     _is_world: bool = False  # of its backend: ends with the process only
@@ -142,16 +131,7 @@ class Communicator:
                 raise ShapeError(f"[comm] scatter: root {root} gives None; give an array of {self.size} rows")
             send = self._rows("scatter", array)
             send, out = self._out("scatter", out, send, send.shape[1:])
-        if out is not None and out.ndim > DIMENSIONS:
-            raise ShapeError(f"[comm] scatter of {out.ndim} dimensions; it takes at most {DIMENSIONS}")
-        call = Call("scatter", send, out, None, root, ("", None, root, None, None))
-
-        def place(dtype: np.dtype, shape: tuple[int, ...]) -> None:
-            if call.out is None:
-                call.out = np.empty(shape, dtype)
-
-        call.place = place
-        return self._run(call, wait)
+        return self._run(Call("scatter", send, out, None, root, ("", None, root, None, None)), wait)
 
     def gather(self, array: np.ndarray, root: int = 0, *, wait: bool = True) -> Any:
         """The arrays of all ranks as (size, ...), on `root`; None elsewhere."""
@@ -203,16 +183,12 @@ class Communicator:
         wait: bool = True,
     ) -> Any:
         """Sends consecutive pieces of `send` to ranks 0, 1, ... and receives theirs, in order, into `receive`.
-
-        Counts in elements, one per rank; what a rank sends to another must be what that one expects.
-        """
+        Counts in elements, one per rank; what a rank sends to another must be what that one expects."""
         return self._run(self._all_to_all_v(send, send_counts, receive, receive_counts), wait)
 
     def all_gather_v(self, array: np.ndarray, ranges: Sequence[tuple[int, int]], *, wait: bool = True) -> Any:
         """Fills, in place, elements ranges[p] = [a, b) of the flat `array` on all ranks with those of rank p.
-
-        The ranges are the same on all ranks, do not overlap and may be empty.
-        """
+        The ranges are the same on all ranks, do not overlap and may be empty."""
         return self._run(self._all_gather_v(array, ranges), wait)
 
     # --- again and again ---
@@ -221,10 +197,8 @@ class Communicator:
         self, send: np.ndarray, send_counts: Sequence[int], receive: np.ndarray, receive_counts: Sequence[int]
     ) -> Repeated:
         """`all_to_all_v` that is started again and again with the same arrays (MPI's MPI_Alltoallv_init).
-
         What it may cost if the ranks' calls differ, says Repeated. All ranks make theirs in the same order. Raises
-        ShapeError: as `all_to_all_v`; or `send` would have to be copied, and later values would not be sent.
-        """
+        ShapeError: as `all_to_all_v`; or `send` would have to be copied, and later values would not be sent."""
         apart = isinstance(send, np.ndarray) and send.flags.c_contiguous
         if not apart or (send.size and isinstance(receive, np.ndarray) and np.may_share_memory(send, receive)):
             raise ShapeError("[comm] all_to_all_v_init: send must be a C-contiguous array, apart from receive")
@@ -238,9 +212,7 @@ class Communicator:
 
     def send(self, array: np.ndarray, dest: int, tag: int = 0, *, wait: bool = True) -> Any:
         """Sends to rank `dest`. May return before it is received, and may wait until it is.
-
-        With wait=False `array` must stay as it is until the request is complete.
-        """
+        With wait=False `array` must stay as it is until the request is complete."""
         self._check_peer("send", "dest", dest, tag)
         array = self._read("send", array)
         envelope = self._envelope("send", array, dest, tag)
@@ -252,10 +224,8 @@ class Communicator:
 
     def recv(self, out: np.ndarray, source: int | None, tag: int = 0, *, wait: bool = True) -> Any:
         """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it.
-
         source: None for whichever other rank has sent; `source` of the complete request says who (not of "mock").
-        Raises CollectiveError: what was sent has another dtype or number of elements; it is lost.
-        """
+        Raises CollectiveError: what was sent has another dtype or number of elements; it is lost."""
         self._check_peer("recv", "source", self.rank if source is None else source, tag)
         self._written("recv", out)
         envelope = self._envelope("recv", out, source, tag)
@@ -270,9 +240,7 @@ class Communicator:
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Groups of the ranks with the same color, ordered by (key, rank); None for those whose color is None.
-
-        All ranks of this group call it.
-        """
+        All ranks of this group call it."""
         for name, value in (("color", color), ("key", key)):
             if value is not None and (not isinstance(value, (int, np.integer)) or (name == "color" and value < 0)):
                 allowed = "an integer from 0, or None" if name == "color" else "an integer"
@@ -340,6 +308,10 @@ class Communicator:
             call.out.reshape(-1)[...] = call.send.reshape(-1)
         return Request(call.result())
 
+    def unfinished(self) -> list[Request]:
+        """Calls under way."""
+        return list(self._queue)
+
     def _repeated(self, make: Callable[[], Call]) -> Repeated:
         """A call that will be made again and again; `make` checks its arguments."""
         make()
@@ -376,9 +348,7 @@ class Communicator:
 
     def refuse(self, kind: str, why: str) -> None:
         """Tells the other ranks, which may be waiting in it, that a call is refused here for its arguments.
-
-        Their calls end with a CollectiveError, and the group can go on, as after calls that differ.
-        """
+        Their calls end with a CollectiveError, and the group can go on, as after calls that differ."""
         if self.size == 1 or self._broken is not None:
             return
         request = self._start(Call("barrier"), f"{kind} (refused: {why.partition('] ')[2] or why})")
@@ -396,12 +366,7 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
         signature, text = describe(name or call.kind, call.described, *caller_location(3))
-        tail, balanced = (), 0
-        if call.kind == "all_to_all_v":
-            tail, balanced = call.counts(self.rank)
-        elif call.kind == "scatter":
-            known = call.out if call.send is None else call.send
-            tail = piece_tail(known, known.shape[0 if call.send is None else 1 :] if known is not None else ())
+        tail, balanced = call.tail(self.rank)
         call.header = Header(
             self._sequence, signature, text, tail, call.kind, call.root, call.blocking, balance=balanced
         )
@@ -425,8 +390,8 @@ class Communicator:
 
     def _written(
         self, kind: str, array: Any, dtype: np.dtype | None = None, shape: tuple[int, ...] | None = None
-    ) -> np.ndarray:
-        """An array that is written: as it is, or refused."""
+    ) -> None:
+        """Refuses an array that cannot be written."""
         if not isinstance(array, np.ndarray):
             raise ShapeError(f"[comm] {kind} writes into a {type(array).__name__}; give a NumPy array")
         if array.dtype not in CODES:
@@ -439,7 +404,6 @@ class Communicator:
             raise ShapeError(
                 f"[comm] {kind}: out is {NAMES[array.dtype]} {array.shape}; it must be {NAMES[dtype]} {shape}"
             )
-        return array
 
     def _out(
         self, kind: str, out: np.ndarray | None, send: np.ndarray, shape: tuple[int, ...]
@@ -518,7 +482,7 @@ class Communicator:
             counts.append(numbers)
         described = (NAMES[send.dtype], None, -1, None, None)
         flat = send.reshape(-1), receive.reshape(-1)
-        return Call(kind, *flat, None, -1, described, *counts, finish=_nothing)
+        return Call(kind, *flat, None, -1, described, *counts, finish=lambda: None)
 
     def _all_gather_v(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Call:
         self._written("all_gather_v", array)
@@ -535,7 +499,7 @@ class Communicator:
             )
         flat = array.reshape(-1)
         described = (NAMES[array.dtype], array.shape, -1, None, pieces)
-        return Call("all_gather_v", flat, flat, described=described, ranges=pieces, finish=_nothing)
+        return Call("all_gather_v", flat, flat, described=described, ranges=pieces, finish=lambda: None)
 
 
 class Repeated:
@@ -552,10 +516,3 @@ class Repeated:
     def start(self) -> Request:
         """Starts it; the request of the time before must be complete, and is of no use any more."""
         return self._group._run(self._make(), False)
-
-
-MAX_TAG = 16382  # MPI promises tags to 32767; a message takes two
-
-
-def _nothing() -> None:
-    return None

@@ -27,6 +27,7 @@ WORD = _WORD.size
 _PIECE = struct.Struct(f"<{2 + DIMENSIONS}q")
 _DIFFERENT, _PATIENT, _KNOWN = 1, 2, 4
 _MASK = (1 << 64) - 1
+_NOTE = 100  # a tag above those of rounds
 AGREED = Met(), Met(blocking=True)
 
 
@@ -42,9 +43,7 @@ def distances(size: int) -> tuple[tuple[int, ...], ...]:
 
 class Agreement:
     """Knowledge of a rank of a group of `size` about the calls of all, after the rounds so far.
-
-    different: not all make the same call. blocking: all wait at once. piece: (dtype code, dimensions, shape), of a
-    scatter.
+    different: not all make the same call. blocking: all wait at once. piece: dtype code, dimensions, shape (scatter).
     """
 
     __slots__ = ("_call", "_flags", "_full", "_rest", "_size", "_window", "piece")
@@ -95,10 +94,8 @@ class Agreement:
 
 class Heads:
     """The words of one call at a time, in persistent messages of each round.
-
     first: requests to be started with a call. begun: rounds in which this rank has sent its word. over: all have come,
-    and so have those of the calls before. texts: of a call that differs, the headers of all ranks and their request.
-    """
+    and so have those of the calls before. texts: of a call that differs, the headers of all ranks and their request."""
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
         self.rank, self.size, self._comm = rank, size, comm
@@ -204,9 +201,6 @@ class Heads:
             pack(self._header._replace(sequence=self.sequence), mine)
             heads = np.zeros((self.size, len(mine)), np.uint8)
             self.texts = heads, self._comm.Iallgather(mine, heads)
-
-
-_NOTE = 100  # a tag above those of rounds
 
 
 class Roll:

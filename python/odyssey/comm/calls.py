@@ -1,7 +1,4 @@
-"""Calls of collective operations: dtypes, operations, buffers, and what the other ranks see of a call.
-
-Functions and plain records: `mismatch` says what is wrong between the calls of several ranks.
-"""
+"""Calls of collective operations: dtypes, operations, buffers, and what the other ranks see of a call."""
 
 from __future__ import annotations
 
@@ -20,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import native
-from ..errors import ConfigError
+from ..errors import ConfigError, ShapeError
 
-#: bfloat16 as a NumPy dtype: 16 bits with a name. `a.view(bfloat16)` of a uint16 array costs nothing, nor does the way
-#: back.
+#: bfloat16 as a NumPy dtype: 16 bits with a name. `a.view(bfloat16)` of a uint16 array costs nothing.
 bfloat16 = np.dtype([("bfloat16", "<u2")])
 
 DTYPES: dict[str, np.dtype] = {
@@ -96,9 +92,7 @@ def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
     """One array of several along the fixed tree (a node over n splits after the largest power of two below n).
-
-    Always a new array. Integers wrap around.
-    """
+    Always a new array. Integers wrap around."""
     if len(arrays) == 1:
         return arrays[0].copy()
     half = 1 << (len(arrays) - 1).bit_length() - 1
@@ -127,7 +121,7 @@ class Call:
             "all_to_all", "all_to_all_v", "all_gather_v" or "group" (a barrier that agrees on members).
         send: what this rank gives, contiguous; None if nothing. For "broadcast" and "all_gather_v" it is `out`.
         out: where the result goes, contiguous; None where this rank gets none, and in a scatter whose receiver does
-            not know the shape yet (`place` makes it). `send is out` means in place.
+            not know the shape before `place`. `send is out` means in place.
         op: SUM, MAX, MIN or PROD where numbers are combined. MEAN is the sum here; 16-bit floats are float32 here.
         root: rank in the group, -1 without one.
         described: what must be the same on all ranks, beside the kind: (dtype, shape, root, op, ranges or members).
@@ -149,16 +143,29 @@ class Call:
     finish: Callable[[], Any] | None = None
     blocking: bool = False
     header: Header | None = None
-    place: Callable[[np.dtype, tuple[int, ...]], None] | None = None
+
+    def place(self, tail: Sequence[int]) -> None:
+        """Makes what a scatter receives into, where the caller gave nothing. tail: of the root's header."""
+        if self.out is None:
+            self.out = np.empty(tail[2 : 2 + tail[1]], list(CODES)[tail[0]])
 
     def result(self) -> Any:
         """Returns what the caller gets; called once, when `out` is filled."""
         return self.out if self.finish is None else self.finish()
 
-    def counts(self, rank: int) -> tuple[tuple[int, ...], int]:
-        """The tail of an all_to_all_v's header, and its balance."""
-        gives, takes = self.send_counts, self.receive_counts
-        return (max(gives), *gives, *takes), balance(rank, gives, takes)
+    def tail(self, rank: int) -> tuple[tuple[int, ...], int]:
+        """The tail of its header, and its balance."""
+        if self.kind == "all_to_all_v":
+            gives, takes = self.send_counts, self.receive_counts
+            return (max(gives), *gives, *takes), balance(rank, gives, takes)
+        if self.kind != "scatter":
+            return (), 0
+        piece = self.out if self.send is None else self.send[0]
+        if piece is None:
+            return (-1, *(0,) * (1 + DIMENSIONS)), 0
+        if piece.ndim > DIMENSIONS:
+            raise ShapeError(f"[comm] scatter of {piece.ndim} dimensions; it takes at most {DIMENSIONS}")
+        return (CODES[piece.dtype], piece.ndim, *piece.shape, *(0,) * (DIMENSIONS - piece.ndim)), 0
 
     def routes(self, rank: int, size: int, unit: int = 1) -> tuple[Sequence[Run], Sequence[Run]]:
         """Elements [a, b) of the flat `send` that go to each of `size` ranks from `rank`, and of the flat `out` that
@@ -220,14 +227,9 @@ def balance(rank: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> int:
     return (given - sum(hash((p, rank, n)) for p, n in enumerate(takes))) % 2**64
 
 
-def tail_length(size: int) -> int:
-    """Numbers in the tail of a header in a group of `size`."""
-    return max(1 + 2 * size, 2 + DIMENSIONS)
-
-
 def header_bytes(size: int) -> int:
-    """Length of a packed header in a group of `size`."""
-    return _HEAD.size + 8 * tail_length(size)
+    """Length of a packed header in a group of `size`, with the longest tail."""
+    return _HEAD.size + 8 * max(1 + 2 * size, 2 + DIMENSIONS)
 
 
 def pack(header: Header, into: np.ndarray) -> None:
@@ -268,10 +270,7 @@ def _unbalanced(headers: Sequence[Header]) -> bool:
 
 def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
     """Returns what is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
-
-    headers: of ranks 0, 1, ... of the group.
-    ranks: their world ranks, for the message.
-    """
+    headers: of ranks 0, 1, ... of the group. ranks: their world ranks, for the message."""
     first = headers[0]
     for p, other in enumerate(headers):
         if (other.sequence, other.signature) != (first.sequence, first.signature):
@@ -301,19 +300,7 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
 
 
 def _piece(tail: Sequence[int]) -> str:
-    dtype, shape = piece(tail)
-    return f"{NAMES[dtype]} {shape}"
-
-
-def piece(tail: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]]:
-    """(dtype, shape) that the tail of a scatter's header carries."""
-    return list(CODES)[tail[0]], tuple(tail[2 : 2 + tail[1]])
-
-
-def piece_tail(array: np.ndarray | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if array is None:
-        return (-1, *(0,) * (1 + DIMENSIONS))
-    return (CODES[array.dtype], len(shape), *shape, *(0,) * (DIMENSIONS - len(shape)))
+    return f"{NAMES[list(CODES)[tail[0]]]} {tuple(tail[2 : 2 + tail[1]])}"
 
 
 class _Made(threading.local):
@@ -325,10 +312,8 @@ made = _Made()
 
 def caller_location(depth: int) -> tuple[str, int]:
     """File and line of the program that called odyssey: those of the nearest frame outside of the package.
-
     Where nobody outside called it, in `odyssey train` and in threads of its own, the nearest outside of `comm`; in a
-    thread that makes calls of another, `made.at`.
-    """
+    thread that makes calls of another, `made.at`."""
     if made.at is not None:
         return made.at
     frame: Any = sys._getframe(depth)
@@ -354,8 +339,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 #: Folders of libraries that call on behalf of a user, such as torch: neither are they who called.
 libraries: list[str] = []
-
-
 _owners: dict[str, int] = {}  # by file: a string is looked up in 30 ns, the name of a frame's module in 150
 
 
@@ -364,12 +347,9 @@ def _owner_of(file: str) -> int:
     if file.startswith(_PACKAGE):
         folder = file.removeprefix(_PACKAGE).split(os.sep)[0]
         owner = {"comm": _COMM, "cli": _PROGRAM}.get(folder, _BETWEEN)
-    elif file.startswith(("<frozen ", *libraries)):
-        owner = _BETWEEN
-    elif file.startswith(_LIBRARY) and not any(name in file for name in packages):
-        owner = _BETWEEN
     else:
-        owner = _USER
+        library = file.startswith(_LIBRARY) and not any(name in file for name in packages)
+        owner = _BETWEEN if library or file.startswith(("<frozen ", *libraries)) else _USER
     return _owners.setdefault(file, owner)
 
 

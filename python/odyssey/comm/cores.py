@@ -1,19 +1,17 @@
 """Cores that this process may use, by its affinity mask and the CPU quota of its control groups (v1 and v2), and
-memory, by their limit."""
+memory, by their limit.
 
-from __future__ import annotations
+It imports nothing that takes time: the wrapper of a rank (run/rank_wrapper.py) uses it at each start.
+"""
 
-import contextlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
+
+_MEMORY = {1: ("memory.limit_in_bytes", "memory.oom_control"), 2: ("memory.max", "memory.events")}  # limit, events
 
 
 def cores() -> int:
     """Cores this process may use at a time, 1 or more: its affinity mask has so many and its quota pays for them.
-
-    A quota of 1.5 cores counts as one: two threads would stop each other for a part of every period.
-    """
+    A quota of 1.5 cores counts as one: two threads would stop each other for a part of every period."""
     mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return mask if quota is None else max(1, min(mask, int(quota)))
@@ -24,47 +22,46 @@ def default_threads(ranks: int) -> int:
     return max(1, cores() // ranks)
 
 
-def cpu_quota(root: Path = Path("/")) -> float | None:
+def cpu_quota(root: str | os.PathLike[str] = "/") -> float | None:
     """CPU seconds per second that the control groups of this process allow, None without a limit.
 
     Docker's --cpus, Kubernetes' limits.cpu and systemd's CPUQuota= set one. Every group on the way to the root counts.
-
-    root: where proc and sys are.
-    """
-    least: float | None = None
+    root: where proc and sys are."""
+    shares = []
     for folder, version in _groups("cpu", root):
-        try:
-            if version == 2:
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-            if quota != "max" and int(quota) > 0 and int(period) > 0:
-                share = int(quota) / int(period)
-                least = share if least is None else min(least, share)
-        except (OSError, ValueError):
-            continue  # the root has no limit, nor a group without the controller
-    return least
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = [word for name in names for word in _read(folder, name).split()]
+        if len(words) == 2 and all(word.isascii() and word.isdigit() and int(word) for word in words):
+            shares.append(int(words[0]) / int(words[1]))  # else no limit: "max", -1, or no such controller
+    return min(shares, default=None)
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
+def memory_limit(root: str | os.PathLike[str] = "/") -> int | None:
     """The smallest memory limit of the control groups of this process in bytes; None: no limit."""
-    found = []
-    for folder, version in _groups("memory", root):
-        with contextlib.suppress(OSError):
-            text = (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text().strip()
-            found += [int(text)] if text.isascii() and text.isdigit() and int(text) < 1 << 60 else []
-    return min(found, default=None)
+    texts = [_read(folder, _MEMORY[version][0]).strip() for folder, version in _groups("memory", root)]
+    return min((int(t) for t in texts if t.isascii() and t.isdigit() and int(t) < 1 << 60), default=None)
 
 
-def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Folders of a controller's groups that this process is in and of those around them, and their files' version."""
+def oom_kills(root: str | os.PathLike[str] = "/") -> int:
+    """How many processes of this one's memory group the kernel has ended for lack of memory."""
+    texts = [_read(folder, _MEMORY[version][1]) for folder, version in _groups("memory", root)]
+    words = next(filter(None, texts), "").split()  # names, each with its number; the group's own come first
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
+def _read(folder: str | os.PathLike[str], name: str) -> str:
+    """The text of a file; "" where it cannot be read."""
     try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        with open(os.path.join(folder, name), errors="surrogateescape") as file:
+            return file.read()
     except OSError:
-        return
-    paths = {}  # by version
-    for line in memberships:  # number:controllers:path, proc(5)
+        return ""
+
+
+def _groups(controller: str, root: str | os.PathLike[str]) -> list[tuple[str, int]]:
+    """Folders of a controller's groups that this process is in and of those around them, and their files' version."""
+    paths, found = {}, []  # paths by version
+    for line in _read(root, "proc/self/cgroup").splitlines():  # number:controllers:path, proc(5)
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
@@ -72,18 +69,16 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             paths[2] = path
         elif controller in controllers.split(","):
             paths[1] = path
-    for line in mounts:  # ... root mount-point options [more] - type source options
+    for line in _read(root, "proc/self/mountinfo").splitlines():  # ... root mount-point ... - type source options
         before, _, after = line.partition(" - ")
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
         version = {"cgroup2": 2, "cgroup": 1}.get(kind)
         if version not in paths or (version == 1 and controller not in options.split(",")):
             continue
-        mount = root / fields[4].lstrip("/")
+        mount = os.path.join(root, fields[4].lstrip("/"))
         inside = os.path.relpath(paths[version], fields[3])  # of the part of the hierarchy that is mounted
         # in a container the path may be the host's, which is not there: then the mount is the own group
-        here = mount if inside.startswith("..") or not (mount / inside).is_dir() else mount / inside
-        while True:
-            yield here, version
-            if here == mount:
-                break
-            here = here.parent
+        there = not inside.startswith("..") and os.path.isdir(os.path.join(mount, inside))
+        names = inside.split(os.sep) if there and inside != os.curdir else []
+        found += [(os.path.join(mount, *names[:n]), version) for n in range(len(names), -1, -1)]
+    return found

@@ -31,11 +31,7 @@ PROBE = (64, 1 << 20)  # bytes: libraries send short and long messages in differ
 
 class DeviceTransport:
     """Messages between the GPUs of the ranks of a communicator, one GPU per rank.
-
-    All ranks call `exchange` alike. Messages between two ranks are matched in the order given.
-    """
-
-    name = ""
+    All ranks call `exchange` alike. Messages between two ranks are matched in the order given."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends and receives behind what is in the COMPUTE queue of the GPU, before what is put there afterwards.
@@ -55,11 +51,7 @@ class DeviceTransport:
 
 class MpiTransport(DeviceTransport):
     """Over an MPI library that takes addresses of device memory. The host waits for the GPU, then for the messages.
-
-    comm: of backend "mpi" or "shm".
-    """
-
-    name = "gpu-mpi"
+    comm: of backend "mpi" or "shm"."""
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -72,9 +64,7 @@ class MpiTransport(DeviceTransport):
 
 class Exchanged(Waiting):
     """Exchange of a step between GPUs, as an operation of a communicator: counted, with a deadline.
-
-    links: all that are used for it.
-    """
+    links: all that are used for it."""
 
     __slots__ = ("_links", "_sequence")
 
@@ -133,10 +123,8 @@ def gpu_mpi() -> bool:
 
 def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTransport], str]:
     """A transport per GPU of this process to those of the same number in the other ranks, and why; a collective call.
-    Returns no transport, and one line that says why, where sums have to go through the host.
-
-    Raises DeviceError, ConfigError: NCCL refuses.
-    """
+    Returns no transport, and one line that says why, where sums have to go through the host. Raises DeviceError,
+    ConfigError: NCCL refuses."""
     if comm.name == "nccl":
         from .nccl import NcclTransport
 
@@ -152,10 +140,8 @@ def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTranspo
 
 def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[Gpu]) -> str:
     """Sends patterns from each GPU to that of the next rank; "" if every bit came on all ranks, else what did not.
-
     A library that takes an address of device memory for one of host memory ends the process instead; the status of this
-    rank says then what it was trying.
-    """
+    rank says then what it was trying."""
     failed = ""
     slot.note("probe of MPI with device memory")
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

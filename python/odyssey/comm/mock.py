@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import CollectiveError, ConfigError
 from . import base
 from .base import Communicator
-from .calls import Call, Header, mismatch, piece, tree_reduce
+from .calls import Call, Header, mismatch, tree_reduce
 from .requests import MessageQueue, Received, Request, Waiting, deadline
 
 
@@ -62,8 +62,6 @@ class MockCommunicator(Communicator):
         self.why = f"mock: {world.size} threads"
 
     def _begin(self, call: Call) -> Request:
-        if self.size == 1:
-            return super()._begin(call)
         with self._world.changed:
             sequence = call.header.sequence
             meeting = self._group.meetings.setdefault(sequence, _Meeting(self.size))
@@ -116,7 +114,7 @@ def exchange(calls: Sequence[Call]) -> None:
                 call.out.reshape(-1)[...] = part
     elif first.kind not in ("barrier", "group"):
         for call in calls if first.kind == "scatter" else ():
-            call.place(*piece(calls[first.root].header.tail))
+            call.place(calls[first.root].header.tail)
         routes = [call.routes(p, size) for p, call in enumerate(calls)]
         for p, (gives, _) in enumerate(routes):
             for q, (a, b) in enumerate(gives):
@@ -189,8 +187,7 @@ class _Received(_Patient):
         self._receive, self._source = receive, source
 
     def _take(self) -> None:
-        if self._receive.test():
-            self._result, self._error, self._complete = self._receive.outcome()
+        self._follow(self._receive)
 
     def _late(self) -> list[int]:
         return [self._source]
@@ -198,10 +195,8 @@ class _Received(_Patient):
 
 def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Calls `function(communicator, *arguments)` on ranks 0 to `ranks` - 1, each in a thread; returns their results.
-
     In these threads `comm.world()` is the rank's communicator. Raises Whatever a rank raised: of several errors one
-    that is not a CollectiveError, of the lowest rank.
-    """
+    that is not a CollectiveError, of the lowest rank."""
     if ranks < 1:
         raise ConfigError(f"[comm] mock world of {ranks} ranks; give at least 1")
     world, group = _World(ranks), _Group()

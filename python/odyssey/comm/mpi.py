@@ -65,14 +65,6 @@ _receiving = threading.RLock()  # threads wait in groups of their own, and move 
 STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start_watcher.py)
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
-_NUMBERS = {
-    np.dtype(name): getattr(MPI, mpi)
-    for name, mpi in {
-        "float32": "FLOAT",
-        "float64": "DOUBLE",
-        **{f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    }.items()
-}
 _FUNCTIONS = {  # of a kind of call: at once, and when it is done
     "broadcast": (MPI.Comm.Ibcast, MPI.Comm.Bcast),
     "reduce": (MPI.Comm.Ireduce, MPI.Comm.Reduce),
@@ -89,6 +81,7 @@ MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises
 DATA_TAG = 200  # of calls made again and again, beside the headers: above those of call_checks.py
 # Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
 NEAR = 32
+_Memories = Sequence[tuple[int, int, int]]  # rank, address, bytes
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
 
 
@@ -113,7 +106,7 @@ class _Repeated(Headed):
         call.described = (dtype, shape, root, op, text)
         me, size = comm.rank, comm.size
         self._heads = Heads(comm._head, me, size)
-        tail, balance = call.counts(me) if call.kind == "all_to_all_v" else ((), 0)
+        tail, balance = call.tail(me)
         self._header = Header(0, 0, "", tail, call.kind, repeated=True, balance=balance)
         self._place: tuple[str, int] = ("", 0)
         gives, takes = call.routes(me, size)
@@ -211,9 +204,7 @@ class _Repeated(Headed):
 class MPICommunicator(Staged):
     """A communicator over an mpi4py one, which it owns. Sums are added in the order of the library.
 
-    Args:
-        comm: an intra-communicator of mpi4py that nothing else uses.
-        of: the communicator it is a part of; None for the world.
+    comm: an intra-communicator of mpi4py that nothing else uses. of: what it is a part of; None for the world.
     """
 
     name = "mpi"
@@ -318,8 +309,8 @@ class MPICommunicator(Staged):
         kind, send, out = call.kind, call.send, call.out
         if kind in ("barrier", "group"):
             return None  # that all headers came is all there is to it
-        dtype = (send if send is not None else out).dtype
-        mpi = _NUMBERS[dtype] if call.op is not None else _WORDS[dtype.itemsize]
+        # What is only moved is words; where it is combined mpi4py looks at the array for its type (None).
+        mpi = _WORDS[(out if send is None else send).itemsize] if call.op is None else None
         give = None if send is None else MPI.IN_PLACE if send is out else [send, mpi]
         take = None if out is None else [out, mpi]
         if kind == "all_to_all_v":
@@ -346,11 +337,9 @@ class MPICommunicator(Staged):
         with _receiving:
             return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
 
-    def exchange_memory(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
-    ) -> Waiting:
-        """Starts messages (rank, address, bytes) from and to memory that need not be the host's (device.py); without
-        envelopes: those between two ranks are matched in the order given."""
+    def exchange_memory(self, sends: _Memories, receives: _Memories) -> Waiting:
+        """Starts messages from and to memory that need not be the host's (device.py); without envelopes: those between
+        two ranks are matched in the order given."""
         return _Memory(self, sends, receives)
 
     # --- groups and ends ---
@@ -369,9 +358,8 @@ class MPICommunicator(Staged):
 
     def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
         call = make()
-        senders = (
-            sum(a < b for a, b in call.ranges) if call.kind == "all_gather_v" else self.size
-        )  # the same on all ranks
+        of_ranges = call.kind == "all_gather_v"
+        senders = sum(a < b for a, b in call.ranges) if of_ranges else self.size  # the same on all ranks
         return _Repeated(self, call) if self.size > 1 and senders <= NEAR else super()._repeated(make)
 
     def meet_start(self) -> Request:
@@ -440,9 +428,6 @@ class _Meeting(Request):
     def test(self) -> bool:
         self._complete = self._complete or bool(self._request.Test())
         return self._complete
-
-    def _block(self) -> None:
-        self._request.Wait()
 
 
 class _Sent(Message):
@@ -519,17 +504,15 @@ class _FromAny(Message):
                 if self._comm._data.Iprobe(MPI.ANY_SOURCE, 2 * tag + 1, status):
                     self.source = status.Get_source()
                     self._found = _Received(self._comm, out, self.source, tag, mine)
-            if self._found is not None and self._found.test():
-                self._result, self._error, self._complete = self._found._result, self._found._error, True
+            if not self._complete and self._found is not None:
+                self._follow(self._found)
         return self._complete
 
 
 class _Memory(Waiting):
     __slots__ = ("_requests", "_peers")
 
-    def __init__(
-        self, comm: MPICommunicator, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def __init__(self, comm: MPICommunicator, sends: _Memories, receives: _Memories) -> None:
         self._peers, data = sorted({p for p, _, _ in (*sends, *receives)}), comm._data
         names = ", ".join(str(comm.ranks[p]) for p in self._peers)
         super().__init__(comm, f"an exchange of device memory with rank {names}")
@@ -552,9 +535,7 @@ class _Memory(Waiting):
 
 class Window:
     """Memory that all ranks of a communicator see, `size` bytes from each; all of them make it and free it.
-
-    addresses: where the part of each rank begins, in this process.
-    """
+    addresses: where the part of each rank begins, in this process."""
 
     def __init__(self, comm: MPICommunicator, size: int) -> None:
         try:

@@ -128,14 +128,10 @@ def spelled(version: int) -> str:
 class NcclTransport(DeviceTransport):
     """Messages between GPUs that training uses, in their COMPUTE queues. Made by all ranks at the same time.
 
-    Args:
-        comm: over which rank 0 tells the others NCCL's id.
-        gpu: of this rank; no two ranks may have the same.
+    comm: over which rank 0 tells the others NCCL's id. gpu: of this rank; no two ranks may have the same.
 
     Raises ConfigError: two ranks have the same GPU. DeviceError: NCCL cannot connect them.
     """
-
-    name = "nccl"
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         check_apart(comm, gpu.number)
@@ -153,7 +149,7 @@ class NcclTransport(DeviceTransport):
             slot.leave()
         self._handle: int | None = handle.value
         self._looked = 0.0
-        self._end = weakref.finalize(self, _destroy, self._lib, handle.value)
+        self._end = weakref.finalize(self, self._lib._lib.ncclCommDestroy, handle.value)
         self._event = self._driver.get(ctypes.c_void_p, "cuEventCreate", 2)  # without times
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
@@ -192,10 +188,6 @@ class NcclTransport(DeviceTransport):
             self._lib._lib.ncclCommAbort(handle)  # whatever it says: there is nothing left to do
 
 
-def _destroy(lib: Nccl, handle: int) -> None:
-    lib._lib.ncclCommDestroy(handle)
-
-
 def check_apart(comm: Communicator, number: int) -> None:
     """Raises ConfigError, on all ranks, if two of them use the same GPU, which NCCL refuses; a collective call."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -224,9 +216,7 @@ def gpus() -> int:
 
 def connect() -> Communicator:
     """All processes that MPI knows: a group of backend "shm" or "mpi" that says "nccl", so that GPUs exchange by NCCL.
-
-    Raises ConfigError: one process alone, no NCCL, different ones, or two ranks with the same GPU. DeviceError: no GPU.
-    """
+    Raises ConfigError: one process alone, no NCCL, different ones, two ranks with the same GPU. DeviceError: no GPU."""
     from . import nearer, world
 
     found = launcher.launched()

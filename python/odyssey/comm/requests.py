@@ -26,15 +26,6 @@ _LOOK_S = 0.5
 _AGAIN_S = 0.1  # from the first sign that a rank has ended to the next look: what it sent before is on its way
 
 
-def did_not_come(ranks: Sequence[int]) -> str:
-    """The end of a message about ranks that were waited for."""
-    if not ranks:
-        return "all ranks came, but the data did not"
-    names = ", ".join(map(str, ranks))
-    what = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-    return f"{what} did not come; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
-
-
 def deadline() -> float:
     """Seconds that an operation waits for others: ODYSSEY_TIMEOUT, default 600."""
     return limits.seconds("comm", "ODYSSEY_TIMEOUT", 600.0)
@@ -42,9 +33,7 @@ def deadline() -> float:
 
 class Request:
     """An operation under way. It holds its buffers until it is complete; do not touch them before.
-
-    This class itself is an operation that is complete.
-    """
+    This class itself is an operation that is complete."""
 
     __slots__ = ("_result", "_error", "_complete", "__weakref__")
 
@@ -70,6 +59,12 @@ class Request:
     def _fail(self, error: BaseException) -> None:
         self._error, self._complete = error, True
 
+    def _follow(self, other: Request) -> bool:
+        """Ends as another request, if that has ended; whether it has."""
+        if other.test():
+            self._result, self._error, self._complete = other._result, other._error, True
+        return self._complete
+
     def describe(self) -> str:
         """Returns what it is, for messages."""
         return "operation"
@@ -77,9 +72,7 @@ class Request:
 
 class Waiting(Request):
     """A request that is not complete when it is made: waits by testing, with a back-off and a deadline.
-
-    text: what it is, for messages.
-    """
+    text: what it is, for messages."""
 
     __slots__ = ("_comm", "_text", "_suspect")
     _spins = 500  # tests before anything else
@@ -158,7 +151,11 @@ class Waiting(Request):
 
     def _absent(self) -> str:
         """Who did not come, and what to do."""
-        return did_not_come([self._comm.ranks[p] for p in self._late()])
+        late = [str(self._comm.ranks[p]) for p in self._late()]
+        if not late:
+            return "all ranks came, but the data did not"
+        what = f"rank{'s' * (len(late) > 1)} {', '.join(late)} did not come"
+        return f"{what}; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
 
     def _look(self) -> bool:
         """Called while waiting long: gives up when a rank that is waited for has ended. Whether it suspects that, and
@@ -184,9 +181,7 @@ class Waiting(Request):
 
 class Collective(Waiting):
     """A collective call; `_late` is right at any time, and the status slot is told.
-
-    sequence: its number in its group.
-    """
+    sequence: its number in its group."""
 
     __slots__ = ("call", "_sequence")
 
@@ -204,9 +199,7 @@ class Collective(Waiting):
 
 class Message(Waiting):
     """A message to or from another rank of the group. envelope: what the receiver sees of it, or is to see.
-
-    source: the other rank; None as long as it may be any.
-    """
+    source: the other rank; None as long as it may be any."""
 
     __slots__ = ("source", "_kind")
 
@@ -263,10 +256,6 @@ class Received(Request):
         if not self._complete:
             self._line.serve()
         return self._complete
-
-    def outcome(self) -> tuple[Any, BaseException | None, bool]:
-        """(result, error, whether it is complete)."""
-        return self._result, self._error, self._complete
 
     def _block(self) -> None:
         self._line.receives.remove(self)

@@ -58,7 +58,6 @@ def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarr
     one behind. None where that does not work; all ranks call it.
 
     The others open them through the number of the process, so all must agree on what these numbers mean.
-
     processes: (pid, `process_space()`) of each rank.
     """
     handle, mine = -1, [os.getpid(), -1, 0]

@@ -39,7 +39,7 @@ from . import shared_memory
 from .base import Communicator
 from .calls import Call, Header, ReduceOp, caller_location, describe, header_bytes
 from .cores import cores
-from .requests import Collective, Request, Waiting, deadline
+from .requests import Collective, Message, Request, deadline
 from .shared_memory import LINE, PAGE, process_ended, up
 from .shm_collectives import DIRECT, DONE, SLOT, WAITING, SteppedCommunicator
 
@@ -66,11 +66,8 @@ _moving = threading.RLock()  # of these messages: each thread that waits moves o
 class ShmCommunicator(SteppedCommunicator):
     """A communicator over shared memory; see the head of this file.
 
-    Args:
-        over: the communicator of the same ranks underneath, which this one owns.
-        of: the communicator it is a part of; None for the world.
-
-    Raises ConfigError: the ranks are on several machines, or there is too little shared memory.
+    over: the communicator of the same ranks underneath, which this one owns. of: the communicator it is a part of; None
+    for the world. Raises ConfigError: the ranks are on several machines, or there is too little shared memory.
     """
 
     name = "shm"
@@ -190,14 +187,13 @@ class ShmCommunicator(SteppedCommunicator):
         shape = array.shape
         if out is None:
             out = np.empty(shape, _FLOAT)
-        elif out is not array:
-            if (
-                type(out) is not np.ndarray
-                or out.dtype is not _FLOAT
-                or out.shape != shape
-                or (array.nbytes > DIRECT and np.may_share_memory(array, out))
-            ):
-                return super().all_reduce(array, op, out, wait=wait)
+        elif out is not array and (
+            type(out) is not np.ndarray
+            or out.dtype is not _FLOAT
+            or out.shape != shape
+            or (array.nbytes > DIRECT and np.may_share_memory(array, out))
+        ):
+            return super().all_reduce(array, op, out, wait=wait)
         flags = out.flags
         if not (flags.c_contiguous and flags.writeable):
             return super().all_reduce(array, op, out, wait=wait)
@@ -261,11 +257,9 @@ class ShmCommunicator(SteppedCommunicator):
             self._advance()
         return pending
 
-    def _advance(self, pending: Any = None, nanoseconds: int = 0) -> bool:
+    def _advance(self, nanoseconds: int = 0) -> bool:
         """Moves the first call of the queue on, and the next when it is complete; True if anything happened.
-
-        At most one wait takes `nanoseconds`.
-        """
+        At most one wait takes `nanoseconds`."""
         moved = False
         library, team = self._library, self._team_address
         with self._lock:
@@ -299,10 +293,10 @@ class ShmCommunicator(SteppedCommunicator):
     # --- what MPI does underneath ---
 
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> Request:
-        return _Carried(self, self._over._send(array, dest, tag, envelope))
+        return _Carried(self, self._over._send(array, dest, tag, envelope), envelope, dest)
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> Request:
-        return _Carried(self, self._over._recv(out, source, tag, envelope))
+    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> Request:
+        return _Carried(self, self._over._recv(out, source, tag, envelope), envelope, source)
 
     def _sub(self, members: tuple[int, ...]) -> ShmCommunicator:
         return ShmCommunicator(self._over._sub(members), self)
@@ -329,10 +323,6 @@ class ShmCommunicator(SteppedCommunicator):
             for pending in self._queue:
                 pending._fail(error)
             _active.discard(self)
-
-    def unfinished(self) -> list[Waiting]:
-        """Calls under way."""
-        return list(self._queue)
 
     def _missing(self) -> list[int]:
         """Ranks that have not arrived at the barrier at which this rank waits."""
@@ -366,48 +356,39 @@ class _Pending(Collective):
         return self._complete
 
     def _test_on(self) -> None:
-        self._comm._attended = True
+        comm, start = self._comm, time.monotonic()
+        timeout, look = comm.timeout or deadline(), start + 0.25
+        comm._attended = True
         try:
-            self._move_on()
+            while not self._complete:
+                alone = not _messages and all(other._attended for other in tuple(_active))
+                if not alone:
+                    _move()
+                if comm._advance(SLICE_NS if alone else SHORT_NS):
+                    continue
+                now = time.monotonic()
+                if now - start > (allowed := self._allowed(timeout, start)):
+                    self._give_up(self._timed_out(allowed))
+                elif now > look:
+                    look = now + 0.25
+                    self._look()
         finally:
-            self._comm._attended = False
-
-    def _move_on(self) -> None:
-        comm = self._comm
-        start = time.monotonic()
-        timeout = comm.timeout or deadline()
-        look = start + 0.25
-        while not self._complete:
-            alone = not _messages and all(other._attended for other in tuple(_active))
-            if not alone:
-                _move()
-            if comm._advance(nanoseconds=SLICE_NS if alone else SHORT_NS):
-                continue
-            now = time.monotonic()
-            if now - start > (allowed := self._allowed(timeout, start)):
-                self._give_up(self._timed_out(allowed))
-            elif now > look:
-                look = now + 0.25
-                self._look()
+            comm._attended = False
 
     def _late(self) -> Sequence[int]:
         return self._comm._missing()
 
 
-class _Carried(Waiting):
+class _Carried(Message):
     """A message over MPI; whoever waits for it moves shared-memory calls on as well."""
 
     __slots__ = ("_inner",)
 
-    def __init__(self, comm: ShmCommunicator, inner: Waiting) -> None:
-        super().__init__(comm, inner.describe())
+    def __init__(self, comm: ShmCommunicator, inner: Message, envelope: Header, peer: int | None) -> None:
+        super().__init__(comm, envelope, peer)
         self._inner = inner
         with _moving:
             _messages.add(self)
-
-    @property
-    def source(self) -> int | None:
-        return self._inner.source
 
     def test(self) -> bool:
         if not self._complete:
@@ -415,18 +396,12 @@ class _Carried(Waiting):
         return self._complete
 
     def _try(self) -> None:
-        if self._inner.test():
-            self._result, self._error, self._complete = self._inner._result, self._inner._error, True
+        if self._follow(self._inner):
             _messages.discard(self)
-
-    def _waited_for(self) -> tuple[int, str]:
-        return self._inner._waited_for()
+        self.source = self._inner.source  # known by now, perhaps
 
     def _late(self) -> Sequence[int]:
         return self._inner._late()
-
-    def _absent(self) -> str:
-        return self._inner._absent()
 
 
 def _move() -> None:

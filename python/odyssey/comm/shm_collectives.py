@@ -10,7 +10,7 @@ import numpy as np
 from ..core import native
 from ..errors import CollectiveError
 from .base import Communicator
-from .calls import DTYPES, Call, Header, ReduceOp, Run, mismatch, pack, piece, runs, unpack
+from .calls import DTYPES, Call, Header, ReduceOp, Run, mismatch, pack, runs, unpack
 from .shared_memory import LINE
 
 # Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
@@ -33,26 +33,18 @@ Steps = Generator[Any, int, None]
 
 
 class SteppedCommunicator(Communicator):
-    """Communicator over segments that all ranks see.
+    """Communicator over segments that all ranks see."""
 
-    Attributes:
-        _slots, _slot_addresses, _envelopes: the places of each rank, two of each kind.
-        _team, _team_address: this rank's place at the barriers, for the kernels.
-    """
-
-    _slots: list[list[np.ndarray]]
+    _slots: list[list[np.ndarray]]  # of each rank, two of each kind: also the next two
     _slot_addresses: list[list[int]]
     _envelopes: list[list[np.ndarray]]
-    _team: native.Team
+    _team: native.Team  # this rank's place at the barriers, for the kernels
     _team_address: int
     _library: Any
-    _world_size: int
 
     def _steps(self, call: Call) -> Steps:
-        """The steps of a call: writes before a barrier, yields to wait for it, reads after it.
-
-        Yields None to wait for the barrier at which it has arrived, or the job of an all-reduce; gets the state back.
-        """
+        """The steps of a call: writes before a barrier, yields to wait for it, reads after it. Yields None to wait for
+        the barrier at which it has arrived, or the job of an all-reduce; gets the state back."""
         if call.kind in ("all_reduce", "reduce"):
             job = native.Job(
                 x=call.send.ctypes.data,
@@ -74,34 +66,26 @@ class SteppedCommunicator(Communicator):
         if state == DIFFERENT:
             yield from self._explain(call)
 
-    def _meet(self, call: Call) -> Steps:
-        """One barrier."""
-        self._library.shared_arrive(self._team_address, call.header.sequence, call.header.signature)
+    def _meet(self, call: Call, mark: tuple[int, int] | None = None) -> Steps:
+        """One barrier, at which all ranks have the same mark, or the calls differ."""
+        sequence, signature = mark or (call.header.sequence, call.header.signature)
+        self._library.shared_arrive(self._team_address, sequence, signature)
         state = yield None
         if state == DIFFERENT:
             yield from self._explain(call)
 
     def _explain(self, call: Call) -> Steps:
         """All ranks have seen that their headers differ: they show each other the whole of them. Raises the error."""
-        headers = yield from self._exchange(call, -1, -1)
+        headers = yield from self._exchange(call, (-1, -1))
         error = CollectiveError(mismatch(headers, self.ranks) or f"[comm] the calls of the ranks differ in {call.kind}")
-        error.raised_on_all_ranks = len(self.ranks) == self._world_size
+        error.raised_on_all_ranks = self.size == self._world_size
         raise error
 
-    def _exchange(self, call: Call, sequence: int, signature: int) -> Generator[Any, int, list[Header]]:
+    def _exchange(self, call: Call, mark: tuple[int, int] | None = None) -> Generator[Any, int, list[Header]]:
         """The headers of all ranks."""
         pack(call.header, self._envelopes[self.rank][self._next])
-        self._library.shared_arrive(self._team_address, sequence, signature)
-        state = yield None
-        if state == DIFFERENT:
-            yield from self._explain(call)
+        yield from self._meet(call, mark)
         return unpack([envelopes[self._last] for envelopes in self._envelopes], call.header)
-
-    def _agree(self, headers: list[Header]) -> None:
-        """Raises where numbers that each rank may have of its own do not fit those of the others."""
-        wrong = mismatch(headers, self.ranks)
-        if wrong:
-            raise CollectiveError(wrong)
 
     @property
     def _next(self) -> int:
@@ -130,10 +114,11 @@ class SteppedCommunicator(Communicator):
     def _swap(self, call: Call) -> Steps:
         """Something else for each rank."""
         if call.kind != "all_to_all":
-            headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
-            self._agree(headers)
+            headers = yield from self._exchange(call)
+            if wrong := mismatch(headers, self.ranks):  # in numbers that each rank may have of its own
+                raise CollectiveError(wrong)
         if call.kind == "scatter":
-            call.place(*piece(headers[call.root].tail))
+            call.place(headers[call.root].tail)
         send, received, gives, wants, longest = self._bytes_of(call)
         if call.kind == "all_to_all_v":
             longest = max(header.tail[0] for header in headers) * call.out.itemsize

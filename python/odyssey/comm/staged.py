@@ -10,23 +10,20 @@ from typing import Any, NamedTuple
 from ..base import slot
 from ..errors import CollectiveError
 from .base import Communicator
-from .calls import Call, Header, mismatch, piece
-from .requests import YIELD_S, Collective, Request, Waiting
+from .calls import Call, Header, mismatch
+from .requests import YIELD_S, Collective, Request
 
 # Bytes per second below which a transfer is waited for asleep. With naps of up to 1 ms between tests an all-to-all of
 # 36 MB between two ranks took MPICH 2,300 ms; without them it takes 8: one test moves some 16 KB.
 _SLOWEST = 1e8
-
 
 _active: set[Staged] = set()  # those with calls whose headers have not come
 
 
 class Met(NamedTuple):
     """Result of comparing the headers of all ranks.
-
     headers: of all ranks, where they may differ; none if they are known to agree. piece: the tail of a scatter's root.
-    blocking: all ranks wait for the call at once.
-    """
+    blocking: all ranks wait for the call at once."""
 
     headers: Sequence[Header] = ()
     piece: Sequence[int] | None = None
@@ -35,10 +32,8 @@ class Met(NamedTuple):
 
 class Staged(Communicator):
     """A communicator that exchanges headers first and data when they agree; for transports that check nothing.
-
     A wrong call so never meets the buffers of another. Headers of later calls may be under way while data of earlier
-    ones are; data are posted in the order of the calls, on all ranks alike.
-    """
+    ones are; data are posted in the order of the calls, on all ranks alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +82,8 @@ class Staged(Communicator):
                     head._fail(self._different(wrong, met.headers))
                     continue
                 call = head.call
-                if call.place is not None:
-                    call.place(*piece(met.piece))
+                if call.kind == "scatter":
+                    call.place(met.piece)
                 blocking = self._crowded and met.blocking
                 if blocking:
                     slot.enter(call.header.sequence, call.header.text, self._mark)
@@ -99,21 +94,15 @@ class Staged(Communicator):
                         slot.leave()
             _active.discard(self)
 
-    _world_size = 1
-
     def _different(self, wrong: str, headers: Sequence[Header]) -> CollectiveError:
         """Returns what all ranks raise for calls that differ. If data were on their way the group is over, on all."""
         error = CollectiveError(wrong)
-        error.raised_on_all_ranks = len(self.ranks) == self._world_size
+        error.raised_on_all_ranks = self.size == self._world_size
         if any(h.repeated for h in headers):
             self._broke(error)
             while self._queue:
                 self._queue.popleft()._fail(error)
         return error
-
-    def unfinished(self) -> list[Waiting]:
-        """Calls under way."""
-        return list(self._queue)
 
     def _send_header(self, header: Header) -> Any:
         """Starts the exchange of headers; returns a handle."""
@@ -138,10 +127,7 @@ class Staged(Communicator):
 
 
 class Headed(Collective):
-    """A call that waits for the headers of all ranks, and then for data.
-
-    posted: the headers are there, and agree.
-    """
+    """A call that waits for the headers of all ranks, and then for data. posted: the headers are there, and agree."""
 
     __slots__ = ("posted",)
 

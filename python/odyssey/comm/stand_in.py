@@ -24,9 +24,7 @@ SAID_BYTES = 1 << 16  # larger broadcasts are weights, which are the same for th
 
 class Traffic:
     """Counts what a rank starts and sends.
-
-    calls: collective ones. near, far: messages and bytes to ranks of the same machine, and to others.
-    """
+    calls: collective ones. near, far: messages and bytes to ranks of the same machine, and to others."""
 
     def __init__(self) -> None:
         self.calls, self.near, self.far = 0, [0, 0], [0, 0]
@@ -39,10 +37,9 @@ class Traffic:
 class StandIn(Communicator):
     """See the head of this file.
 
-    Args:
-        rank, size: place in the world, and its ranks.
-        per_node: ranks of a machine, neighbours in number; where all share one, they see the same memory (shm.py).
-        said: small broadcasts, by group and number of the call: of ranks that were rehearsed before, and of this one.
+    rank, size: place in the world, and its ranks.
+    per_node: ranks of a machine, neighbours in number; where all share one, they see the same memory (shm.py).
+    said: small broadcasts, by group and number of the call: of ranks that were rehearsed before, and of this one.
     """
 
     name = "stand-in"

@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..base import runs
 from ..base.files import private_directory, read_json, write_json
 from ..errors import DataError, LaunchError
 from . import diagnosis, leftovers, rank_ends
-from .config import LaunchConfig
+from .config import LaunchConfig, allowed
 from .hosts import capacity
 from .output import Pump
 from .restart_policy import Outcome
@@ -73,14 +74,14 @@ class Attempt:
         meets: bool = False,
     ) -> None:
         self.config, self.run, self.words, self.environment = config, run, list(words), dict(environment)
-        self.ranks, self.layout, self.signals, self.say = ranks, layout, signals, say
+        self.ranks, self.layout, self.signals, self._print = ranks, layout, signals, say
         self.scancel, self.idle, self.meets = scancel, idle, meets
         self.token = f"{TOKEN}={self.environment[TOKEN]}"
         self._begun, self._handled = time.monotonic(), 0
+        self._meeting = MEETING if config.watchdog is None else config.watchdog  # 0: nothing is said about it
         self._stop_at = self._seldom = self._looked = self._said_at = 0.0
         self._forced = self._met = False
-        self._told = False  # ranks were sent a SIGTERM
-        self._met_or_told = False  # the ranks have met, or were said to be late
+        self._told = self._told_late = False  # ranks were sent a SIGTERM, or were said to be late
         self._stop: int | None = None
         self._scale: int | None = None
         self._beats: dict[str, Any] = {}  # the heartbeat: what it says, when it came, which file it was
@@ -117,9 +118,9 @@ class Attempt:
             self._tell_what_is_not_written(pumps[0])
             missed = sum(pump.unshown for pump in pumps)
             if missed:
-                self.say(f"attempt {self.run.attempt}: {missed} bytes of output not shown, see {log.name}")
+                self._say(f"{missed} bytes of output not shown, see {log.name}")
         if left:
-            self.say(f"attempt {self.run.attempt}: processes {', '.join(map(str, left))} do not end, even when killed")
+            self._say(f"processes {', '.join(map(str, left))} do not end, even when killed")
         return self._outcome(why, process.returncode)
 
     def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None) -> dict[str, Any]:
@@ -167,10 +168,8 @@ class Attempt:
 
     def _ready(self, pumps: list[Pump], handle: int | None, seconds: float) -> list[Pump]:
         """Sleeps until ranks print, their launcher has ended, or for so long; those that have something to pass on."""
-        waiting = [pump for pump in pumps if pump.reading]
-        full = [pump for pump in pumps if pump.full]
-        wanted = [pump.source for pump in waiting] + ([] if handle is None else [handle])
-        sources, targets, _ = select.select(wanted, [pump.target for pump in full], [], seconds)
+        wanted = [pump.source for pump in pumps if pump.reading] + ([] if handle is None else [handle])
+        sources, targets, _ = select.select(wanted, [pump.target for pump in pumps if pump.full], [], seconds)
         return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
     def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
@@ -217,17 +216,15 @@ class Attempt:
             **fields,
         )
 
+    def _say(self, line: str) -> None:
+        self._print(f"attempt {self.run.attempt}: {line}")
+
     # -- what there is to see ---------------------------------------------------------------------
 
     @property
     def _started(self) -> dict[int, rank_ends.Started]:
         """The ranks that a wrapper has started."""
         return rank_ends.started(self.run.ranks, self.run.attempt)
-
-    @property
-    def _meeting(self) -> float:
-        """Seconds in which ranks should have met; 0: nothing is said about it."""
-        return MEETING if self.config.watchdog is None else self.config.watchdog
 
     def _beating(self) -> list[dict[str, Any]]:
         """Returns what the heartbeat says of each rank."""
@@ -240,23 +237,21 @@ class Attempt:
 
     def _tell_who_is_late(self, seconds: float) -> None:
         """Says once that ranks take long to start, or to meet: nothing else watches them before they have met."""
-        limit = self._meeting
-        if self._met_or_told or self._beat_at is not None or not limit or seconds < limit:
-            self._met_or_told |= self._beat_at is not None
+        limit, self._met = self._meeting, self._met or self._beat_at is not None
+        if self._told_late or self._met or not limit or seconds < limit:
             return
-        self._met_or_told = True
+        self._told_late = True
         there = {int(record.partition(".")[0]) for record in _numbers(self.run.ranks)}
         away = [rank for rank in range(self.ranks) if rank not in there]
         if away:
             what = f"{diagnosis.name(away)} {'has' if len(away) == 1 else 'have'} not been started"
         else:
             what = "the ranks have not met: they are in MPI_Init or before, or the program does not use odyssey"
-        self.say(f"attempt {self.run.attempt}: after {seconds:.0f} s {what}")
+        self._say(f"after {seconds:.0f} s {what}")
 
     def _spoiled(self, now: float, said: bool) -> bool:
         """Returns whether ranks below srun will never meet: SLURM's PMI daemon has `said` that it lost a request of
         theirs, or they are known to meet and do not. Under mpirun they wait for one that is late; that is told."""
-        self._met = self._met or self._beat_at is not None
         if self.scancel is None or self._met:
             return False
         self._said_at = self._said_at or (now if said else 0.0)
@@ -268,7 +263,7 @@ class Attempt:
         if pump.problem and not self.unwritten:
             self.unwritten = True
             log = self.run.logs / "output.log"
-            self.say(f"[output] standard output cannot be written: {pump.problem}; what ranks print is in {log}")
+            self._print(f"[output] standard output cannot be written: {pump.problem}; what ranks print is in {log}")
 
     def _ended(self) -> tuple[rank_ends.End | None, bool]:
         """The failure that came first, and whether all ranks have ended."""
@@ -279,10 +274,8 @@ class Attempt:
 
     def _silence(self, now: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.
-
         Also 0 where that would say nothing about a host: all ranks are on this machine, whose wrappers tell how they
-        end; the file is gone, so that nobody is watched; or nothing can be written where it lies.
-        """
+        end; the file is gone, so that nobody is watched; or nothing can be written where it lies."""
         if now - self._looked < 0.25:
             return 0.0
         self._looked = now
@@ -322,21 +315,19 @@ class Attempt:
                 if number != signal.SIGINT or signal.SIGINT not in self.signals[: self._handled - 1]:
                     continue  # a service manager may send several; a person presses Ctrl-C twice
                 self._forced = True
-                self.say(f"attempt {self.run.attempt}: {name} again: all ranks are killed")
+                self._say(f"{name} again: all ranks are killed")
                 return True
             self._stop, self._stop_at = number, now
             if not _numbers(self.run.ranks) and self._beat_at is None:
                 self._forced = True
                 return True
-            self.say(
-                f"attempt {self.run.attempt}: {name}: the ranks stop after this step and write a checkpoint "
-                f"(at most {self.config.grace:g} s)"
+            self._say(
+                f"{name}: the ranks stop after this step and write a checkpoint (at most {self.config.grace:g} s)"
             )
             try:
                 write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
             except OSError as problem:
-                what = f"control.json cannot be written ({problem.strerror}): ended at once"
-                self.say(f"attempt {self.run.attempt}: {what}")
+                self._say(f"control.json cannot be written ({problem.strerror}): ended at once")
                 self._forced = True
                 return True
         if self._stop is None:
@@ -379,20 +370,10 @@ class Attempt:
             asked = read_json(self.run.control, 1 << 16)
             if isinstance(asked, dict) and asked.get("attempt") == self.run.attempt and asked.get("stop") == "scale":
                 ranks = asked.get("ranks")
-                if type(ranks) is int and allowed(self.config, ranks) is None and ranks != self._scale:
+                wrong = type(ranks) is not int or allowed(ranks, self.config.elastic, capacity(self.config.hosts))
+                if not wrong and ranks != self._scale:
                     self._scale = ranks
-                    self.say(f"attempt {self.run.attempt}: asked to go on with {ranks} rank{'s' * (ranks != 1)}")
-
-
-def allowed(config: LaunchConfig, ranks: int) -> str | None:
-    """Why a run cannot go on with so many ranks, or None if it can."""
-    least, most = config.elastic or (1, 1 << 20)
-    room = capacity(config.hosts)
-    if room is not None and ranks > room:
-        return f"the hosts have {room} slots"
-    if not least <= ranks <= most:
-        return f"{least} to {most} are allowed" + (" (--elastic)" if config.elastic else "")
-    return None
+                    self._say(f"asked to go on with {ranks} rank{'s' * (ranks != 1)}")
 
 
 def unread(phases: dict[int, str]) -> bool:
@@ -407,18 +388,12 @@ def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -
 
 def _writable(folder: Path) -> bool:
     """Returns whether a file can be written there now: on a full disk nobody can show that it lives."""
-    probe = folder / f".writable.{os.getpid()}"
-    try:
-        with open(probe, "wb", opener=_private) as file:
-            file.write(b" " * 4096)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-    return True
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b" " * 4096)
+        file.flush()
+        os.fsync(file.fileno())
+        return True
+    return False
 
 
 def newest_step(folder: Path) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..base.registry import provided
@@ -100,6 +101,16 @@ class LaunchConfig:
     def ranks(self) -> int:
         """How many ranks the run begins with."""
         return self.nproc_per_node * self.nnodes
+
+
+def allowed(ranks: int, elastic: Sequence[int] | None, room: int | None) -> str | None:
+    """Why a run cannot go on with so many ranks, or None if it can. room: slots that its hosts have, if any limit."""
+    least, most = elastic or (1, MOST)
+    if room is not None and ranks > room:
+        return f"its hosts have {room} slots"
+    if not least <= ranks <= most:
+        return f"{least} to {most} are allowed" + (f" (--elastic {least}:{most})" if elastic else "")
+    return None
 
 
 def parse_elastic(text: str) -> tuple[int, int]:

@@ -1,5 +1,4 @@
-"""Judgement of what the watcher sees: who hangs, who is slow, and how that is said. Pure functions, and the
-standard library only."""
+"""Judgement of what the watcher sees: who hangs, who is slow, and how that is said. Pure; the standard library only."""
 
 from __future__ import annotations
 
@@ -14,6 +13,8 @@ LONG = 10, 600.0  # a slow phase may take so many times the watchdog's time, and
 BUSY = 0.1  # of a core: who uses more than that computes, and does not sleep
 STRAGGLER = 1.8  # times the median of own time per step
 WINDOW = 20  # steps over which own time is measured
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Seen(NamedTuple):
@@ -104,10 +105,9 @@ class Hang(NamedTuple):
 def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
     """How long this rank may show no sign of life while others wait for it.
 
-    Args:
-        preparing: nobody has said what the limit is to be. Then a rank that has not completed a step may take long in
-            what a program does before it trains, such as `if rank == 0: prepare_data()`: while it computes there, or a
-            trainer has begun with its first step.
+    preparing: nobody has said what the limit is to be. Then a rank that has not completed a step may take long in what
+    a program does before it trains, such as `if rank == 0: prepare_data()`: while it computes there, or a trainer has
+    begun with its first step.
     """
     if rank.waits or rank.ended or not rank.alive:
         return limit
@@ -240,9 +240,6 @@ def name(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-
-
 def place(stack: str) -> str:
     """Where a program is, from what faulthandler wrote: the innermost frame outside of odyssey and of Python itself,
     of the main thread. "" if there is none."""
@@ -255,16 +252,9 @@ def place(stack: str) -> str:
     if not threads or not threads[-1]:
         return ""
     main = threads[-1]  # faulthandler begins with the newest thread
-    for file, line, function in main:
-        if "/odyssey/" not in file and "/lib/python3" not in file and not file.startswith("<"):
-            return f"{short(file)}:{line} in {function}"
-    file, line, function = main[0]
-    return f"{short(file)}:{line} in {function}"
-
-
-def short(file: str) -> str:
-    """The last two parts of a path, as in the texts of calls."""
-    return "/".join(file.split("/")[-2:])
+    outside = (frame for frame in main if not re.match(r"<|.*(/odyssey/|/lib/python3)", frame[0]))
+    file, line, function = next(outside, main[0])
+    return f"{'/'.join(file.split('/')[-2:])}:{line} in {function}"  # as in the texts of calls
 
 
 def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:

@@ -32,10 +32,8 @@ class Host(NamedTuple):
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of a list such as "h1,h2:4", a number after a colon being slots.
-
     Raises ConfigError: no host, a host named twice, a name that is neither a host name nor an IPv4 address, slots
-    outside 1 to SLOTS, or more than HOSTS hosts.
-    """
+    outside 1 to SLOTS, or more than HOSTS hosts."""
     if len(text) > FILE_LIMIT:
         raise ConfigError(f"[launch] --hosts has {len(text)} characters; at most {FILE_LIMIT} are allowed")
     return _checked([_host(item, "--hosts") for item in text.split(",")], "--hosts")
@@ -43,10 +41,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment.
-
     Raises ConfigError: it cannot be read, is longer than FILE_LIMIT bytes or is not ASCII; else as `parse_hosts`,
-    naming the line.
-    """
+    naming the line."""
     try:
         with open(path, "rb") as file:
             return parse_hostfile_text(file.read(FILE_LIMIT + 1), f"host file {path}")

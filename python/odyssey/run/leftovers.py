@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from ..base.proc import mapped
 from ..base.proc import stat as status
@@ -28,15 +28,14 @@ _SHARED = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm\.|osc_rdm
 _TEMPORARY = re.compile(r"(hydra_hwloc_xmlfile_\w{6}|ompi\.\d+)")
 _DESCRIPTION = "hydra_hwloc_xmlfile_"
 _PROXIES = ("hydra_pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra")
+_PF_KTHREAD = 0x00200000  # a thread of the kernel, which has no environment and no arguments ever
 _STARTING = 3.0  # seconds in which a launcher writes its description of the machine
 
 
 def processes(token: str, seconds: float = 0.2) -> list[int]:
     """Processes of this user on this machine that have `token` (a "NAME=value" text) in their environment.
-
     A process that has just begun a program shows neither environment nor arguments for an instant; while there is one,
-    and for at most `seconds`, all are looked at again.
-    """
+    and for at most `seconds`, all are looked at again."""
     until = time.monotonic() + seconds
     while True:
         found, starting = _look(token.encode())
@@ -75,7 +74,7 @@ def _look(token: bytes) -> tuple[list[int], bool]:
                 if token in environment.split(b"\0"):
                     found.append(pid)
                 elif not environment and not _read(f"/proc/{pid}/cmdline"):
-                    starting = starting or not (_dead(pid) or _kernel(pid))
+                    starting = starting or not (_dead(pid) or int(status(pid)[6]) & _PF_KTHREAD)
     return found, starting
 
 
@@ -94,36 +93,9 @@ def _read(path: str) -> bytes:
 
 def _dead(pid: int) -> bool:
     """Returns whether a process is gone, or waits only for its parent to notice."""
-    try:
+    with contextlib.suppress(OSError):
         return status(pid)[0] in (b"Z", b"X")
-    except OSError:
-        return True
-
-
-def _kernel(pid: int) -> bool:
-    """Returns whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
-    return bool(int(status(pid)[6]) & 0x00200000)
-
-
-class FilesBefore(NamedTuple):
-    """Files that lay there before an attempt: full names, and the wall-clock time."""
-
-    names: frozenset[str]
-    time: float
-
-    def json(self) -> dict:
-        """Returns it as a file can hold it."""
-        return {"names": sorted(self.names), "time": self.time}
-
-    @classmethod
-    def of(cls, value: object) -> FilesBefore | None:
-        """From what `json` gave; None if it is something else."""
-        if not isinstance(value, dict) or type(value.get("time")) is not float:
-            return None
-        names = value.get("names")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return None
-        return cls(frozenset(names), value["time"])
+    return True
 
 
 def places(temporary: str | None = None) -> list[tuple[Path, re.Pattern[str]]]:
@@ -140,25 +112,31 @@ def _named(where: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
             yield from (folder / name for name in os.listdir(folder) if pattern.fullmatch(name))
 
 
-def snapshot(temporary: str | None = None) -> FilesBefore:
-    """Returns what lies there now."""
-    return FilesBefore(frozenset(map(str, _named(places(temporary)))), time.time())
+def snapshot(temporary: str | None = None) -> dict[str, Any]:
+    """Returns what lies there now, full names and the wall-clock time, as a JSON file can hold it."""
+    return {"names": sorted(map(str, _named(places(temporary)))), "time": time.time()}
 
 
-def clean(before: FilesBefore, ended: float, temporary: str | None = None) -> list[str]:
+def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
     """Removes the files that are proven to be those of an attempt.
 
-    before: taken when it began. ended: wall-clock time at which the last of its processes was gone.
+    before: the snapshot when it began; out of a file it may be something else, and then nothing is proven. ended:
+    wall-clock time at which the last of its processes was gone.
 
     Returns the names of what was removed.
     """
+    names, begun = (before.get("names"), before.get("time")) if isinstance(before, dict) else (None, None)
+    if not isinstance(names, list) or type(begun) is not float:
+        return []
     candidates = []
     for path in _named(places(temporary)):
         with contextlib.suppress(OSError):
             found = os.lstat(path)
-            regular = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
-            between = before.time - 0.05 <= found.st_mtime and _begun(found) <= ended + 0.05
-            if regular and found.st_uid == os.geteuid() and between and str(path) not in before.names:
+            folder = stat.S_ISDIR(found.st_mode)
+            made = min(found.st_mtime, found.st_ctime) if folder else found.st_mtime  # a directory changes later too
+            between = begun - 0.05 <= found.st_mtime and made <= ended + 0.05
+            own = found.st_uid == os.geteuid() and (folder or stat.S_ISREG(found.st_mode))
+            if own and between and str(path) not in names:
                 candidates.append((path, found))
     if not candidates:
         return []
@@ -171,9 +149,8 @@ def clean(before: FilesBefore, ended: float, temporary: str | None = None) -> li
         name = str(path)
         if name in held or any(other.startswith(f"{name}/") for other in held):
             continue
-        if path.name.startswith(_DESCRIPTION) and any(
-            -0.1 <= found.st_mtime - begun <= _STARTING for begun in launchers
-        ):
+        ages = [found.st_mtime - started for started in launchers]  # of those that may have written it
+        if path.name.startswith(_DESCRIPTION) and any(-0.1 <= age <= _STARTING for age in ages):
             continue
         session = re.fullmatch(r"ompi\.(\d+)", path.name)
         if session and not _dead(int(session[1])):
@@ -185,11 +162,6 @@ def clean(before: FilesBefore, ended: float, temporary: str | None = None) -> li
                 os.unlink(path)
             removed.append(name)
     return removed
-
-
-def _begun(found: os.stat_result) -> float:
-    """When a file was written last, the best that is known of when it was made; a directory changes later too."""
-    return found.st_mtime if stat.S_ISREG(found.st_mode) else min(found.st_mtime, found.st_ctime)
 
 
 def _same_temporary(pid: int) -> bool:

@@ -64,9 +64,7 @@ class RunLock:
 
 def holder(path: Path, sure: bool = True) -> dict | None:
     """Host and pid of the launcher that holds the lock, None if none does.
-
-    sure: look for up to FRESH seconds whether a launcher of another host renews it; else believe what it says.
-    """
+    sure: look for up to FRESH seconds whether a launcher of another host renews it; else believe what it says."""
     try:
         file = LockFile(path, os.O_RDONLY)
     except OSError:

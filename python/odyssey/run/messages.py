@@ -121,10 +121,8 @@ class Lines:
 
 class Sealed(Lines):
     """`Lines` between two that share a secret. Usable when `ready`; call `receive` until then.
-
     Each side sends a nonce, then a MAC over both nonces; from these and the secret come the keys of the lines, one per
-    direction, and each line's MAC covers its number. `role` says what the caller is: "node" or "top".
-    """
+    direction, and each line's MAC covers its number. `role` says what the caller is: "node" or "top"."""
 
     def __init__(self, connection: socket.socket, secret: bytes, *, caller: bool, role: str = "") -> None:
         super().__init__(connection)

@@ -106,9 +106,7 @@ def _host(record: dict[str, Any]) -> str:
 
 def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
     """Returns what the files N.json hold, of this attempt; N.reason.json where there is no N.json.
-
-    The folder is emptied before an attempt, so that a record without an attempt's number is of this one.
-    """
+    The folder is emptied before an attempt, so that a record without an attempt's number is of this one."""
     found: dict[int, dict[str, Any]] = {}
     try:
         names = os.listdir(folder)
@@ -135,13 +133,10 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
 
 def first(ends: dict[int, End]) -> End | None:
     """The end that the others follow from: the first that is no success.
-
     A collective that could not go on is a consequence if another rank fails in another way within seconds. A request to
-    stop (75) is no failure.
-    """
-    bad = [e for e in ends.values() if not e.good and e.code != 75]
-    bad.sort(key=lambda e: (e.following, e.time, e.rank))
-    first = next(iter(bad), None)
+    stop (75) is no failure."""
+    bad = sorted((e for e in ends.values() if not e.good and e.code != 75), key=lambda e: (e.following, e.time, e.rank))
+    first = bad[0] if bad else None
     if first is not None and first.code == CONTRACT:
         others = [e for e in bad if e.code != CONTRACT and e.time - first.time <= AFTERMATH]
         return next((e for e in others if e.signal != signal.SIGTERM), first)  # so launchers end the rest

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from ..base import slot
 from ..base.proc import SHARED, mapped, stat
@@ -18,8 +19,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 #: What a rank's slot says that is shown as it is.
-_OF_SLOT = "host step samples phase doing call call_group call_text wait_sequence wait_group wait_text members missing"
-_OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end", "link")
+_OF_SLOT = [name for name in Seen._fields if hasattr(slot.StatusSlot, name) and name not in ("rank", "pid", "times")]
 
 
 def _signs(of: slot.StatusSlot) -> tuple[int, ...]:
@@ -27,11 +27,15 @@ def _signs(of: slot.StatusSlot) -> tuple[int, ...]:
     return of.progress, of.waiting, of.call, of.call_group
 
 
+def _rise(numbers: Sequence[tuple[float, float]]) -> float:
+    """By how much a number rises per second, of (when, number); 0 as long as that is not known."""
+    (a, first), (b, latest) = (numbers[0], numbers[-1]) if numbers else ((0, 0), (0, 0))
+    return (latest - first) / (b - a) if b > a else 0.0
+
+
 class WatchedRank:
     """A rank of this machine; `handle` and `slot_file` as `attach` gives them.
-
-    alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode.
-    """
+    alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode."""
 
     def __init__(self, rank: int, pid: int, handle: int, slot_file: int) -> None:
         self.rank, self.pid, self.handle, self._slot = rank, pid, handle, slot_file
@@ -71,6 +75,7 @@ class WatchedRank:
             # Nothing is known of it but that it is gone; who waits for it waits in vain.
             idle = 0.0 if self.alive else round(now - max(self._changed, floor), 3)
             return Seen(self.rank, pid=self.pid, state=self._state, idle=idle)
+        self._samples.append((now, last.samples))
         waited = now - max(last.waiting / 1e9, floor) if last.waiting else 0.0
         own, own_data = self._own(now, last)
         if not last.waiting:
@@ -82,10 +87,10 @@ class WatchedRank:
             **{name: getattr(last, name) for name in _OF_SLOT},
             idle=round(now - max(self._changed, floor), 3),
             waited=round(max(waited, 0.0), 3),
-            cpu=round(self._use(), 3),
+            cpu=round(_rise(self._cpu), 3),
             busy=round((self._used - self._used_before) / max(now - self._changed, 1.0), 3),
             rss=self._rss,
-            rate=round(self._rate(now, last.samples), 1),
+            rate=round(max(_rise(self._samples), 0.0), 1),
             own=own,
             own_data=own_data,
             times=tuple(round(t / 1e9, 3) for t in self._times(last)),
@@ -120,17 +125,6 @@ class WatchedRank:
     def map_files(self) -> None:
         """Looks which files of MPI in shared memory it has mapped."""
         self.files.update((path, inode) for path, inode in mapped(self.pid).items() if path.startswith(SHARED))
-
-    def _use(self) -> float:
-        if len(self._cpu) < 2:
-            return 0.0
-        (a, used), (b, more) = self._cpu[0], self._cpu[-1]
-        return (more - used) / (b - a) if b > a else 0.0
-
-    def _rate(self, now: float, samples: int) -> float:
-        self._samples.append((now, samples))
-        (a, few), (b, many) = self._samples[0], self._samples[-1]
-        return max(many - few, 0) / (b - a) if b > a else 0.0
 
     def _times(self, last: slot.StatusSlot) -> list[int]:
         """ns in each phase up to now."""
@@ -184,10 +178,9 @@ class WatchedRank:
 
     def answer(self, at: int) -> int:
         """Bytes that it has answered from there on; -1 if there can be no answer."""
-        try:
+        with contextlib.suppress(OSError):
             return os.fstat(self._stacks).st_size - at if at >= 0 else -1
-        except OSError:
-            return -1
+        return -1
 
     def stacks(self, at: int) -> str:
         """Returns what it has answered from there on; shown as it is, but for control characters."""
@@ -200,7 +193,6 @@ class WatchedRank:
 
     def order(self, code: int) -> bool:
         """Asks it to end all ranks with this exit code."""
-        try:
+        with contextlib.suppress(OSError):
             return self._orders >= 0 and os.write(self._orders, f"{code}\n".encode()) > 0
-        except OSError:
-            return False
+        return False

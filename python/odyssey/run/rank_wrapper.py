@@ -16,7 +16,7 @@ launcher's sockets) goes to the program untouched and stays open here until the 
 rank's death after it is written down. Signals are handed on. If the launcher's process on this machine dies, so does
 the wrapper, and with it the program.
 
-It imports only the standard library, and little of it: it is on the way of every restart.
+It imports little of the standard library, and of the package what does the same: it is on the way of every restart.
 """
 
 import _signal as signal  # what the module signal is made of: without its enums, which take milliseconds
@@ -24,7 +24,9 @@ import os
 import sys
 import time
 
-sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # last: nothing here hides a standard module
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path += [HERE, os.path.join(os.path.dirname(HERE), "comm")]  # last: nothing there hides a standard module
+import cores  # noqa: E402
 import die_with_parent  # noqa: E402
 
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")  # the first that is there counts
@@ -40,7 +42,7 @@ def main() -> None:
     """See the top of the file."""
     die_with_parent.tie(os.getppid())
     parent, program = os.getpid(), sys.argv[1:]
-    before = oom_kills()
+    before = cores.oom_kills()
     rendezvous()
     inherited = block()  # a signal that comes while the program starts is for the program
     child = os.fork()
@@ -63,8 +65,8 @@ def main() -> None:
     code = os.waitstatus_to_exitcode(status)
     record.update(code=code if code >= 0 else None, signal=-code if code < 0 else None, time=ended)
     record["memory"] = usage.ru_maxrss << 10  # bytes
-    if code == -9 and oom_kills() > before:
-        record["oom"] = memory_limit() or 0
+    if code == -9 and cores.oom_kills() > before:
+        record["oom"] = cores.memory_limit() or 0
     if folder:
         record.update(reason(folder, record["rank"], record["attempt"]))
         write(folder, "ends", record)
@@ -137,9 +139,7 @@ def read(folder: str, kind: str, name: str) -> dict:
 
 def write(folder: str, kind: str, record: dict) -> None:
     """Puts a record in place whole, unless one of a later attempt is there: then this wrapper is a straggler's.
-
-    Not flushed to the disk: a machine that lost power writes no record anyway.
-    """
+    Not flushed to the disk: a machine that lost power writes no record anyway."""
     import json
 
     where = os.path.join(folder, kind)
@@ -169,44 +169,6 @@ def reason(folder: str, rank: int, attempt: int) -> dict:
             if type(said.get("code")) is int:
                 found["own"] = said["code"]
     return found
-
-
-def cgroup(name: str, old: str) -> str:
-    """A file of this process's memory cgroup, of version 2 under `name`, of version 1 under `old`; "" without one."""
-    try:
-        with open("/proc/self/cgroup") as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return ""
-    for _, controllers, path in lines:
-        if controllers == "memory":
-            folders, name = [f"/sys/fs/cgroup/memory{path}", "/sys/fs/cgroup/memory"], old
-        elif not controllers:
-            folders = [f"/sys/fs/cgroup{path}", "/sys/fs/cgroup"]
-        else:
-            continue
-        for folder in folders:
-            try:
-                with open(os.path.join(folder, name)) as file:
-                    return file.read(4096)
-            except OSError:
-                continue
-    return ""
-
-
-def oom_kills() -> int:
-    """How many processes of this memory cgroup the kernel has ended for lack of memory."""
-    for line in cgroup("memory.events", "memory.oom_control").splitlines():
-        word, _, count = line.partition(" ")
-        if word == "oom_kill" and count.isdigit():
-            return int(count)
-    return 0
-
-
-def memory_limit() -> int | None:
-    """Bytes that this memory cgroup may have, None without a limit."""
-    text = cgroup("memory.max", "memory.limit_in_bytes").strip()
-    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
 
 
 if __name__ == "__main__":

@@ -90,13 +90,9 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
     """See the top of the file. `hosts`: those that the attempt could use."""
     name = f"attempt {outcome.attempt}"
     if outcome.forced and outcome.stop:
-        signal = ended.signal_name(outcome.stop)
-        why = (
-            f"{signal}, and ranks did not stop in time"
-            if outcome.started
-            else f"{signal} came before a rank was started"
-        )
-        return Verdict(f"{name}: ended without a checkpoint of its last step: {why}", 128 + outcome.stop)
+        why = ", and ranks did not stop in time" if outcome.started else " came before a rank was started"
+        line = f"{name}: ended without a checkpoint of its last step: {ended.signal_name(outcome.stop)}{why}"
+        return Verdict(line, 128 + outcome.stop)
     cause = ended.first(outcome.ended)
     good = all(end.good for end in outcome.ended.values())
     whole = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
@@ -104,7 +100,7 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
         return Verdict(f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0)
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
-        line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_ranks(outcome.scale)}"
+        line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_count(outcome.scale)}"
         return Verdict(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
     if stopped:
         by = ended.signal_name(outcome.stop) if outcome.stop else "a request"
@@ -119,7 +115,7 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     code = None if cause is None else cause.code
     own = GAVE_UP if code is None else code
     if outcome.former is not None and _remembered(outcome, past) == past:  # the run is as healthy as it was
-        line = f"{said}; going on with {_ranks(outcome.former)}, as before"
+        line = f"{said}; going on with {_count(outcome.former)}, as before"
         return Verdict(line, None, outcome.former, hosts, 0.0, past)
     machines = {rank.host for rank in outcome.started.values()}
     if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
@@ -150,16 +146,14 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
         ranks = outcome.scale
     delay = 0.0 if restarts == 1 and not outcome.unsure else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
     where = "" if outcome.step is None and outcome.checkpoint is None else f" from {_step(outcome.checkpoint)}"
-    line = f"{said}; restarting{where} on {_ranks(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
+    line = f"{said}; restarting{where} on {_count(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
     return Verdict(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
 
 
 def in_doubt(outcome: Outcome) -> bool:
     """Returns whether a failure on several hosts may be the loss of one, so that they are asked before another attempt.
-
     Not said by how ranks ended: those of a host that is there are killed, or end with a code that their MPI chose, when
-    another host is lost. Only an end after which nothing is tried again leaves no doubt.
-    """
+    another host is lost. Only an end after which nothing is tried again leaves no doubt."""
     if len(outcome.layout) < 2 or outcome.done or outcome.stop is not None:
         return False
     cause = ended.first(outcome.ended)
@@ -168,9 +162,7 @@ def in_doubt(outcome: Outcome) -> bool:
 
 def taken_back(action: Verdict, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Verdict:
     """The same with hosts that were lost before an earlier attempt and answer again.
-
-    back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.
-    """
+    back: their names, of config.hosts. wanted: ranks that the run has while nothing fails."""
     names = {host.name for host in action.hosts}.union(back)
     hosts = tuple(host for host in config.hosts if host.name in names)
     room = capacity(hosts)
@@ -197,7 +189,7 @@ def _left(
         ranks = min(most, ranks if room is None else min(room, outcome.ranks))
         names = ", ".join(outcome.lost)
         if ranks < least or not rest:
-            return 0, rest, f"without {names} {_ranks(ranks)} would be left, --elastic asks for {least}"
+            return 0, rest, f"without {names} {_count(ranks)} would be left, --elastic asks for {least}"
         return ranks, rest, f" without {names}"
     if now.times >= AGAIN and now.rank is not None and outcome.ranks - 1 >= least:
         return outcome.ranks - 1, hosts, f", as rank {now.rank} failed {now.times} times"
@@ -219,7 +211,7 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
     if outcome.unmet:
         return "the ranks that srun started have not met"
     if outcome.late:
-        return f"{len(outcome.started)} of {_ranks(outcome.ranks)} were started in time"
+        return f"{len(outcome.started)} of {_count(outcome.ranks)} were started in time"
     how = "was killed" if outcome.code is None else f"ended with exit code {outcome.code}"
     if outcome.code is not None and outcome.code < 0:
         how = f"was killed by {ended.signal_name(-outcome.code)}"
@@ -237,11 +229,7 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
     return f"the MPI launcher {how}" + (those if len(silent) < outcome.ranks else " and no rank said why")
 
 
-def _ranks(count: int) -> str:
-    return _count(count, "rank")
-
-
-def _count(count: int, what: str) -> str:
+def _count(count: int, what: str = "rank") -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 

@@ -14,16 +14,14 @@ from ..base import runs
 from ..base.files import read_json, write_json
 from ..errors import ConfigError, DataError, LaunchError, OutputError, printable
 from . import lock, rank_ends
-from .config import MOST
+from .config import allowed
 
 
 def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:
-    """Asks, and waits until the next attempt has started.
+    """Asks, waits until the next attempt has started, and returns its number.
 
     path: the run's directory. ranks: how many are wanted. wait: seconds for the next attempt to come.
     say: is given lines about what happens.
-
-    Returns the number of the attempt that runs on `ranks` ranks.
 
     Raises ConfigError: no such run, or a number of ranks that it cannot have. LaunchError: no launcher is at work on
     it, or the next attempt did not come in time. OutputError: the request cannot be written.
@@ -38,13 +36,10 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
         advice = f"start it with `odyssey launch -n {ranks} --run-dir {name} ...`"
         raise LaunchError(f"[scale] {name} is not running; {advice}")
     now = _attempt(run)
-    least, most = _bounds(now)
-    room = now.get("room")
-    if type(room) is int and ranks > room:
-        raise ConfigError(f"[scale] {ranks} ranks for {name}, but its hosts have {room} slots")
-    if not least <= ranks <= most:
-        elastic = f" (--elastic {least}:{most})" if now.get("elastic") else ""
-        raise ConfigError(f"[scale] {ranks} ranks for {name}; {least} to {most} are allowed{elastic}")
+    elastic, room = now.get("elastic"), now.get("room")
+    known = isinstance(elastic, list) and len(elastic) == 2 and all(type(n) is int for n in elastic)
+    if wrong := allowed(ranks, elastic if known else None, room if type(room) is int else None):
+        raise ConfigError(f"[scale] {ranks} ranks for {name}; {wrong}")
     number = now["attempt"]
     if now.get("ranks") == ranks:
         raise ConfigError(f"[scale] {name} runs on {ranks} ranks already (attempt {number})")
@@ -81,10 +76,3 @@ def _attempt(run: runs.Run) -> dict[str, Any]:
     if not isinstance(found, dict) or type(found.get("attempt")) is not int:
         raise LaunchError(f"[scale] {printable(str(run.attempt_file))} names no attempt")
     return found
-
-
-def _bounds(attempt: dict[str, Any]) -> tuple[int, int]:
-    elastic = attempt.get("elastic")
-    if isinstance(elastic, list) and len(elastic) == 2 and all(type(n) is int for n in elastic):
-        return elastic[0], elastic[1]
-    return 1, MOST

@@ -56,7 +56,8 @@ def begin(world: Any) -> None:
         forked = getattr(sys.modules.get("multiprocessing.util"), "Finalize", lambda *_, **__: None)
         forked(None, _leave, (os.getpid(),), exitpriority=0)  # which ends by os._exit, after these
     started = getattr(sys.modules.get("odyssey.comm.mpi"), "STARTED", (0, 0))
-    me = [os.getpid(), descriptor, _node(), *started, *_addresses()]
+    node = machine() << 31 ^ process_space()  # names those processes that see each other in /proc
+    me = [os.getpid(), descriptor, node, *started, *_addresses()]
     everyone = world.all_gather(np.array(me, np.int64)).tolist()
     nodes: dict[int, list[int]] = {}
     for rank, (_, _, node, *_) in enumerate(everyone):
@@ -117,11 +118,6 @@ def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")
         process.stdin.close()
-
-
-def _node() -> int:
-    """Names a set of processes that see each other in /proc: machine, and space of process numbers."""
-    return machine() << 31 ^ process_space()
 
 
 def _addresses() -> list[int]:

@@ -1,6 +1,5 @@
 """How one attempt is started: which launcher, its argument list, the environment that ranks get. Pure but for `find`.
-Everything is a list of words; no shell sees any of it.
-"""
+Everything is a list of words; no shell sees any of it."""
 
 from __future__ import annotations
 
@@ -42,6 +41,7 @@ FOREIGN = (
 # Credentials among what ALLOWED names.
 SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()
 
+_INTERPRETERS = ("python", "python3")
 _SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o StrictHostKeyChecking=yes"
 
 
@@ -131,27 +131,12 @@ def _allowed(name: str, more: Sequence[str]) -> bool:
     return name in more or (among(ALLOWED) and not among(FOREIGN) and name not in SECRET)
 
 
-def command(
-    config: LaunchConfig,
-    starter: Starter,
-    ranks: int,
-    layout: Sequence[tuple[str, int]],
-    program: Sequence[str],
-    exported: Sequence[str],
-) -> list[str]:
-    """The argument list that starts `program`, each rank of it below its wrapper; arguments as `words`."""
-    kept = [sys.executable, "-I", "-S", str(HERE / "rank_wrapper.py"), *program]
-    return words(config, starter, ranks, layout, exported) + kept
-
-
 def words(
     config: LaunchConfig, starter: Starter, ranks: int, layout: Sequence[tuple[str, int]], exported: Sequence[str]
 ) -> list[str]:
     """The launcher and its options; what it is to start comes behind.
-
     layout: hosts and how many ranks each gets; empty: this machine, or the allocation.
-    exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself).
-    """
+    exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself)."""
     hosts = ",".join(f"{name}:{count}" for name, count in layout)
     out = [starter.path]
     if starter.kind == "srun":
@@ -175,20 +160,20 @@ def words(
     return [*out, "-n", str(ranks)]
 
 
+def wrapped(program: Sequence[str]) -> list[str]:
+    """A rank of `program`, below its wrapper."""
+    return [sys.executable, "-I", "-S", str(HERE / "rank_wrapper.py"), *program]
+
+
 def tied(words: Sequence[str], parent: int) -> list[str]:
     """The same, ended by the kernel when process `parent` ends."""
     return [sys.executable, "-I", "-S", str(HERE / "die_with_parent.py"), str(parent), *words]
 
 
-_INTERPRETERS = ("python", "python3")
-
-
 def plain(words: Sequence[str]) -> list[str]:
     """A command line as `odyssey launch` keeps it: what can be written in several ways, in one.
-
     "python script.py" is "script.py" and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are
-    "train".
-    """
+    "train"."""
     words = list(words)
     if words[0] in _INTERPRETERS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
         del words[0]

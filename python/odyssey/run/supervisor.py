@@ -51,9 +51,7 @@ FORMAT = 1  # of run.json
 
 class DistributedLauncher:
     """Starts ranks of a script and keeps the run going; see LaunchConfig.
-
-    config: how. say: prints a line of the launcher; default to standard error.
-    """
+    config: how. say: prints a line of the launcher; default to standard error."""
 
     def __init__(self, config: LaunchConfig | None = None, say: Callable[[str], None] | None = None) -> None:
         self.config = LaunchConfig() if config is None else config
@@ -119,9 +117,8 @@ class DistributedLauncher:
         if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token) and not last.get("cleaned"):
             left = leftovers.processes(f"{starting.TOKEN}={token}")
             leftovers.kill(f"{starting.TOKEN}={token}")
-            before = leftovers.FilesBefore.of(last.get("before"))
-            if before is not None:
-                leftovers.clean(before, time.time() if left else renewed + 6, os.environ.get("TMPDIR"))
+            ended = time.time() if left else renewed + 6
+            leftovers.clean(last.get("before"), ended, os.environ.get("TMPDIR"))
         return number + 1
 
     def _prepare(self, run: runs.Run, ranks: int, hosts: tuple[Host, ...], token: str) -> dict[str, Any]:
@@ -142,7 +139,7 @@ class DistributedLauncher:
             "elastic": list(self.config.elastic) if self.config.elastic else None,
             "room": capacity(hosts),
             "token": token,
-            "before": leftovers.snapshot(os.environ.get("TMPDIR")).json(),
+            "before": leftovers.snapshot(os.environ.get("TMPDIR")),
         }
         write_json(run.attempt_file, record)
         return record
@@ -168,7 +165,8 @@ class DistributedLauncher:
                 raise _unwritable(run.path, problem) from problem
             environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
             exported = _exported(environment, config)
-            command = starting.command(config, starter, action.ranks, layout, starting.program(words), exported)
+            command = starting.words(config, starter, action.ranks, layout, exported)
+            command += starting.wrapped(starting.program(words))
             attempt = Attempt(
                 *(config, run, starting.tied(command, os.getpid()), environment, action.ranks, layout),
                 *(self._signals, self._say),
@@ -178,18 +176,14 @@ class DistributedLauncher:
             )
             outcome = dataclasses.replace(attempt(), promised=words[0] == "train", former=former)
             unwritten = unwritten or attempt.unwritten
-            ended = time.time()
-            before = leftovers.FilesBefore.of(record["before"])
-            if before is not None:
-                chores.append(functools.partial(_clean, before, ended, run, record))
+            chores.append(functools.partial(_clean, run, record, time.time()))
             outcome = self._asked_hosts(outcome, starter, environment, lock.renew)
             action = decide(outcome, action.past, config, action.hosts)
             scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
             if scaled or former is not None and action.ranks == former:
                 wanted = action.ranks
             former = outcome.ranks if scaled else None
-            missing = [host.name for host in config.hosts if host not in action.hosts]
-            missing = [name for name in missing if name not in outcome.lost]
+            missing = [host.name for host in config.hosts if host not in action.hosts and host.name not in outcome.lost]
             if action.code is None and missing and not self._signals:
                 gone = probe(config, starter, missing, environment, lock.renew, RETURN)
                 back = tuple(name for name in missing if name not in gone)
@@ -251,9 +245,9 @@ class DistributedLauncher:
                 signal.signal(number, handler)
 
 
-def _clean(before: leftovers.FilesBefore, ended: float, run: runs.Run, record: dict[str, Any]) -> None:
+def _clean(run: runs.Run, record: dict[str, Any], ended: float) -> None:
     """Removes what an attempt left, and notes that it was done."""
-    leftovers.clean(before, ended, os.environ.get("TMPDIR"))
+    leftovers.clean(record["before"], ended, os.environ.get("TMPDIR"))
     with contextlib.suppress(OSError, DataError):
         if read_json(run.attempt_file).get("attempt") == run.attempt:
             write_json(run.attempt_file, {**record, "before": None, "cleaned": True})

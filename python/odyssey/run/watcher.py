@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 if __name__ == "__main__":  # -I: the package is found by its place alone, and its own __init__.py does not run
@@ -87,9 +87,9 @@ class Watcher:
                 self._listen_to(self.listener.fileno(), self.listener)
             self._open_local()
 
-    def _listen_to(self, handle: int, what: Any, events: int = select.POLLIN) -> None:
+    def _listen_to(self, handle: int, what: Any) -> None:
         self.files_by_handle[handle] = what
-        self.poll.register(handle, events)
+        self.poll.register(handle, select.POLLIN)
 
     def _forget(self, handle: int) -> None:
         if self.files_by_handle.pop(handle, None) is not None:
@@ -303,10 +303,12 @@ class Watcher:
         """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
         self.writer.drain(WORDS_S)
         self.ending = time.monotonic() + GRACE
-        there = [w for rank, w in self.ranks.items() if w.alive and rank not in avoid]
-        healthy = [w for w in there if self.seen[w.rank].state != "T"]
-        asked = [w for w in sorted(healthy, key=lambda w: not self.seen[w.rank].waits) if w.order(code)][:1]
-        self._tell_nodes({"end": code, "order": not asked})
+        self._tell_nodes({"end": code, "order": not self._order(code, avoid)})
+
+    def _order(self, code: int, avoid: Collection[int] = ()) -> bool:
+        """Has ranks of this machine end the job, those that wait before others; whether there is one that can."""
+        able = [w for rank, w in self.ranks.items() if w.alive and rank not in avoid and self.seen[rank].state != "T"]
+        return any([w.order(code) for w in sorted(able, key=lambda w: not self.seen[w.rank].waits)])
 
     def _kill(self) -> None:
         for watched in self.ranks.values():
@@ -368,12 +370,11 @@ class Watcher:
             connection, _ = listener.accept()
         except OSError:
             return
-        local = listener is self.local
-        full = len(self.peers) > 2 * len(self.nodes) + 16
+        local, refused = listener is self.local, len(self.peers) > 2 * len(self.nodes) + 16
         if local:
-            refused = full or messages.user_of(connection) not in (os.getuid(), 0)
+            refused |= messages.user_of(connection) not in (os.getuid(), 0)
         else:
-            refused = full or len(self.unauthenticated) >= UNAUTHENTICATED_LIMIT
+            refused |= len(self.unauthenticated) >= UNAUTHENTICATED_LIMIT
         peer: messages.Lines | None = None
         if not refused:
             with contextlib.suppress(messages.Closed):
@@ -512,9 +513,7 @@ class Watcher:
         if isinstance(value.get("end"), int):
             self.ending = time.monotonic() + GRACE
             if value.get("order"):
-                for rank in sorted(self.ranks, key=lambda r: not self.seen[r].waits):
-                    if self.seen[rank].state != "T" and self.ranks[rank].order(value["end"] & 0xFF):
-                        break
+                self._order(value["end"] & 0xFF)
         if value.get("bye"):
             self.up_heard, self.address = 0.0, None  # rank 0's machine has ended in order
 
