@@ -40,11 +40,6 @@ _SHORT = {  # modules by the names that users import them by: `import odyssey.fu
 }
 _MODULES = {*_SHORT, *"callbacks comm data distributed errors loggers nn optim parallel testing".split()}
 
-_ELSEWHERE = {  # other platforms' names of what is done in another way here
-    "TensorFlowDistributedTrainer": "TensorFlow's distribution is tf.distribute; a Keras model trains with "
-    "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)"
-}
-
 if TYPE_CHECKING:
     from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
     from .audit import steplog, verify
@@ -77,10 +72,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    if name in _ELSEWHERE:
+    if name == "TensorFlowDistributedTrainer":  # of other platforms
         from .errors import ConfigError
 
-        raise ConfigError(f"[odyssey] there is no {name}: {_ELSEWHERE[name]}")
+        raise ConfigError(
+            f"[odyssey] there is no {name}: TensorFlow's distribution is tf.distribute; a Keras model trains with "
+            "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)"
+        )
     if name in _MODULES:
         return importlib.import_module(f".{_SHORT.get(name, name)}", __name__)
     from .base import registry
@@ -95,24 +93,20 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _home(name: str) -> str:
-    """The module that a short name stands for; "": it is none."""
-    package, _, short = name.partition(".")
-    if package != __name__:
-        return ""
-    from .base import registry
-
-    return f"{__name__}.{_SHORT[short]}" if short in _SHORT else registry.provided("modules").get(short, "")
-
-
 class _Short:
     """Finds modules by their short names; asked last, for what is found nowhere else."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if _home(name) else None
+        package, _, short = name.partition(".")
+        if package != __name__:
+            return None
+        from .base import registry
+
+        home = f"{__name__}.{_SHORT[short]}" if short in _SHORT else registry.provided("modules").get(short)
+        return importlib.machinery.ModuleSpec(name, self, loader_state=home) if home else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        module = importlib.import_module(_home(spec.name))
+        module = importlib.import_module(spec.loader_state)
         self._spec = module.__spec__
         return module
 

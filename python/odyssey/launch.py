@@ -81,7 +81,6 @@ def _settings(given: dict[str, str]) -> dict[str, Any]:
 
 
 def main() -> NoReturn:
-    """Run the command line of this process."""
     outputs.open_streams()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):

@@ -1,8 +1,5 @@
 """Loggers: callbacks that write the figures of a training where other tools read them.
 
-    from odyssey.loggers import CSVLogger, TensorBoardLogger
-    trainer.fit(loader, validation, epochs=5, callbacks=[CSVLogger("logs"), TensorBoardLogger("logs")])
-
 Rank 0 writes: "loss", "lr", "grad_norm" and "throughput" of every `log_every_n_steps`-th step and what callbacks gave
 Context.log(), and at the end of an epoch its record, "workers" and "batch_size". A training that goes on from a
 checkpoint goes on in the same curves: what was written behind that checkpoint is taken away or not written again.
@@ -51,7 +48,7 @@ class Logger(Callback):
     @classmethod
     def at(cls, folder: Path, log_every_n_steps: int) -> Logger:
         """The logger that `odyssey train --log NAME --log-dir FOLDER` makes."""
-        return cls(folder, log_every_n_steps)  # type: ignore[call-arg,arg-type]
+        return cls(folder=folder, log_every_n_steps=log_every_n_steps)  # type: ignore[call-arg]
 
     # --- what a subclass does, on rank 0 ---
 
@@ -137,7 +134,10 @@ class Logger(Callback):
 
 
 class _Rows(Logger):
-    """A file of rows, NAME in a directory. What a training that goes on has behind its checkpoint is taken away."""
+    """A file of rows, NAME in a directory. What a training that goes on has behind its checkpoint is taken away.
+
+    A subclass has text(rows), as they stand in the file, and read(), which gives them back.
+    """
 
     name = ""
 
@@ -174,20 +174,11 @@ class _Rows(Logger):
         text = self.path.read_text(encoding="utf-8")
         return text[: text.rfind("\n") + 1]
 
-    def read(self) -> list[Row]:
-        """The rows of the file."""
-        raise NotImplementedError
-
-    def text(self, rows: list[Row]) -> str:
-        """Rows as they stand in the file."""
-        raise NotImplementedError
-
     def rewrite(self, rows: list[Row]) -> None:
         """Makes these the rows of the file."""
         write_whole(self.path, lambda file: file.write(self.text(rows).encode()), mode=0o666)
 
     def append(self, rows: list[Row]) -> None:
-        """Adds rows."""
         with open(self.path, "a", encoding="utf-8", newline="") as file:
             file.write(self.text(rows))
 
@@ -357,9 +348,7 @@ class MLflowLogger(Logger):
                         self._known[key] = max(m.step for m in client.get_metric_history(self.run_id, key))
         if self.run_id is None:
             found = client.get_experiment_by_name(self.experiment)
-            number = (
-                client.create_experiment(self.experiment, self._artifacts) if found is None else found.experiment_id
-            )
+            number = found.experiment_id if found else client.create_experiment(self.experiment, self._artifacts)
             self.run_id = client.create_run(number, run_name=self.run_name).info.run_id
         new = {name: str(value)[:500] for name, value in parameters(context).items() if name not in said}
         client.log_batch(self.run_id, params=[mlflow.entities.Param(*pair) for pair in new.items()])
@@ -417,24 +406,13 @@ class WandbLogger(Logger):
         self.run_id: str | None = None
         self._run: Any = None
 
-    @classmethod
-    def at(cls, folder: Path, log_every_n_steps: int) -> WandbLogger:
-        """Writes into the folder."""
-        return cls(folder=folder, log_every_n_steps=log_every_n_steps)
-
     def open(self, context: Context, state: dict[str, Any]) -> None:
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=self.project,
-            dir=str(self.folder),
-            mode=self.mode,
-            id=state.get("run"),
-            resume="allow" if state.get("run") else None,
-            config=parameters(context),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        where = {"project": self.project, "dir": str(self.folder), "mode": self.mode, "config": parameters(context)}
+        again, quiet = state.get("run"), wandb.Settings(silent=True, console="off")
+        self._run = wandb.init(**where, id=again, resume="allow" if again else None, settings=quiet)
         self.run_id = self._run.id
 
     def write(self, row: Row) -> None:

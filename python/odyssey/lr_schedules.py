@@ -36,23 +36,12 @@ def _shown(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
     return functools.update_wrapper(lambda *args, **kwargs: Made(*args, **kwargs), make)
 
 
-_SCHEDULES: dict[str, Callable[[int], Schedule]] = {}  # by the names of `--schedule`
-
-
-def _named(name: str, made: Callable[[int], Schedule]) -> Callable[..., Any]:
-    """Decorates what makes a schedule that has a name: made(steps) is what the name means for so many steps."""
-    _SCHEDULES[name] = made
-    return lambda make: make
-
-
-@_named("constant", lambda steps: constant())
 @_shown
 def constant() -> Schedule:
     """Always 1."""
     return lambda step: 1.0
 
 
-@_named("step", lambda steps: step_decay(max(-(-steps // 3), 1)))
 @_shown
 def step_decay(every: int, gamma: float = 0.1) -> Schedule:
     """gamma to the power of (step // every). Raises ConfigError if `every` is below 1."""
@@ -61,7 +50,6 @@ def step_decay(every: int, gamma: float = 0.1) -> Schedule:
     return lambda step: gamma ** (step // every)
 
 
-@_named("cosine", lambda steps: cosine(steps))
 @_shown
 def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
     """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts)."""
@@ -72,7 +60,6 @@ def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
     return factor
 
 
-@_named("linear-warmup", lambda steps: linear_warmup(max(steps // 10, 1)))
 @_shown
 def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
     """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1.
@@ -137,6 +124,16 @@ def lr_factor(scaling: str, batch_size: int, base_batch_size: int) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
 
+#: What the names of `--schedule` mean for so many steps.
+_SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "constant": lambda steps: constant(),
+    "step": lambda steps: step_decay(max(-(-steps // 3), 1)),
+    "cosine": cosine,
+    "linear-warmup": lambda steps: linear_warmup(max(steps // 10, 1)),
+}
+check_listed("schedules", _SCHEDULES, SCHEDULES)
+
+
 def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
     """Returns the schedule of a name: a factor on the learning rate as a function of the step, after `warmup_steps`.
 
@@ -151,6 +148,3 @@ def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
     if name == "linear-warmup":
         return linear_warmup(warmup_steps)
     return linear_warmup(warmup_steps, made(max(total_steps - warmup_steps, 1)))
-
-
-check_listed("schedules", _SCHEDULES, SCHEDULES)

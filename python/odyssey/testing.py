@@ -8,8 +8,7 @@ if there is one. What it is not: a proof; it sees a few shapes of random numbers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,6 @@ def check_op(
 
 
 def name_of(op: Op) -> str:
-    """Returns what messages call it."""
     return getattr(op, "__name__", type(op).__name__)
 
 
@@ -105,19 +103,12 @@ class _Guarded(program.Eager):
         self.records.append((op, args))
 
 
-@contextmanager
-def _guarded() -> Iterator[_Guarded]:
-    executor = _Guarded()
-    with program.using(executor):
-        yield executor
-
-
 def _check_values(
     op: Op, formula: Formula, arrays: list[np.ndarray], tensors: int, tolerance: float, rng: np.random.Generator
 ) -> None:
     name, batch = name_of(op), len(arrays[0])
-    wide = [a.astype(np.float64) for a in arrays]
-    with _guarded() as executor:
+    wide, executor = [a.astype(np.float64) for a in arrays], _Guarded()
+    with program.using(executor):
         given: list[Tensor] = []
         for i, a in enumerate(arrays):
             memory, gradient = executor.alloc(a.nbytes), executor.alloc(a.nbytes)
@@ -140,9 +131,10 @@ def _check_values(
         got = gradients[i]
         if got is None:
             raise OpError(f"[check_op] {name} gives no gradient for its argument {i}")
-        _compare_gradient(
-            f"{name} of {batch} samples: the gradient of argument {i}", formula, wide, i, dy, got, rng, tolerance
-        )
+        places = rng.permutation(a.size)[:COORDINATES]
+        slopes = _differences(formula, wide, i, dy, places)
+        what = f"{name} of {batch} samples: the gradient of argument {i}"
+        _compare(what, got.reshape(-1)[places], slopes, 10 * tolerance)
     _check_declared(executor.records, {id(t.grad.memory): t for t in given[tensors:] if t.grad is not None})
 
 
@@ -159,29 +151,17 @@ def _compare(what: str, got: np.ndarray, wanted: np.ndarray, tolerance: float) -
         )
 
 
-def _compare_gradient(
-    what: str,
-    formula: Formula,
-    wide: list[np.ndarray],
-    i: int,
-    dy: np.ndarray,
-    got: np.ndarray,
-    rng: np.random.Generator,
-    tolerance: float,
-) -> None:
-    """Compares some numbers of a gradient with central differences of the formula."""
-    x = wide[i]
-    places = rng.permutation(x.size)[:COORDINATES]
-    wanted = np.zeros(len(places))
-    for k, place in enumerate(places):
-        old, step = x.flat[place], 1e-5
-        values = []
+def _differences(formula: Formula, wide: list[np.ndarray], i: int, dy: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Central differences of the formula at some places of argument i, in the direction dy."""
+    x, step, slopes = wide[i], 1e-5, []
+    for place in places:
+        old, values = x.flat[place], []
         for moved in (old + step, old - step):
             x.flat[place] = moved
             values.append(float((np.asarray(formula(*wide)) * dy).sum()))
         x.flat[place] = old
-        wanted[k] = (values[0] - values[1]) / (2 * step)
-    _compare(what, got.reshape(-1)[places], wanted, 10 * tolerance)
+        slopes.append((values[0] - values[1]) / (2 * step))
+    return np.array(slopes)
 
 
 def _check_declared(records: list[tuple[str, tuple[Any, ...]]], gradients: dict[int, Tensor]) -> None:
@@ -242,19 +222,17 @@ def _check_training(
     images, labels = rng.standard_normal((80, 12)).astype(np.float32), rng.integers(0, 8, 80)
     dataset = data.arrays(images, labels, classes=8)
 
-    def trained(comm: Any = None, **settings: Any) -> DistributedTrainer:
+    def trained(**settings: Any) -> DistributedTrainer:
         nn.manual_seed(4)
         model = _Around(op, shapes, parameters, positive)
         how = {"shard_size": 16, "threads": 1, "device": "cpu", "backend": "local", **settings}
-        if comm is not None:
-            how["comm"] = comm
         trainer = DistributedTrainer(model, optim.SGD(lr=0.05, momentum=0.9), **how)
         for batch in data.DataLoader(dataset, batch_size=40, shuffle=True, seed=1):
             trainer.train_step(batch)
         return trainer
 
-    def train(comm: Any = None, **settings: Any) -> str:
-        return trained(comm, **settings).weights_sha256()
+    def train(**settings: Any) -> str:
+        return trained(**settings).weights_sha256()
 
     name, one = name_of(op), train()
     for what, settings in {
@@ -271,7 +249,7 @@ def _check_training(
         ("whose layers 2 ranks share (mesh tp=2)", 2, {"mesh": Mesh(tp=2)}),
         ("whose layers 3 ranks share (mesh tp=3)", 3, {"mesh": Mesh(tp=3)}),
     ):
-        found = mock.run(ranks, lambda comm, settings=settings: train(comm, **settings))
+        found = mock.run(ranks, lambda comm, settings=settings: train(comm=comm, **settings))
         if set(found) != {one}:
             raise OpError(
                 f"[check_op] {name}: a training {what} gives other weights than one alone; an op with the trait "

@@ -206,7 +206,7 @@ def test_a_journal_says_how_a_training_ended(tmp_path, monkeypatch):
         "end",
     ]
     assert rows[0]["ranks"] == 1 and rows[0]["mesh"] == {"dp": 1, "pp": 1, "tp": 1} and rows[-2]["step"] == 3
-    with open(tmp_path / "run" / journal.NAME, "a") as file:
+    with open(tmp_path / "run" / "journal.jsonl", "a") as file:
         file.write('{"time": 1, "ev')
     assert journal.read(tmp_path / "run") == rows
     assert SimpleNamespace(**rows[-1]).complete is False

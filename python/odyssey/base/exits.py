@@ -43,6 +43,8 @@ _installed = 0  # pid
 _spoken: list[bool] = []  # this rank has said why all ranks end
 _leaving = 0, ""  # exit code, and why, of a sys.exit that ends the interpreter
 _said: weakref.ref[SystemExit] | None = None  # the latest
+_held: list[socket.socket] = []  # the name by which one rank of this machine speaks for all
+_with_c: list[Any] = []  # handlers that C has the addresses of
 
 
 def install() -> None:
@@ -59,7 +61,10 @@ def install() -> None:
     if found.launcher != "env://":  # whose processes a thread may have started that ends before them
         _die_with_parent()
     if runs.Run.current() is not None:  # it is started again many times; elsewhere core files are the user's affair
-        _no_core_files()
+        with contextlib.suppress(ImportError, OSError, ValueError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may be closed, or no file
             faulthandler.enable()
@@ -83,13 +88,6 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(DEFECT)
-
-
-def _no_core_files() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -128,12 +126,9 @@ def described(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, OdysseyError):
         return error.exit_code, printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE), ""
     text = printable("".join(traceback.format_exception(type(error), error, trace)), keep="\n\t")
-    return DEFECT, printable(f"defect: {type(error).__name__}: {error}{_where()}", limit=LINE), text
-
-
-def _where() -> str:
     at = slot.mine()
-    return f" (step {at.step}, {at.phase})" if at.step else ""
+    where = f" (step {at.step}, {at.phase})" if at.step else ""
+    return DEFECT, printable(f"defect: {type(error).__name__}: {error}{where}", limit=LINE), text
 
 
 def may_follow(error: BaseException) -> bool:
@@ -167,13 +162,11 @@ def _exit(status: Any = None) -> NoReturn:
 
 def _gone(code: int, line: str, _: Any) -> None:
     """A SystemExit is gone. If it was caught, there is a program that goes on; if not, there is none any more."""
-    global _leaving
-    if threading.current_thread() is not threading.main_thread():
-        return
-    try:
-        sys._getframe(1)
-    except ValueError:
-        _leaving = code, line if code else ""
+    if threading.current_thread() is threading.main_thread():
+        try:
+            sys._getframe(1)
+        except ValueError:
+            _leave(code, line)
 
 
 def leaving() -> tuple[int, str]:
@@ -183,7 +176,7 @@ def leaving() -> tuple[int, str]:
 
 
 def _leave(code: int, line: str) -> None:
-    """For a program whose end is not the interpreter's: what `leaving` says from now on."""
+    """Sets what `leaving` says from now on."""
     global _leaving
     _leaving = code, line if code else ""
 
@@ -197,9 +190,6 @@ def stop(error: BaseException) -> int:
     code = end(code, line, text=text, on_all_ranks=alike, late=may_follow(error))
     _leave(code, line)
     return code
-
-
-_with_c: list[Any] = []  # handlers that C has the addresses of
 
 
 def leave_with_c() -> None:
@@ -355,9 +345,6 @@ def _job_before_mpi() -> str:
             said = "\0".join(os.environ.get(name, "") for name in names)  # not shown: others could take a name they see
             return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
     return str(os.getppid())
-
-
-_held: list[socket.socket] = []
 
 
 def _world() -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -150,19 +151,12 @@ def private_directory(path: Path) -> Path:
     """
     path = Path(path)
     try:
-        missing = []
-        for place in (path, *path.parents):
-            if os.path.lexists(place):
-                break
-            missing.append(place)
-        for place in reversed(missing):
+        missing = itertools.takewhile(lambda place: not os.path.lexists(place), (path, *path.parents))
+        for place in reversed([*missing]):
             with contextlib.suppress(FileExistsError):  # another process makes the same
                 os.mkdir(place, 0o700)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            found = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
+        os.scandir(path).close()  # that it is a directory, and can be read
+        found = os.stat(path)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise OutputError(f"[files] {path} cannot be used as a directory: {reason}; name another") from problem

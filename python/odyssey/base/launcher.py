@@ -94,11 +94,9 @@ def announce() -> None:
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """The rank that a launcher gave this process, None without one. Only for deciding who speaks."""
     for _, name, *_ in _NAMES:
-        found = _number(environment, name)
-        if found is not None:
+        if (found := _number(environment, name)) is not None:
             return found
-    found = rendezvous(environment)
-    return None if found is None else found.rank
+    return getattr(rendezvous(environment), "rank", None)
 
 
 def free_port() -> int:

@@ -110,19 +110,13 @@ def _check_shared(ranks: int) -> None:
             f"[preflight] files are limited to {limit('FSIZE') / MIB:.1f} MiB (ulimit -f), but {ranks} ranks share one "
             f"of {SHARED_FILE * (ranks + 2) / MIB:.0f} MiB in /dev/shm; raise it (ulimit -f unlimited)"
         )
-    if room is not None and (problem := unwritable()):
-        raise ConfigError(
-            f"[preflight] no file can be made in /dev/shm ({problem}), which ranks on a machine share memory by; mount "
-            "it anew (mount -t tmpfs -o size=256m tmpfs /dev/shm)"
-        )
+    if room is not None:
+        import tempfile
 
-
-def unwritable(place: str = "/dev/shm") -> str:
-    """Why no file can be made in a directory; "" if one can."""
-    import tempfile
-
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            return ""
-    except OSError as problem:
-        return problem.strerror or str(problem)
+        try:
+            tempfile.TemporaryFile(dir="/dev/shm").close()
+        except OSError as problem:
+            raise ConfigError(
+                f"[preflight] no file can be made in /dev/shm ({problem.strerror}), which ranks on a machine share "
+                "memory by; mount it anew (mount -t tmpfs -o size=256m tmpfs /dev/shm)"
+            ) from problem

@@ -1,19 +1,5 @@
 """A run: one training from its start to its end, over all attempts, and the directory that holds what it leaves.
 
-    RUN/run.json            what is run: command, configuration, version; written once
-        attempt.json        the attempt that may write: its number, launcher (host, pid), ranks
-        control.json        what somebody asks of the running job: to stop, to go on with another number of ranks
-        checkpoints/        step_00000120/ ... (odyssey.checkpoints)
-        steps/              what each step did: cursor, loss, fingerprints (odyssey.audit.steplog)
-        journal.jsonl       what happened when (odyssey.view.journal)
-        timeline/           recordings of --trace, one directory each (odyssey.view.trace)
-        heartbeat.json      where the ranks are, written each second while they run
-        ranks/              where ranks of the latest attempt run: 3.json = rank 3
-        ends/               how they ended: 3.json; 3.reason.json is what rank 3 itself had to say
-        launch.lock         held by the launcher that is at work: its host and process
-        logs/               attempt-1/: output and stacks
-        DONE.json           the run is complete; nothing else says so
-
 A process that is part of a run finds it by two environment variables. A training without a run directory works as well.
 """
 
@@ -42,11 +28,9 @@ def begin(run: Run, command: list[str]) -> None:
     private_directory(run.path)
     if run.description.exists():
         return
+    about = {"command": command, "directory": os.getcwd(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     try:
-        write_json(
-            run.description,
-            {"command": command, "directory": os.getcwd(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
-        )
+        write_json(run.description, about)
     except OSError as problem:
         raise OutputError(f"[run] {run.description} cannot be written: {problem.strerror}") from problem
 
@@ -71,20 +55,22 @@ class Run(NamedTuple):
         number = environment.get(ATTEMPT, "")
         return cls(Path(where), int(number) if number.isascii() and number.isdigit() else 0)
 
-    description = _file("run.json")
-    attempt_file = _file("attempt.json")
-    control = _file("control.json")
-    checkpoints = _file("checkpoints")
-    steps = _file("steps")
-    timeline = _file("timeline")
-    heartbeat = _file("heartbeat.json")
-    ranks = _file("ranks")
-    ends = _file("ends")
-    lock = _file("launch.lock")
-    done = _file("DONE.json")
+    description = _file("run.json")  # what is run: command, configuration, version; written once
+    attempt_file = _file("attempt.json")  # the attempt that may write: its number, launcher (host, pid), ranks
+    control = _file("control.json")  # what somebody asks of the running job: to stop, to go on with other ranks
+    checkpoints = _file("checkpoints")  # step_00000120/ ... (odyssey.checkpoints)
+    steps = _file("steps")  # what each step did: cursor, loss, fingerprints (odyssey.audit.steplog)
+    journal = _file("journal.jsonl")  # what happened when (odyssey.view.journal)
+    timeline = _file("timeline")  # recordings of --trace, one directory each (odyssey.view.trace)
+    heartbeat = _file("heartbeat.json")  # where the ranks are, written each second while they run
+    ranks = _file("ranks")  # where ranks of the latest attempt run: 3.json = rank 3
+    ends = _file("ends")  # how they ended: 3.json; 3.reason.json is what rank 3 itself had to say
+    lock = _file("launch.lock")  # held by the launcher that is at work: its host and process
+    done = _file("DONE.json")  # the run is complete; nothing else says so
 
     @property
     def logs(self) -> Path:
+        """Output and stacks."""
         return self.path / "logs" / f"attempt-{self.attempt}"
 
 

@@ -33,8 +33,7 @@ CODES = {name: code for code, name in enumerate(PHASES)}
 WAIT = CODES["wait"]
 SLOW = ("start", "compile", "checkpoint", "end")  # phases that may take long without any sign of life
 
-# Numbers of 8 bytes, from the start.
-# _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are counted.
+# Numbers of 8 bytes, from the start. _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are counted.
 (_MAGIC, _VERSION, _RANK, _WORLD, _PID, _ATTEMPT, _STEP, _SAMPLES, _PROGRESS, _PHASE, _SINCE, _TIMES) = range(12)
 (_CALL, _CALL_GROUP, _WAITING, _WAIT_SEQUENCE, _WAIT_GROUP, _ENDED, _CODE, _STACKS, _ORDERS, _LINK) = range(
     _TIMES + len(PHASES), _TIMES + len(PHASES) + 10
@@ -49,7 +48,11 @@ TEXT = 144  # as in comm/calls.py
 _SIZES = {"host": 64, "call_text": TEXT, "wait_text": TEXT, "members": 64, "missing": 64, "note": 96, "end": 176}
 _ENDS = tuple(itertools.accumulate(_SIZES.values(), initial=8 * _NUMBERS))
 _PLACES = {_name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)}
-assert _ENDS[-1] == SIZE
+_CALL_AT, _CALL_TO = _PLACES["call_text"]
+_WAIT_AT, _WAIT_TO = _PLACES["wait_text"]
+_MISSING_TO = _PLACES["missing"][1]
+assert _ENDS[-1] == SIZE and _PLACES["members"] == (_WAIT_TO, _PLACES["missing"][0])
+_EVERYONE = (0, "all")
 
 _now = time.monotonic_ns
 
@@ -115,9 +118,6 @@ def step(number: int, samples: int = 0) -> None:
     q[_SAMPLES] += samples
     q[_PROGRESS] += 1
     q[_VERSION] = _version
-
-
-_EVERYONE = (0, "all")
 
 
 def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
@@ -219,12 +219,11 @@ def ended(code: int, line: str = "") -> None:
     q = _q
     if q[_ENDED]:
         return
-    _text("end", line)
     _open()
     q[_CODE] = code
     q[_ENDED] = 1
     q[_PROGRESS] += 1
-    q[_VERSION] = _version
+    _text("end", line)
 
 
 def _text(name: str, text: str) -> None:
@@ -232,12 +231,6 @@ def _text(name: str, text: str) -> None:
     _open()
     _memory[a:b] = _fitted(text, name)
     _q[_VERSION] = _version
-
-
-_CALL_AT, _CALL_TO = _PLACES["call_text"]
-_WAIT_AT, _WAIT_TO = _PLACES["wait_text"]
-_MISSING_TO = _PLACES["missing"][1]
-assert _PLACES["members"][0] == _WAIT_TO and _PLACES["members"][1] == _PLACES["missing"][0]
 
 
 @functools.lru_cache(512)
@@ -248,20 +241,12 @@ def _waited_for(members: str) -> bytes:
 
 def ranges(ranks: Sequence[int]) -> str:
     """Ranks as short text: "0-3,8". "" for none; "?" in the end where they are too many for a slot."""
-    parts: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    words, length = [], 0
-    for a, b in parts:
-        word = str(a) if a == b else f"{a}-{b}"
-        length += len(word) + 1
-        if length > 60:
-            return ",".join([*words, "?"])
-        words.append(word)
-    return ",".join(words)
+    words = []
+    for _, group in itertools.groupby(enumerate(sorted(set(ranks))), lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        words.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}")
+    text = ",".join(words)
+    return text if len(text) < 60 else f"{text[:60].rpartition(',')[0]},?"
 
 
 def ranks_of(text: str, size: int) -> list[int] | None:
@@ -272,21 +257,16 @@ def ranks_of(text: str, size: int) -> list[int] | None:
     for word in text.split(",") if text else ():
         a, _, b = word.partition("-")
         b = b or a
-        if not (a.isascii() and a.isdigit() and b.isascii() and b.isdigit() and len(a) < 7 and len(b) < 7):
-            return None
-        if not int(a) <= int(b) < size:
+        if not (f"{a}{b}".isascii() and a.isdigit() and b.isdigit() and len(word) < 14 and int(a) <= int(b) < size):
             return None
         found.extend(range(int(a), int(b) + 1))
     return found
 
 
 def describe(rank: int, world: int, attempt: int = 0) -> None:
-    """Who this process is."""
     _open()
     _q[_RANK], _q[_WORLD], _q[_PID], _q[_ATTEMPT] = rank, world, os.getpid(), attempt
-    a, b = _PLACES["host"]
-    _memory[a:b] = _fitted(os.uname().nodename, "host")
-    _q[_VERSION] = _version
+    _text("host", os.uname().nodename)
 
 
 def arm(stacks: int, orders: int) -> None:
@@ -410,11 +390,6 @@ def parse(data: bytes) -> StatusSlot | None:
     )
 
 
-def version(data: bytes) -> int:
-    """The version in the bytes of a slot."""
-    return int.from_bytes(data[8 * _VERSION : 8 * _VERSION + 8], "little", signed=True)
-
-
 def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
     """The slot in an open file; None if it is none. After some tries as it is, with `whole` False."""
     found = None
@@ -423,14 +398,13 @@ def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
         found = parse(data)
         if found is None:
             return None
-        if found.whole and version(os.pread(descriptor, 16, 0)) == version(data):
+        if found.whole and os.pread(descriptor, 16, 0) == data[:16]:  # the version has stayed
             return found
         time.sleep(1e-4)
     return found._replace(whole=False) if found else None
 
 
 def mine() -> StatusSlot:
-    """This process's own slot."""
     found = parse(bytes(_memory[:]))
     assert found is not None
     return found

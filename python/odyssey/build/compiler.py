@@ -55,10 +55,6 @@ def compiler_version() -> str:
     if package is not None:
         for path in package.parent.glob("mojo_compiler-*.dist-info"):
             return path.name[len("mojo_compiler-") : -len(".dist-info")]
-    from importlib import metadata
-
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version("mojo-compiler")
     found = shutil.which("mojo")
     if found is None:
         return "none"
@@ -127,7 +123,7 @@ def compile_kernels(
     said = done.stderr.strip() or done.stdout.strip() or f"nothing, exit code {done.returncode}"
     said = said.replace(f"{root}/", "")
     if "unknown target CPU" in said:
-        raise BuildError(_unknown_cpu(cpu, triple))
+        raise _unknown_cpu(cpu, triple)
     target = f"{accelerator} and {cpu}" if accelerator else cpu
     raise BuildError(f"[build] the kernels did not compile for {target} (mojo {compiler_version()}):\n{_trim(said)}")
 
@@ -158,30 +154,27 @@ def _trim(text: str) -> str:
     return "\n".join(lines)
 
 
-def _unknown_cpu(cpu: str, triple: str | None) -> str:
+def _unknown_cpu(cpu: str, triple: str | None) -> BuildError:
     native = "arm64-apple-darwin" if sys.platform == "darwin" else f"{platform.machine()}-unknown-linux-gnu"
     listed = run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
     names = [line.strip() for line in listed.stdout.splitlines() if line.startswith("  ")]
-    source = "ODYSSEY_TARGET_CPU or --target-cpu"
-    return f"[build] the compiler knows no target CPU '{cpu}' ({source}); {_near(cpu, names)}"
+    return _unknown("target CPU", cpu, "ODYSSEY_TARGET_CPU or --target-cpu", names)
 
 
-def _near(name: str, names: list[str]) -> str:
+def _unknown(what: str, name: str, source: str, names: list[str]) -> BuildError:
     meant = near(name, names, 0.5)
-    return f"did you mean {' or '.join(meant)}?" if meant else f"known are {', '.join(names[:12])}, ..."
+    advice = f"did you mean {' or '.join(meant)}?" if meant else f"known are {', '.join(names[:12])}, ..."
+    return BuildError(f"[build] the compiler knows no {what} {name!r} ({source}); {advice}")
 
 
 def check_accelerator(name: str) -> None:
     """Raises BuildError unless the compiler knows this accelerator; for sources without GPU code it takes any name."""
     listed = run_mojo(["build", "--print-supported-accelerators"])
     names = re.findall(r"^ +([a-z0-9_-]+) +- ", listed.stdout, re.MULTILINE)
+    if not names:
+        raise BuildError(f"[build] the compiler names no accelerators: {_trim(listed.stderr)}")
     if name not in names:
-        source = "ODYSSEY_TARGET_ACCELERATOR or --target"
-        raise BuildError(
-            f"[build] the compiler knows no accelerator {name!r} ({source}); {_near(name, names)}"
-            if names
-            else f"[build] the compiler names no accelerators: {_trim(listed.stderr)}"
-        )
+        raise _unknown("accelerator", name, "ODYSSEY_TARGET_ACCELERATOR or --target", names)
 
 
 # -- the target CPU ---------------------------------------------------------------------------------------------------

@@ -47,25 +47,24 @@ class PackManifest(NamedTuple):
 
     Attributes:
         odyssey, compiler: versions. system, cpu, accelerators: what its libraries are for. sources: SHA-256 of the Mojo
-        sources (build.source_hash). glibc: the oldest that the libraries run with, () if unknown. files: size in bytes
-        and SHA-256 by name, "/" between folders.
+        sources (library.source_hash). glibc: the oldest that the libraries run with, () if unknown. files: size in
+        bytes and SHA-256 by name, "/" between folders.
     """
 
     odyssey: str
     compiler: str
     system: str
     cpu: str
-    accelerators: tuple[str, ...]
     sources: str
+    accelerators: tuple[str, ...]
     glibc: tuple[int, ...]
     files: dict[str, tuple[int, str]]
 
     def json(self) -> dict[str, Any]:
         """Returns it as the file holds it."""
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
-        fields = {name: getattr(self, name) for name in ("odyssey", "compiler", "system", "cpu", "sources")}
-        rest = {"accelerators": list(self.accelerators), "glibc": ".".join(map(str, self.glibc)), "files": files}
-        return {"format": FORMAT, **fields, **rest}
+        lists = {"accelerators": list(self.accelerators), "glibc": ".".join(map(str, self.glibc)), "files": files}
+        return {"format": FORMAT, **self._asdict(), **lists}
 
 
 def is_folder(path: Path) -> bool:
@@ -84,13 +83,13 @@ def read(home: Path) -> PackManifest:
     if type(number) is int and number != FORMAT:
         raise BuildError(f"[build] {home} is refused: it has format {number}, and {FORMAT} is read; build it again")
     try:
-        if type(number) is not int or not isinstance(value["accelerators"], list):
+        texts, accelerators = [value[name] for name in PackManifest._fields[:5]], value["accelerators"]
+        right = type(number) is int and isinstance(accelerators, list)
+        if not right or not all(isinstance(text, str) for text in (*texts, *accelerators)):
             raise TypeError
-        texts = [_text(value[name]) for name in ("odyssey", "compiler", "system", "cpu")]
-        accelerators = tuple(_text(name) for name in value["accelerators"])
-        glibc = tuple(int(part) for part in _text(value["glibc"]).split(".") if part)
-        files = {_name(name): (int(entry["bytes"]), _text(entry["sha256"])) for name, entry in value["files"].items()}
-        return PackManifest(*texts, accelerators, _text(value["sources"]), glibc, files)
+        glibc = tuple(int(part) for part in value["glibc"].split(".") if part)
+        files = {_name(name): (int(entry["bytes"]), entry["sha256"]) for name, entry in value["files"].items()}
+        return PackManifest(*texts, tuple(accelerators), glibc, files)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise _refused(home, f"{MANIFEST} is not one that `odyssey build` writes") from problem
 
@@ -125,7 +124,7 @@ def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     wanted = [name]
     if accelerator is None:  # what is used along with it; all at the first library that is asked for
         wanted += [file for file in manifest.files if file.startswith("lib/")]
-        if _within(home):
+        if Path(__file__).resolve().is_relative_to((home / "python").resolve()):  # the odyssey that runs is its own
             wanted += [file for file in manifest.files if file.startswith("python/") and file.endswith(".py")]
     verify(home, manifest, wanted)
     return home / name
@@ -156,23 +155,12 @@ def _refused(home: Path, why: str, then: str = "copy the folder again, or build 
     return BuildError(f"[build] {home} is refused: {why}; {then}")
 
 
-def _within(home: Path) -> bool:
-    """Returns whether the odyssey that runs is the folder's."""
-    return Path(__file__).resolve().is_relative_to((home / "python").resolve())
-
-
 def _glibc() -> tuple[int, ...]:
     try:
         text = os.confstr("CS_GNU_LIBC_VERSION") or ""
         return tuple(map(int, text.split()[1].split(".")))
     except (AttributeError, ValueError, IndexError, OSError):
         return ()
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
 
 
 def _name(name: str) -> str:

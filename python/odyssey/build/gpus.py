@@ -85,18 +85,15 @@ def visible(gpus: Sequence[GpuModel], setting: str | None) -> list[GpuModel]:
 
 def _nvidia() -> list[GpuModel]:
     """Returns what NVML says; [] where it is not installed, or does not answer."""
-    try:
-        nvml = ctypes.CDLL(NVML)
+    gpus: list[GpuModel] = []
+    with contextlib.suppress(OSError, AttributeError), contextlib.ExitStack() as opened:
+        nvml, number, by = ctypes.CDLL(NVML), ctypes.c_uint(0), ctypes.byref
         if nvml.nvmlInit_v2() != 0:
             return []
-    except (OSError, AttributeError):
-        return []
-    try:
-        number, by = ctypes.c_uint(0), ctypes.byref
+        opened.callback(nvml.nvmlShutdown)
         if nvml.nvmlDeviceGetCount_v2(by(number)) != 0:
             return []
         driver = _text(nvml, "nvmlSystemGetDriverVersion")
-        gpus = []
         for index in range(number.value):
             handle, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
             failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), by(handle))
@@ -105,12 +102,7 @@ def _nvidia() -> list[GpuModel]:
             name = _text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
             uuid = _text(nvml, "nvmlDeviceGetUUID", handle)
             gpus.append(GpuModel(name, f"sm_{major.value}{minor.value}", driver, uuid))
-        return gpus
-    except AttributeError:
-        return []
-    finally:
-        with contextlib.suppress(AttributeError):
-            nvml.nvmlShutdown()
+    return gpus
 
 
 def _text(nvml: ctypes.CDLL, function: str, *arguments: ctypes.c_void_p) -> str:

@@ -1,10 +1,7 @@
 """Compiles the Mojo kernels into shared libraries, once, and says where they are.
 
-What it is: the way from `mojo/` (the sources) to `libodyssey.so`, and to `libodyssey-sm_90.so` for a kind
-of GPU, in the user's cache. A library is linked from parts, the objects of its root files (sources.py), which are
-compiled side by side. The cache key is the sources, the compiler's version, the target, the flags and the platform, so
-a changed kernel is a new entry and nothing is ever out of date; of the sources, a part's key has those that the part
-imports. Processes that start together compile once. Nothing here opens a library; see `odyssey.core.native`.
+docs/kernels.md says how a library is made from parts, what an entry of the cache is known by, and what is refused.
+Nothing here opens a library; see `odyssey.core.native`.
 
     <cache>/kernels/<key>/libodyssey.so     the library
     <cache>/kernels/<key>/part.o            or a part of one, an entry like any other
@@ -30,7 +27,6 @@ import platform
 import shutil
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -50,7 +46,6 @@ FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 _RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
 
 _WAIT_NOTICE_S = 2.0
-_ASKING = threading.Lock()  # the umask, which is asked for by setting it
 _RECORD_LIMIT = 1 << 16  # bytes of build.json
 _DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # with Linux's O_PATH it need not be readable
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -77,33 +72,28 @@ class Opened(NamedTuple):
         return self.path
 
 
-def open_library() -> Opened:
-    """The compiled kernels: the prebuilt library that was named, the cached one, or a new one compiled now. Raises
-    BuildError: they cannot be compiled, or what is there is refused."""
+def open_library(accelerator: str | None = None) -> Opened:
+    """The compiled kernels, for the CPU or an accelerator: the prebuilt library that was named, the cached one, or one
+    compiled now. Raises BuildError: they cannot be compiled, or what is there is refused."""
     named = os.environ.get("ODYSSEY_KERNELS")
-    return Opened(_prebuilt(Path(named))) if named else _cached_library()
+    return Opened(_prebuilt(Path(named), accelerator)) if named else _cached_library(accelerator=accelerator)
 
 
 def library_path() -> Path:
-    """Where that library is."""
     return open_library().close()
 
 
 def open_gpu_library(accelerator: str | None = None) -> Opened:
-    """The kernels for a kind of GPU, found as `open_library` finds those for the CPU.
+    """The kernels for a kind of GPU.
 
     accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
 
-    Raises DeviceError: None, and there is no GPU; or no name. BuildError: they cannot be compiled, or the prebuilt ones
-    are for other GPUs.
+    Raises DeviceError: None, and there is no GPU; or no name. BuildError: as open_library.
     """
-    name = _accelerator(accelerator)
-    named = os.environ.get("ODYSSEY_KERNELS")
-    return Opened(_prebuilt(Path(named), name)) if named else _cached_library(accelerator=name)
+    return open_library(_accelerator(accelerator))
 
 
 def gpu_library_path(accelerator: str | None = None) -> Path:
-    """Where that library is."""
     return open_gpu_library(accelerator).close()
 
 
@@ -191,17 +181,9 @@ def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = No
     unless told otherwise it is for all CPUs of this kind, and one file serves all."""
     own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
     texts = sources.read(root, gpu=accelerator is not None)
-    return BuildInputs(
-        sources.digest(texts),
-        compiler_version(),
-        target_cpu or own,
-        FLAGS,
-        folder.system(),
-        accelerator,
-        texts,
-        sources.roots(texts, gpu=accelerator is not None),
-        library=folder.library_name(accelerator),
-    )
+    made_by, system, roots = compiler_version(), folder.system(), sources.roots(texts, gpu=accelerator is not None)
+    inputs = BuildInputs(sources.digest(texts), made_by, target_cpu or own, FLAGS, system, accelerator, texts, roots)
+    return inputs._replace(library=folder.library_name(accelerator))
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
@@ -407,54 +389,46 @@ def _build_once(what: BuildInputs, cache: Path) -> Opened:
 
 
 def _build(what: BuildInputs, kernels: Path) -> Opened:
-    """Compile, or link, beside the entry, then rename: an entry is there whole or not at all."""
+    """Compile, or link, beside the entry, where nobody else looks, then rename: it is there whole or not at all."""
     import tempfile
 
-    directory = Path(tempfile.mkdtemp(prefix=f"{what.key}.tmp-", dir=kernels))
-    aside = directory.with_name(f"{directory.name}-damaged")
-    entry = kernels / what.key
+    entry, start = kernels / what.key, time.perf_counter()
     try:
-        start, library = time.perf_counter(), directory / what.library
-        if what.part:
-            _compile(what, library)
-        else:
-            _compile_and_link(what, kernels.parent, library)
-        seconds = time.perf_counter() - start
-        code = library.read_bytes()
-        record = {**what.record(), "bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
-        record |= {"seconds": round(seconds, 1), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        (directory / "build.json").write_text(json.dumps(record, indent=1) + "\n")
-        mask = _umask()
-        for name, mode in ((what.library, 0o755), ("build.json", 0o644)):
-            os.chmod(directory / name, mode & ~mask)
-            with open(directory / name, "rb") as file:
-                os.fsync(file.fileno())
-        os.chmod(directory, 0o755 & ~mask)  # nobody else's until now
-        if os.path.lexists(entry):  # damaged, or it would have been used
-            files.exchange(directory, entry, aside)
-        else:
-            with contextlib.suppress(OSError):  # where locks do not work, another process may have been faster
-                os.rename(directory, entry)
+        with tempfile.TemporaryDirectory(prefix=f"{entry.name}.tmp-", dir=kernels, ignore_cleanup_errors=True) as aside:
+            work, made = Path(aside), Path(aside) / "entry"
+            made.mkdir(0o755)
+            if what.part:
+                _compile(what, work / "sources", made / what.library)
+            else:
+                _compile_and_link(what, kernels.parent, made / what.library)
+            code, seconds = (made / what.library).read_bytes(), time.perf_counter() - start
+            record = {**what.record(), "bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
+            record |= {"seconds": round(seconds, 1), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            (made / "build.json").write_text(json.dumps(record, indent=1) + "\n")
+            for path in made.iterdir():
+                path.chmod(path.stat().st_mode & 0o755)  # for nobody else to write to, whatever the umask is
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            if os.path.lexists(entry):  # damaged, or it would have been used
+                files.exchange(made, entry, work / "damaged")
+            else:
+                with contextlib.suppress(OSError):  # where locks do not work, another process may have been faster
+                    os.rename(made, entry)
         found = _whole(kernels.parent, what)
         if found is None:
             raise BuildError(f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR")
         return found
     except OSError as problem:
         raise BuildError(f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR") from problem
-    finally:
-        for path in (directory, aside):
-            shutil.rmtree(path, ignore_errors=True)
 
 
-def _compile(part: BuildInputs, output: Path) -> None:
-    """Compiles a part, of the sources that it imports alone, out of a directory that is gone afterwards."""
-    root = output.parent / "sources"
+def _compile(part: BuildInputs, root: Path, output: Path) -> None:
+    """Compiles a part, of the sources that it imports alone, which are put below `root`."""
     for name, text in part.texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(text)
     options = {"accelerator": part.accelerator, "flags": part.flags}
     compiler.compile_kernels(root, Path(part.part), output, part.cpu, **options)
-    shutil.rmtree(root)
 
 
 def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
@@ -499,7 +473,7 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
     """Hold the lock file; yields it and whether another process had it first. On a file system without locks everybody
     compiles for himself."""
     lock = files.LockFile(path)
-    waited, said = False, False
+    waited, said = False, launcher.rank() not in (None, 0)  # one of several ranks speaks
     try:
         start = time.monotonic()
         with contextlib.suppress(OSError):
@@ -507,8 +481,7 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
                 waited = True
                 if not said and time.monotonic() - start > _WAIT_NOTICE_S:
                     said = True
-                    if launcher.rank() in (None, 0):
-                        _say(f"waiting for process {lock.read().get('pid', '?')} to compile the kernels")
+                    _say(f"waiting for process {lock.read().get('pid', '?')} to compile the kernels")
                 time.sleep(0.05)
         yield lock, waited
     finally:
@@ -539,10 +512,3 @@ def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
 
 def _say(line: str) -> None:
     print(f"odyssey: {line}", file=sys.stderr, flush=True)
-
-
-def _umask() -> int:
-    with _ASKING:
-        mask = os.umask(0o022)
-        os.umask(mask)
-    return mask

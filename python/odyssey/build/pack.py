@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import odyssey
 from odyssey.errors import BuildError, OutputError
@@ -35,23 +34,10 @@ exec "${ODYSSEY_PYTHON:-python3}" -m odyssey "$@"
 """
 
 
-class Packed(NamedTuple):
-    """Archive that was made. sizes: bytes of kernels, run-time libraries, package, dependencies."""
-
-    path: Path
-    files: int
-    sizes: dict[str, int]
-
-    @property
-    def bytes(self) -> int:
-        """Sum over all files."""
-        return sum(self.sizes.values())
-
-
 def pack(
     output: Path, *, target_cpu: str | None = None, accelerators: Sequence[str] = (), dependencies: bool = False
-) -> Packed:
-    """Makes a folder, or makes it again.
+) -> folder.PackManifest:
+    """Makes a folder, or makes it again; returns what is in it.
 
     Args:
         output: a directory that is not there, is empty, or is a folder that this has made and nothing was put into.
@@ -68,29 +54,31 @@ def pack(
     libraries = [build.cached_library(cpu), *(build.cached_library(cpu, name) for name in names)]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.tmp-", dir=output.parent))
-        try:
-            aside.chmod(0o755)
-            glibc = _libraries(libraries, aside)
-            _package(aside / "python")
+        prefix, beside = f".{output.name}.tmp-", output.parent
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=beside, ignore_cleanup_errors=True) as aside:
+            (made := Path(aside) / "made").mkdir()
+            glibc = _libraries(libraries, made)
+            _package(made / "python")
             if dependencies:
-                _dependencies(aside / "site")
-            (aside / "odyssey").write_text(_LAUNCHER)
-            (aside / "odyssey").chmod(0o755)
-            manifest = seal(aside, folder.system(), cpu, names, glibc)
-            _put(aside, output)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+                _dependencies(made / "site")
+            (made / "odyssey").write_text(_LAUNCHER)
+            (made / "odyssey").chmod(0o755)
+            manifest = seal(made, folder.system(), cpu, names, glibc)
+            _put(made, output)
     except OSError as problem:
         what = f"{output} cannot be written: {problem.strerror}"
         raise OutputError(f"[build] {what}; choose another --output") from problem
-    return Packed(output, len(manifest.files) + 1, _sizes(manifest))
+    return manifest
 
 
 def seal(home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: tuple[int, ...]) -> folder.PackManifest:
     """Writes the manifest of a folder that has all its files; the arguments are the manifest's."""
-    versions, hashed = (odyssey.__version__, build.compiler_version()), build.source_hash(build.source_root())
-    manifest = folder.PackManifest(*versions, system, cpu, tuple(accelerators), hashed, glibc, dict(_digests(home)))
+    texts = odyssey.__version__, build.compiler_version(), system, cpu, build.source_hash(build.source_root())
+    files = {}
+    for name in _names(home):
+        data = (home / name).read_bytes()
+        files[name] = len(data), hashlib.sha256(data).hexdigest()
+    manifest = folder.PackManifest(*texts, tuple(accelerators), glibc, files)
     (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
     return manifest
 
@@ -118,14 +106,14 @@ def _usable(output: Path) -> None:
             raise refused(f"{name} was put into it")
 
 
-def _put(aside: Path, output: Path) -> None:
-    """Gives the folder its name; what had it is at `aside` then. A process that uses that keeps its open files."""
+def _put(made: Path, output: Path) -> None:
+    """Gives the folder its name; what had it is at `made` then. A process that uses that keeps its open files."""
     if output.is_symlink():
         output.unlink()
     if output.exists():
-        exchange(aside, output, aside.with_name(f"{aside.name}.old"))
+        exchange(made, output, made.with_name("old"))
     else:
-        os.rename(aside, output)
+        os.rename(made, output)
 
 
 def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
@@ -194,17 +182,3 @@ def _names(home: Path) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(files):
             yield (Path(place) / name).relative_to(home).as_posix()
-
-
-def _digests(home: Path) -> Iterator[tuple[str, tuple[int, str]]]:
-    for name in _names(home):
-        data = (home / name).read_bytes()
-        yield name, (len(data), hashlib.sha256(data).hexdigest())
-
-
-def _sizes(manifest: folder.PackManifest) -> dict[str, int]:
-    sizes = dict.fromkeys(("kernels", "run-time libraries", "package", "dependencies"), 0)
-    for name, (size, _) in manifest.files.items():
-        kind = {"lib": "run-time libraries", "site": "dependencies"}.get(name.partition("/")[0], "package")
-        sizes["kernels" if "/" not in name and name.endswith(".so") else kind] += size
-    return sizes

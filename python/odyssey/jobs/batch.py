@@ -1,4 +1,4 @@
-"""Jobs of cluster schedulers, as text: `sbatch` scripts of SLURM, manifests of Kubernetes. Nothing is started here.
+"""Jobs of cluster schedulers: `sbatch` scripts of SLURM, manifests of Kubernetes. Nothing is started here.
 
 Both start `odyssey launch`, which picks the launcher and the PMI, restarts what fails or never meets, and stops with a
 checkpoint and exit code 75 on SIGTERM; what is left for the scheduler is to send that signal in time, and to start the
@@ -7,7 +7,6 @@ job again. Formats: sbatch(1); MPIJob v2beta1 of the Kubeflow MPI operator; Job 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -114,9 +113,8 @@ def slurm(
         before.append(f"export ODYSSEY_CACHE_DIR={shlex.quote(cache)}")
     place = f'runs/{name}-"{job}"' if run_dir is None else f"{shlex.quote(run_dir)}" + (f'-"{job}"' if array else "")
     start = [shlex.quote(sys.executable), "-m odyssey launch", f"-n {ranks}", f"--run-dir {place}", *map(_word, launch)]
-    return "\n".join(
-        [*head, "", _SCRIPT.format(setup="\n".join(before), command=" ".join([*start, *map(_word, command)]), end=end)]
-    )
+    script = _SCRIPT.format(setup="\n".join(before), command=" ".join([*start, *map(_word, command)]), end=end)
+    return "\n".join([*head, "", script])
 
 
 def _seconds(time: str) -> int:
@@ -138,7 +136,7 @@ def kubernetes(
     queue: str | None = None, claim: str | None = None, gpus: int = 0, cpu: str = "1", memory: str = "2Gi",
     shm: str = "1Gi", least: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A manifest, as objects: `text` makes YAML of it.
+    """A manifest, as JSON has it.
 
     Args:
         command: what `odyssey launch` starts in the image.
@@ -173,18 +171,15 @@ def kubernetes(
     launch = ["odyssey", "launch", "-n", str(ranks), "--run-dir", run]
     labels = {"labels": {"kueue.x-k8s.io/queue-name": queue}} if queue else {}
     meta = {"name": name, **labels}
-    command = [
-        word.replace("$", "$$") for word in command
-    ]  # Kubernetes makes "$$" into "$", and "$(A)" into a variable
+    command = [word.replace("$", "$$") for word in command]  # Kubernetes: "$$" is "$", and "$(A)" a variable
 
     def pod(words: list[str], count: int, gpus: int = gpus, **container: Any) -> dict[str, Any]:
         limits = {"cpu": _times(cpu, count), "memory": _times(memory, count)}
         limits |= {"nvidia.com/gpu": gpus * count} if gpus else {}
         mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": "/runs"}]
         volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}}]
-        volumes += [
-            {"name": "runs", **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})}
-        ]
+        kept = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+        volumes.append({"name": "runs", **kept})
         safe = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         one = {"name": "odyssey", "image": image, "command": words, "securityContext": safe}
         user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
@@ -228,19 +223,3 @@ def kubernetes(
 def _times(quantity: str, count: int) -> str:
     number, unit = re.fullmatch(r"([0-9.]+)(\D*)", quantity).groups()  # type: ignore[union-attr]
     return f"{float(number) * count:.15g}{unit}"
-
-
-def text(value: Any, indent: int = 0) -> str:
-    """YAML of objects as JSON has them; all strings are quoted, so that none is taken for another type."""
-    if isinstance(value, dict) and value:
-        lines = []
-        for key, item in value.items():
-            nested = isinstance(item, (dict, list)) and item
-            gap = "\n" + " " * (indent + 2) if nested else " "
-            lines.append(f"{key}:{gap}{text(item, indent + 2)}")
-        return ("\n" + " " * indent).join(lines)
-    if isinstance(value, list) and value:
-        if not any(isinstance(item, (dict, list)) for item in value):
-            return json.dumps(value)
-        return ("\n" + " " * indent).join(f"- {text(item, indent + 2)}" for item in value)
-    return json.dumps(value)

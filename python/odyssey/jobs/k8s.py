@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
 
-from ..cli.commands import HELP, launch
+from ..cli.commands import launch
 
 
-@click.command(
-    "k8s",
-    short_help="Write a manifest for Kubernetes.",
-    context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@click.command("k8s", short_help="Write a manifest for Kubernetes.", context_settings=launch.BEFORE_SCRIPT)
 @click.option("--image", required=True, help="An image with odyssey in it, as the Dockerfile makes one.")
 @click.option("-n", "--ranks", type=int, default=1, help="Ranks altogether. (default: 1)")
 @click.option(
@@ -35,10 +32,9 @@ from ..cli.commands import HELP, launch
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(context: click.Context, script: str, arguments: tuple[str, ...], name: str | None, **given: Any) -> None:
-    """Write a manifest: odyssey k8s --image I -n 16 --slots 4 train.py > job.yaml; kubectl apply -f job.yaml"""
+    """Write a manifest: odyssey k8s --image I -n 16 --slots 4 train.py > job.json; kubectl apply -f job.json"""
     from . import batch
 
     launch.no_option(script, context)
     words = [script, *arguments]
-    made = batch.kubernetes(words, name=name or batch.name_of(words), **given)
-    click.echo(f"# Written by `odyssey k8s`.\n{batch.text(made)}")
+    click.echo(json.dumps(batch.kubernetes(words, name=name or batch.name_of(words), **given), indent=2))

@@ -6,15 +6,10 @@ from typing import Any
 
 import click
 
-from ..cli.commands import HELP
 from ..cli.commands import launch as starter
 
 
-@click.command(
-    "slurm",
-    short_help="Write a job script for SLURM.",
-    context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@click.command("slurm", short_help="Write a job script for SLURM.", context_settings=starter.BEFORE_SCRIPT)
 @click.option("-N", "--nodes", type=int, default=1, help="Machines. (default: 1)")
 @click.option("--ntasks-per-node", type=int, default=1, help="Ranks of each. (default: 1)")
 @click.option("--time", metavar="H:MM:SS", help="The time limit. (default: the partition's)")

@@ -86,7 +86,6 @@ def module(name: str) -> Module:
 
 
 def sequential(layers: Sequence[Module]) -> Sequential:
-    """nn.Sequential of a list."""
     return Sequential(*layers)
 
 

@@ -1,12 +1,5 @@
 """Hyperparameters: trials of a training side by side, each on a group of ranks, by Optuna; needs the extra `[tune]`.
 
-    def train_fn(config, trial):
-        trainer = odyssey.DistributedTrainer(model(), optim.SGD(lr=config["lr"]))
-        return trainer.fit(train, test, epochs=3, callbacks=[trial.pruning("test_accuracy")])
-
-    tuner = DistributedTuner(train_fn, {"lr": tune.loguniform(1e-4, 1e-1)}, metric="test_accuracy")
-    best = tuner.tune(num_samples=20)
-
 The study is Optuna's and so are its storage, samplers and pruners. What is added: the ranks of a trial share what it is
 given and what is decided, a trial is claimed once, and trials that a killed job left are run again. docs/tune.md.
 """
@@ -101,8 +94,6 @@ class Trial:
 
 
 class Pruning(Monitor):
-    """See Trial.pruning()."""
-
     def __init__(self, trial: Trial, monitor: str) -> None:
         super().__init__(monitor)
         self.trial = trial
@@ -181,15 +172,12 @@ class DistributedTuner:
             raise ConfigError(
                 f"[tune] ranks_per_trial is {size}, and the job has {world.size} ranks; start it with mpirun -n {size}"
             )
-        asked = None
+        asked = there = world.size // size
         if num_gpus is not None:
-            asked = check_integer("[tune] num_gpus", num_gpus, 1) * check_integer(
-                "[tune] trials_per_gpu", trials_per_gpu, 1
-            )
-            asked = max(1, asked // size)
-        there = world.size // size
-        self.groups = there if asked is None else min(asked, there)
-        if asked is not None and asked > there and world.rank == 0 and verbose:
+            gpus = check_integer("[tune] num_gpus", num_gpus, 1)
+            asked = max(1, gpus * check_integer("[tune] trials_per_gpu", trials_per_gpu, 1) // size)
+        self.groups = min(asked, there)
+        if asked > there and world.rank == 0 and verbose:
             _say(f"{asked} trials at a time are asked for, {there} run: mpirun -n {asked * size} is needed for all")
         self._place = None if storage is None else os.fspath(storage)
         self._name, self._sampler, self._pruner = study_name, sampler, pruner
@@ -235,8 +223,7 @@ class DistributedTuner:
             if world.rank == 0 and self.verbose:
                 self._tell()
         group.close()
-        best = _shared(world, self._best)
-        self.best_value, self.best_params = best
+        self.best_value, self.best_params = _shared(world, self._best)
         return self.best_params
 
     # --- the study: on the first rank of each group ---
@@ -281,13 +268,10 @@ class DistributedTuner:
                 how = {"direction": self.direction, "pruner": self._pruner, "load_if_exists": True}
                 return optuna.create_study(storage=self._storage, study_name=self._name, **how)
             return optuna.load_study(storage=self._storage, study_name=self._name, pruner=self._pruner)
-        except ConfigError:
-            raise
-        except (OSError, ImportError, KeyError, ValueError, optuna.exceptions.StorageInternalError) as e:
-            why = printable(str(e), limit=200)
-            raise ConfigError(f"[tune] the storage {place!r} cannot be used: {why}") from e
-        except Exception as e:  # SQLAlchemy's, which is not imported for other storages
-            if not type(e).__module__.startswith("sqlalchemy"):
+        except Exception as e:
+            known = (OSError, ImportError, KeyError, ValueError, optuna.exceptions.StorageInternalError)
+            database = type(e).__module__.startswith("sqlalchemy")  # which is not imported for other storages
+            if isinstance(e, ConfigError) or not (isinstance(e, known) or database):
                 raise
             raise ConfigError(f"[tune] the storage {place!r} cannot be used: {printable(str(e), limit=200)}") from e
 
@@ -332,15 +316,13 @@ class DistributedTuner:
     def _tell(self) -> None:
         """A line for each trial that has ended since it was asked for the last time."""
         for trial in self.study.get_trials(deepcopy=False):
-            if trial.state.is_finished() and trial.number not in self._told:
-                self._told.add(trial.number)
-                given = "  ".join(
-                    f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.params.items()
-                )
-                figure = (
-                    trial.state.name.lower() if trial.value is None else f"{self.metric or 'value'} {trial.value:.6g}"
-                )
-                _say(f"trial {trial.number}: {figure}  {given}")
+            if not trial.state.is_finished() or trial.number in self._told:
+                continue
+            self._told.add(trial.number)
+            given = (f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.params.items())
+            value, how = trial.value, trial.state.name.lower()
+            figure = how if value is None else f"{self.metric or 'value'} {value:.6g}"
+            _say(f"trial {trial.number}: {figure}  {'  '.join(given)}")
 
     # --- a trial ---
 
@@ -384,8 +366,6 @@ class DistributedTuner:
 
 
 class Analysis(NamedTuple):
-    """Results that `run` found."""
-
     best_config: dict[str, Any]
     best_result: float
 

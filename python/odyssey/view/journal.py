@@ -22,7 +22,6 @@ from ..base import Run, finite, parse_json
 from ..callbacks import Callback, Context
 from ..errors import DataError
 
-NAME = "journal.jsonl"
 LIMIT = 256 << 20  # bytes that are read
 SECONDS = 1.0  # from one line of progress to the next
 RSS_UNIT = 1024 if sys.platform != "darwin" else 1  # bytes that ru_maxrss counts in
@@ -34,7 +33,7 @@ class Journal(Callback):
     exact = False
 
     def __init__(self, run: Run, part: int) -> None:
-        self._path, self._attempt, self._part = run.path / NAME, run.attempt, part
+        self._path, self._attempt, self._part = run.journal, run.attempt, part
         self._told, self._rank, self._saved = 0.0, 0, -1
 
     def _write(self, event: str, **more: Any) -> None:
@@ -49,7 +48,6 @@ class Journal(Callback):
             self._rank = -1
 
     def on_fit_start(self, context: Context) -> None:
-        """Records what runs where."""
         trainer, comm = context.trainer, context.trainer.comm
         self._rank = comm.rank
         names = comm.all_gather_each(np.frombuffer(os.uname().nodename.encode()[:64], np.uint8))
@@ -88,7 +86,6 @@ class Journal(Callback):
             self._write("checkpoint", step=context.steps)
 
     def on_epoch_end(self, context: Context) -> None:
-        """The record of an epoch, and what ranks have taken of memory."""
         peak = np.array([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT], np.int64)
         memory = context.trainer.comm.all_gather(peak)[:, 0].tolist()
         self._write("epoch", step=context.steps, record=context.record, memory=memory)
@@ -104,7 +101,7 @@ class Journal(Callback):
 
 def read(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's journal, none if it has none; lines that are torn are left out. Raises DataError."""
-    path = run / NAME
+    path = Run(run).journal
     if not path.is_file():
         return []
     if path.stat().st_size > LIMIT:
@@ -112,7 +109,7 @@ def read(run: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            row = parse_json(line, NAME)
+            row = parse_json(line, path.name)
         except DataError:
             continue
         if isinstance(row, dict) and isinstance(row.get("time"), (int, float)) and isinstance(row.get("event"), str):

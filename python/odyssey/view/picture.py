@@ -122,7 +122,6 @@ class Picture:
         self._parts.append(self._text((a + c) / 2, (b + d) / 2 + 4, text))
 
     def mark(self, kind: str, x: float, y: float, colour: str, said: str = "") -> None:
-        """Draws a mark."""
         self._parts.append(mark(kind, *self._at(x, y), colour, said))
 
     def __str__(self) -> str:

@@ -27,7 +27,8 @@ from .picture import Picture, key, span, ticks
 
 POINTS = 1500  # of a curve; what is between is averaged
 RUNS = 6  # colours that one can tell apart
-LAYERS = ("layers", "settings of layers", "settings of the loss")  # of a configuration: the model says them better
+#: Of a configuration: the curve of the rate, and the model, say them better.
+LEFT_OUT = ("schedule", "layers", "settings of layers", "settings of the loss")
 #: Events of the time line: their mark, and what it is called.
 MARKS = {
     "epoch": ("bar", "end of epoch"),
@@ -52,13 +53,11 @@ h3{font-size:14px;margin:0 0 6px;font-weight:600}p{margin:4px 0}.muted{color:var
 svg{display:block;width:100%;height:auto}.wide svg{min-width:900px}svg text{font-family:inherit;font-size:11px;
 fill:var(--muted)}.grid-line{stroke:var(--grid);stroke-width:.7;fill:none}
 svg.mark,.wide svg.mark{display:inline-block;width:15px;min-width:0;margin:0 5px -2px 12px}
-.legend span{margin-right:14px}
-.key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
+.legend span{margin-right:14px}.key{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
 table{border-collapse:collapse;width:100%;font-size:14px}
 td,th{padding:4px 10px 4px 0;text-align:left;vertical-align:top;
 border-top:1px solid var(--line);overflow-wrap:anywhere}tr:first-child>*{border-top:0}th{font-weight:600}
-td:first-child{color:var(--muted);min-width:7.5em}
-.scroll th{position:sticky;top:0;background:var(--card)}
+td:first-child{color:var(--muted);min-width:7.5em}.scroll th{position:sticky;top:0;background:var(--card)}
 .scroll{overflow:auto;max-height:70vh;background:
 linear-gradient(90deg,var(--card),transparent) left/30px 100% local no-repeat,
 linear-gradient(270deg,var(--card),transparent) right/30px 100% local no-repeat,
@@ -66,14 +65,12 @@ linear-gradient(90deg,var(--grid),transparent) left/9px 100% scroll no-repeat,
 linear-gradient(270deg,var(--grid),transparent) right/9px 100% scroll no-repeat}
 td.n,th.n{text-align:right;white-space:nowrap}
 pre{background:var(--back);border:1px solid var(--line);border-radius:6px;padding:10px;margin:6px 0 0;
-white-space:pre-wrap;
-overflow-wrap:anywhere;font:13px/1.45 ui-monospace,"Liberation Mono",monospace}
+white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.45 ui-monospace,"Liberation Mono",monospace}
 .hosts{display:flex;flex-wrap:wrap;gap:10px}.host{border:1px solid var(--line);border-radius:6px;padding:8px}
 .ranks{display:flex;flex-wrap:wrap;gap:6px}
 .rank{border:1px solid var(--grid);border-radius:5px;padding:3px 8px;font-size:13px}
 .figures{display:flex;flex-wrap:wrap;gap:6px 28px;margin-top:8px}
-.figures b{display:block;font-size:20px;font-weight:600}
-.bad{color:var(--bad)}
+.figures b{display:block;font-size:20px;font-weight:600}.bad{color:var(--bad)}
 """
 
 
@@ -164,12 +161,9 @@ def _legend(drawn: Sequence[Told], runs: Sequence[Told]) -> str:
     return f'<p class="muted legend">{names}</p>' if len(runs) > 1 else ""
 
 
-def _unit(seconds: float) -> tuple[float, str]:
-    return next((u for u in ((3600.0, "hours"), (60.0, "minutes")) if seconds > 3 * u[0]), (1.0, "seconds"))
-
-
 def _time_line(run: Told) -> str:
-    unit, name = _unit(run.rows[-1]["time"] - run.start)
+    length = run.rows[-1]["time"] - run.start
+    unit, name = next((u for u in ((3600, "hours"), (60, "minutes")) if length > 3 * u[0]), (1, "seconds"))
     count, seen = len(run.parts), set()
     names = [(i, _part_name(part[0])) for i, part in enumerate(run.parts)]
     times = [(row["time"] - run.start) / unit for row in run.rows]
@@ -177,24 +171,19 @@ def _time_line(run: Told) -> str:
     for i, part in enumerate(run.parts):
         begun, ended = ((part[k]["time"] - run.start) / unit for k in (0, -1))
         drawn.box((begun, ended), (i - 0.25, i + 0.25), _colour(run), 0.3)
-        for event, (kind, _) in MARKS.items():  # those of a later line of the table are on top
+        for event, (kind, what) in MARKS.items():  # those of a later line of the table are on top
             for row in (row for row in part if row["event"] == event):
                 seen.add(event)
-                drawn.mark(kind, (row["time"] - run.start) / unit, i, _mark_colour(event, run), _said(row))
-    legend = "".join(
-        f"{key(k, _mark_colour(event, run))}{text} " for event, (k, text) in MARKS.items() if event in seen
-    )
+                number = f" {row['record']['epoch']}" if event == "epoch" else ""
+                said = f"{what}{number}, step {row.get('step')}"
+                drawn.mark(kind, (row["time"] - run.start) / unit, i, _mark_colour(event, run), said)
+    there = ((event, *MARKS[event]) for event in MARKS if event in seen)
+    legend = "".join(f"{key(kind, _mark_colour(event, run))}{text} " for event, kind, text in there)
     return f'<div class="scroll" tabindex="0">{drawn}</div><p class="muted legend">{legend}</p>'
 
 
 def _mark_colour(event: str, run: Told) -> str:
     return "bad" if event == "failed" else _colour(run) if event == "checkpoint" else "text"
-
-
-def _said(row: dict[str, Any]) -> str:
-    """The text of a mark of the time line."""
-    number = f" {row['record']['epoch']}" if row["event"] == "epoch" else ""
-    return f"{MARKS[row['event']][1]}{number}, step {row.get('step')}"
 
 
 def _part_name(row: dict[str, Any]) -> str:
@@ -266,10 +255,8 @@ def _number(value: Any) -> str:
 def _summary(run: Told) -> str:
     last = run.epochs[max(run.epochs)] if run.epochs else {}
     step = max((row["step"] for row in run.rows if isinstance(row.get("step"), int)), default=0)
-    figures = {
-        "steps": step,
-        **{k.replace("_", " "): v for k, v in last.items() if k.startswith(("train_", "test_")) and v is not None},
-    }
+    figures = {k.replace("_", " "): v for k, v in last.items() if k.startswith(("train_", "test_")) and v is not None}
+    figures = {"steps": step, **figures}
     if last.get("samples_per_second"):
         figures["samples/s, last epoch"] = float(f"{last['samples_per_second']:.3g}")
     end = run.rows[-1]
@@ -285,23 +272,17 @@ def _summary(run: Told) -> str:
 
 
 def _epochs(run: Told) -> str | None:
-    names = [
-        n
-        for n in dict.fromkeys(k for r in run.epochs.values() for k in r)
-        if n.startswith(("train_", "test_")) or n in ("seconds", "samples_per_second")
-    ]
-    names = [n for n in names if any(isinstance(r.get(n), (int, float)) for r in run.epochs.values())]
+    shown = (k for r in run.epochs.values() for k, v in r.items() if isinstance(v, (int, float)))
+    kinds = "train_", "test_", "seconds", "samples_per_second"
+    names = [n for n in dict.fromkeys(shown) if n.startswith(kinds)]
     if not names:
         return None
     head = "<tr><th>epoch</th>" + "".join(f'<th class="n">{_e(n.replace("_", " "))}</th>' for n in names) + "</tr>"
-    numbers = sorted(run.epochs)
-    rows = [
-        f"<tr><td>{e}</td>"
-        + "".join(f'<td class="n">{_e(_number(run.epochs[e].get(n)))}</td>' for n in names)
-        + "</tr>"
-        for e in numbers
-    ]
-    return f'<div class="scroll" tabindex="0"><table>{head}{"".join(rows)}</table></div>'
+    rows = ""
+    for number, record in sorted(run.epochs.items()):
+        cells = (f'<td class="n">{_e(_number(record.get(n)))}</td>' for n in names)
+        rows += f"<tr><td>{number}</td>{''.join(cells)}</tr>"
+    return f'<div class="scroll" tabindex="0"><table>{head}{rows}</table></div>'
 
 
 def _layout(run: Told) -> str:
@@ -329,19 +310,15 @@ def _verified(run: Told) -> str:
         marked = int(((run.steps["flags"] & steplog.WEIGHTS) > 0).sum())
         rows.append(("steps", f"{len(run.steps):,} in the log, {marked:,} with fingerprints of weights and gradients"))
         newest: dict[int, Any] = {}
-        same = other = 0
+        same: list[bool] = []  # of each step that was taken again
         for record in steplog.decoded(log) if len(log) > len(run.steps) else ():
-            before = newest.get(record.step)
-            if before is not None:
-                same, other = (same + 1, other) if steplog.difference(before, record) is None else (same, other + 1)
+            if record.step in newest:
+                same.append(steplog.difference(newest[record.step], record) is None)
             newest[record.step] = record
-        if same or other:
-            rows.append(
-                (
-                    "taken again",
-                    f"{same:,} after a restart, with the same bits" + f"; {other:,} OTHERWISE" * bool(other),
-                )
-            )
+        if same:
+            text = f"{sum(same):,} after a restart, with the same bits"
+            text += f"; {same.count(False):,} OTHERWISE" * (not all(same))
+            rows.append(("taken again", text))
     if run.run.checkpoints.is_dir():
         for one in saved.Store(run.run.checkpoints, owner=False).verified():
             refused = isinstance(one, Refused)
@@ -364,12 +341,11 @@ def _again(run: Told) -> str:
 
 
 def _configuration(run: Told) -> str:
-    about = {k: v for k, v in (run.latest.get("configuration") or {}).items() if k not in ("schedule",)}
+    about = {k: v for k, v in (run.latest.get("configuration") or {}).items() if k not in LEFT_OUT}
     model = about.pop("model", None)
     if isinstance(model, list):
         count = sum(int(np.prod(shape)) for _, shape, *_ in model)
         about["parameters"] = f"{count:,} in {len(model)} tensors"
-    about = {k: v for k, v in about.items() if k not in LAYERS}
     if isinstance(about.get("data set"), list):
         del about["data set"][2:]  # what older checkpoints have for a fingerprint
     if isinstance(about.get("precision"), list) and about["precision"][1:] == [0]:

@@ -101,13 +101,11 @@ class Timeline:
             self._rows.append((track, name, begun, ended, about))
 
     def phase(self, name: str, now: int) -> None:
-        """The slot's phase becomes `name`."""
         before, begun = self._phase
         self._phase = name, now
         self.span("main", before, begun, now)
 
     def waited(self, text: str, begun: int, ended: int) -> None:
-        """A wait for other ranks is over."""
         if self._own():
             self.span("main", "wait", begun, ended, **{"for": text})
 

@@ -25,34 +25,30 @@ class Job:
     def __init__(self, lines: messages.Lines) -> None:
         self._lines = lines
         if isinstance(lines, messages.Sealed):
-            self._until(lambda: lines.ready)
+            try:
+                self._until(lambda: lines.ready, [])
+            except messages.Closed:
+                raise LaunchError("[top] the job's watcher refuses the connection; the job may have ended") from None
 
     def look(self) -> dict[str, Any] | None:
         """Returns what its ranks do now; None when the job has ended."""
         try:
-            self._lines.send({"look": True})
             found: list[Any] = []
+            self._lines.send({"look": True})
             self._until(lambda: bool(found), found)
         except messages.Closed:
             return None
         return checked(found[-1])
 
-    def _until(self, done: Any, found: list[Any] | None = None) -> None:
+    def _until(self, done: Any, found: list[Any]) -> None:
         until = time.monotonic() + WAIT_S
-        try:
-            while not done():
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise LaunchError(f"[top] the job's watcher did not answer in {WAIT_S:g} s; it may be stopped")
-                select.select([self._lines], [self._lines] if self._lines.pending else [], [], left)
-                self._lines.flush()
-                values = [value for value in self._lines.receive() if isinstance(value, dict) and "ranks" in value]
-                if found is not None:
-                    found += values
-        except messages.Closed:
-            if found is None:
-                raise LaunchError("[top] the job's watcher refuses the connection; the job may have ended") from None
-            raise
+        while not done():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise LaunchError(f"[top] the job's watcher did not answer in {WAIT_S:g} s; it may be stopped")
+            select.select([self._lines], [self._lines] if self._lines.pending else [], [], left)
+            self._lines.flush()
+            found += [value for value in self._lines.receive() if isinstance(value, dict) and "ranks" in value]
 
     def close(self) -> None:
         self._lines.close()
@@ -153,7 +149,8 @@ def of_run(run: Path) -> Job:
     if not path.exists():
         raise LaunchError(f"[top] {run} is not running, or not a run: there is no watch.json in it")
     value = read_json(path, limit=65536)
-    host, pid, address, secret = (value.get(k) if isinstance(value, dict) else None for k in _FIELDS)
+    fields = "host", "pid", "address", "secret"
+    host, pid, address, secret = (value.get(k) if isinstance(value, dict) else None for k in fields)
     if host == os.uname().nodename and isinstance(pid, int) and pid in pids():
         return local(pid)
     if not (isinstance(address, list) and len(address) == 2 and isinstance(secret, str) and len(secret) == 64):
@@ -164,9 +161,6 @@ def of_run(run: Path) -> Job:
     except (OSError, ValueError, messages.Closed) as problem:
         where = printable(f"{host}, {address[0]}:{address[1]}", limit=120)
         raise LaunchError(f"[top] the watcher of {run} at {where} cannot be reached: {problem}") from None
-
-
-_FIELDS = ("host", "pid", "address", "secret")
 
 
 COLUMNS = ("rank", "host", "step", "samples/s", "memory", "data", "compute", "wait", "now")
@@ -209,7 +203,6 @@ def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def title(now: dict[str, Any]) -> str:
-    """The line above the table."""
     rate = sum(s.rate for s in now["ranks"])
     step = max((s.step for s in now["ranks"]), default=0)
     run = f", {now['run']}, attempt {now['attempt']}" if now["run"] else ""
@@ -218,7 +211,6 @@ def title(now: dict[str, Any]) -> str:
 
 
 def plain(now: dict[str, Any]) -> str:
-    """The table as lines of text."""
     table = [COLUMNS, *rows(now)]
     widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS) - 1)]
     form = "  ".join(f"{{:{'<' if i == 1 else '>'}{width}}}" for i, width in enumerate(widths))

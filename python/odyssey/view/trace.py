@@ -75,7 +75,6 @@ class TimelineRecorder(Callback):
         self._step = time.monotonic_ns()
 
     def on_step_end(self, context: Context) -> None:
-        """A step on its track; what has gathered is written now and then."""
         if self._timeline is not None:
             now = time.monotonic_ns()
             loss = context.loss if math.isfinite(context.loss) else None
@@ -162,7 +161,7 @@ def merged(folder: Path | None, run: Path | None, notes: dict[str, Any]) -> Iter
     notes["zero"] = zero / 1e9  # seconds since 1970
     notes["clock_error_us"] = max((part[0]["error"] / 1e3 for part in loaded), default=0.0)
     yield from _story(story, zero)
-    named: set[tuple[int, int]] = set()
+    names: dict[tuple[int, str], dict[str, Any]] = {}
     for about, rows, path in loaded:
         pid, shift = about["rank"], _wall(about, 0) - zero
         tracks: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
@@ -177,20 +176,16 @@ def merged(folder: Path | None, run: Path | None, notes: dict[str, Any]) -> Iter
             notes["ops"] = f"of the first {LIMIT:,} records of each rank"
         for lane, spans in enumerate(_lanes(tracks.pop("wire", []))):
             tracks[f"wire {lane}" if lane else "wire"] = spans
-        order = sorted(tracks, key=lambda t: (("steps", "main").index(t) if t in ("steps", "main") else 2, t))
-        if (pid, -1) not in named:
-            yield _meta("process_name", pid, 0, f"rank {pid} ({about['host']})")
-            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "args": {"sort_index": pid}}
-            named.add((pid, -1))
-        for track in order:
-            tid = ("steps", "main").index(track) if track in ("steps", "main") else 10 + _number(track)
-            if (pid, tid) not in named:
-                named.add((pid, tid))
-                yield _meta("thread_name", pid, tid, track)
+        names[pid, "name"] = _meta("process_name", pid, 0, name=f"rank {pid} ({about['host']})")
+        names[pid, "place"] = _meta("process_sort_index", pid, 0, sort_index=pid)
+        for track in sorted(tracks, key=_number):
+            tid = _number(track)
+            names[pid, track] = _meta("thread_name", pid, tid, name=track)
             for begun, ended, name, more in _nested(tracks[track]):
                 event = {"ph": "X", "name": name, "cat": track.split(" ")[0], "pid": pid, "tid": tid}
                 event |= {"ts": (begun + shift) / 1e3, "dur": (ended - begun) / 1e3}
                 yield event | {"args": more} if more else event
+    yield from names.values()
 
 
 def _wall(about: dict[str, Any], begun: int) -> int:
@@ -198,17 +193,19 @@ def _wall(about: dict[str, Any], begun: int) -> int:
 
 
 def _number(track: str) -> int:
-    """The thread id of a track that has a name: threads of steps first, then transfers, then others."""
+    """The thread id of a track: steps, then the main thread, threads of steps, transfers, others."""
     kind, _, n = track.rpartition(" ")
+    if track in ("steps", "main"):
+        return int(track == "main")
     if track.startswith("wire"):
-        return 100 + (int(n) if kind else 0)
+        return 110 + (int(n) if kind else 0)
     if kind == "thread" and n.isdigit():
-        return int(n)
-    return 200 + sum(track.encode()) % 10_000
+        return 10 + int(n)
+    return 210 + sum(track.encode()) % 10_000
 
 
-def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+def _meta(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def _part(path: Path) -> tuple[dict[str, Any], list[Any], Path] | None:
@@ -284,9 +281,9 @@ def _nested(spans: list[Any]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
 def _story(rows: list[dict[str, Any]], zero: int) -> Iterator[dict[str, Any]]:
     """The run as a whole: attempts, what happened in them, the loss."""
     if rows:
-        yield _meta("process_name", RUN_TRACK, 0, "run")
-        yield _meta("thread_name", RUN_TRACK, 0, "attempts")
-        yield _meta("thread_name", RUN_TRACK, 1, "events")
+        yield _meta("process_name", RUN_TRACK, 0, name="run")
+        yield _meta("thread_name", RUN_TRACK, 0, name="attempts")
+        yield _meta("thread_name", RUN_TRACK, 1, name="events")
     for part in journal.parts(rows):
         at = {"pid": RUN_TRACK, "tid": 0, "cat": "run"}
         begun, ended = ((1e9 * part[i]["time"] - zero) / 1e3 for i in (0, -1))

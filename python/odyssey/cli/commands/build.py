@@ -48,6 +48,6 @@ def command(target_cpu: str | None, targets: tuple[str, ...], output: Path | Non
     from ...build.pack import pack
 
     made = pack(output, target_cpu=target_cpu, accelerators=targets, dependencies=with_dependencies)
-    parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in made.sizes.items() if size)
-    click.echo(f"odyssey: {made.bytes / 2**20:.1f} MiB in {made.files} files ({parts})", err=True)
-    click.echo(made.path)
+    size = sum(size for size, _ in made.files.values())
+    click.echo(f"odyssey: {size / 2**20:.1f} MiB in {len(made.files)} files", err=True)
+    click.echo(output.absolute())

@@ -12,12 +12,12 @@ import click
 from ...errors import ConfigError, near
 from . import FILE, HELP, machines
 
+#: Of commands that take a script and its words, whose options come first.
+BEFORE_SCRIPT = {**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False}
+SHORT = "Start ranks, and start them again when something fails."
 
-@click.command(
-    "launch",
-    short_help="Start ranks, and start them again when something fails.",
-    context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+
+@click.command("launch", short_help=SHORT, context_settings=BEFORE_SCRIPT)
 @click.option("-n", "-np", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)")
 @click.option("--run-dir", type=FILE, metavar="RUN", help="The run's directory. (default: runs/DATE-TIME-NAME)")
 @click.option("--hosts", metavar="H1,H2:N", help="Machines, and how many ranks each takes. (default: this one)")
