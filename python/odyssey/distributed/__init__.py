@@ -9,17 +9,14 @@
 Values are odyssey.Tensor, NumPy arrays or Python numbers (and torch tensors on the CPU, where PyTorch is in use). A
 collective overwrites what it is given and returns it, as PyTorch's does; a number comes back as a new one. Nothing is
 on the tape.
-`DistributedDataParallel` (ddp.py) keeps a model's gradients in step.
-
-groups.py: who is in a group; collectives.py: what they send; values.py: how it becomes arrays. A DistributedTrainer
-needs none of it.
+`DistributedDataParallel` (ddp.py) keeps a model's gradients in step. A DistributedTrainer needs none of it.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..base.lazy import attach
 from ..comm import ReduceOp
 from .collectives import (
     Work,
@@ -69,15 +66,16 @@ if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
     from .profiling import PerformanceMonitor, profile_communication
 
-_HOMES = {
-    "distributed.ddp": "DDP DistributedDataParallel",
-    "distributed.config": "DistributedConfig",
-    "launch": "DistributedLauncher LaunchConfig launch_distributed_training",
-    "data": "DistributedSampler",
-    "distributed.profiling": "PerformanceMonitor profile_communication",
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
+__getattr__, _, _ = attach(
+    __name__,
+    {
+        "distributed.ddp": "DDP DistributedDataParallel",
+        "distributed.config": "DistributedConfig",
+        "launch": "DistributedLauncher LaunchConfig launch_distributed_training",
+        "data": "DistributedSampler",
+        "distributed.profiling": "PerformanceMonitor profile_communication",
+    },
+)
 __all__ = [
     "Backend", "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler",
     "LaunchConfig", "PerformanceMonitor", "Place", "ProcessGroup", "ReduceOp", "Work", "World", "all_gather",
@@ -88,9 +86,3 @@ __all__ = [
     "operation", "profile_communication", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
     "send",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"odyssey.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
