@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,6 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
             f"[horovod] a {type(value).__name__} is not sent: only JSON's types and tensors are, unless "
             "you write allow_pickle=True (unpickling runs what the sender says)"
         )
-    import pickle
-
     return {"pickle": np.frombuffer(pickle.dumps(value), np.uint8)}
 
 
@@ -53,8 +52,6 @@ def unpacked(tree: Any, allow_pickle: bool = False) -> Any:
         if kind == "pickle" and not allow_pickle:
             raise ConfigError("[horovod] another rank sent a pickled object; write allow_pickle=True on all ranks")
         if kind == "pickle":
-            import pickle
-
             return pickle.loads(inner.tobytes())  # noqa: S301 - the caller asked for it
         return {"list": list, "tuple": tuple}[kind](unpacked(v, allow_pickle) for v in inner)
     except ConfigError:
