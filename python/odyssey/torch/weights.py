@@ -49,7 +49,6 @@ class Wrapped(own.Module):
 
     @torch.no_grad()
     def forward(self, *x: Tensor) -> Tensor:
-        """Returns what the torch module computes."""
         try:
             y = self.wrapped(*(torch.from_numpy(np.array(t.numpy())) for t in x))
         except RuntimeError as problem:
