@@ -121,14 +121,12 @@ def all_reduce_sum(tensor: Any, group: Group = None) -> Any:
     return _combined(tensor, ReduceOp.SUM, group)
 
 
+all_reduce_sum_group = all_reduce_sum  # which some platforms call so where there is a group
+
+
 def all_reduce_mean(tensor: Any, group: Group = None) -> Any:
     """Returns the mean over the ranks as a new value; each rank counts the same, `metric_average` weights them."""
     return _combined(tensor, ReduceOp.MEAN, group)
-
-
-def all_reduce_sum_group(tensor: Any, group: ProcessGroup) -> Any:
-    """Returns the sum over the ranks of a group as a new value."""
-    return _combined(tensor, ReduceOp.SUM, group)
 
 
 def _combined(tensor: Any, op: Op, group: Group) -> Any:

@@ -199,7 +199,8 @@ def init_process_group(
         comm = mocked
         _check(comm, world_size, rank)
     else:
-        alone = world_size == 1 and name in ("auto", "gloo") and _expected() in (None, 1)
+        found = launcher.launched() or launcher.rendezvous()
+        alone = world_size == 1 and name in ("auto", "gloo") and (found is None or found.size == 1)
         given = _rendezvous(name, init_method, world_size, rank)
         if not alone:
             _set(state, given)
@@ -217,21 +218,12 @@ def init_process_group(
     return world
 
 
-def _expected() -> int | None:
-    """The number of processes that the environment speaks of, if it does."""
-    found = launcher.launched() or launcher.rendezvous()
-    return None if found is None else found.size
-
-
 def _rendezvous(backend: str, init_method: str | None, world_size: int | None, rank: int | None) -> dict[str, str]:
     """The variables of env:// that the arguments of init_process_group() stand for, for Gloo."""
-    method = init_method or "env://"
-    if method != "env://" and not method.startswith("tcp://"):
-        raise ConfigError(f"[dist] init_method {method!r}; it must be 'env://' or 'tcp://HOST:PORT'")
-    given: dict[str, Any] = {}
-    if method.startswith("tcp://"):
-        host, _, port = method[6:].rpartition(":")
-        if not host or not port.isdigit():
+    method, given = init_method or "env://", dict[str, Any]()
+    if method != "env://":
+        host, _, port = method.removeprefix("tcp://").rpartition(":")
+        if not method.startswith("tcp://") or not host or not port.isdigit():
             raise ConfigError(f"[dist] init_method {method!r}; it must be 'tcp://HOST:PORT', as tcp://node1:29500")
         if backend != "gloo" or world_size is None or rank is None:
             raise ConfigError("[dist] init_method 'tcp://...' goes with backend='gloo', world_size= and rank=")
@@ -344,15 +336,14 @@ def get_distributed_info() -> dict[str, Any]:
     Keys: available, initialized, world_size, rank, local_rank and local_world_size (those on this machine), backend,
     why (one line: why this backend), timeout in seconds, launcher (who started the processes, or None).
     """
-    world = state_here().world
-    comm = None if world is None else world.comm
+    comm = getattr(state_here().world, "comm", None)
     found = launcher.launched() or launcher.rendezvous()
     return {
         "available": is_available(),
         "initialized": comm is not None,
         "world_size": comm and comm.size,
-        "rank": None if comm is None else comm.rank,
-        "local_rank": None if comm is None else comm.local_rank,
+        "rank": comm and comm.rank,
+        "local_rank": comm and comm.local_rank,
         "local_world_size": comm and comm.local_size,
         "backend": comm and comm.name,
         "why": comm and comm.why,

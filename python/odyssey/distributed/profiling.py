@@ -200,18 +200,15 @@ def profile_communication(
 def _prepared(comm: Any, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
     """(floats of the whole, a call of the operation)."""
     each = -(-size // comm.size)
-    if operation in ("all_reduce", "broadcast"):
-        a = np.ones(size, np.float32)
-        b = np.empty_like(a)
-        return size, (lambda: comm.all_reduce(a, out=b)) if operation == "all_reduce" else (lambda: comm.broadcast(a))
-    piece, whole = np.ones(each, np.float32), np.ones((comm.size, each), np.float32)
-    if operation == "all_gather":
-        return whole.size, lambda: comm.all_gather(piece, out=whole)
-    if operation == "all_to_all":
-        other = np.empty_like(whole)
-        return whole.size, lambda: comm.all_to_all(whole, out=other)
-    flat = whole.reshape(-1)
-    return whole.size, lambda: comm.reduce_scatter(flat, out=piece)
+    flat, whole, other = np.ones(size, np.float32), *np.ones((2, comm.size, each), np.float32)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(flat, out=other.reshape(-1)[:size]),
+        "broadcast": lambda: comm.broadcast(flat),
+        "all_gather": lambda: comm.all_gather(whole[0], out=other),
+        "all_to_all": lambda: comm.all_to_all(whole, out=other),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole.reshape(-1), out=other[0]),
+    }
+    return size if operation in ("all_reduce", "broadcast") else whole.size, calls[operation]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -124,9 +124,7 @@ class Place:
             )
         flags = self.array.flags
         if not flags.writeable:
-            raise ShapeError(
-                f"[dist] {what} overwrites the array that it is given, and this one is read-only; give array.copy()"
-            )
+            raise ShapeError(f"[dist] {what} overwrites its array, and this one is read-only; give array.copy()")
         if shape is not None and (self.array.shape != tuple(shape) or self.array.dtype != dtype):
             raise ShapeError(
                 f"[dist] {what}: the result is {dtype} {tuple(shape)}, but it is to go into {self.array.dtype} "
