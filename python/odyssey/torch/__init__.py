@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.lazy import attach
+from ..base import attach
 from ..errors import ConfigError
 
 try:
