@@ -18,45 +18,9 @@ from typing import TYPE_CHECKING
 
 from ..base.lazy import attach
 from ..comm import ReduceOp
-from .collectives import (
-    Work,
-    all_gather,
-    all_gather_into_tensor,
-    all_reduce,
-    all_reduce_mean,
-    all_reduce_sum,
-    all_reduce_sum_group,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    calling,
-    gather,
-    irecv,
-    isend,
-    metric_average,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
-from .groups import (
-    Backend,
-    ProcessGroup,
-    World,
-    destroy_process_group,
-    get_backend,
-    get_distributed_info,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_available,
-    is_initialized,
-    new_group,
-    no_sync,
-)
+from . import collectives, groups
+from .collectives import *  # noqa: F403
+from .groups import *  # noqa: F403
 from .values import Place, array_of, like, operation
 
 if TYPE_CHECKING:
@@ -77,12 +41,9 @@ __getattr__, _, _ = attach(
     },
 )
 __all__ = [
-    "Backend", "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler",
-    "LaunchConfig", "PerformanceMonitor", "Place", "ProcessGroup", "ReduceOp", "Work", "World", "all_gather",
-    "all_gather_into_tensor", "all_reduce", "all_reduce_mean", "all_reduce_sum", "all_reduce_sum_group", "all_to_all",
-    "all_to_all_single", "array_of", "barrier", "broadcast", "calling", "destroy_process_group", "gather",
-    "get_backend", "get_distributed_info", "get_rank", "get_world_size", "init_process_group", "irecv", "is_available",
-    "is_initialized", "isend", "launch_distributed_training", "like", "metric_average", "new_group", "no_sync",
-    "operation", "profile_communication", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "send",
+    "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler", "LaunchConfig",
+    "PerformanceMonitor", "Place", "ReduceOp", "array_of", "launch_distributed_training", "like", "operation",
+    "profile_communication",
 ]  # fmt: skip
+__all__ += collectives.__all__
+__all__ += groups.__all__

@@ -24,6 +24,12 @@ from ..errors import CollectiveError, ConfigError, ShapeError, check_number
 from .groups import ProcessGroup, joined
 from .values import NUMBERS, Place, array_of, in_place, like, operation, places, rows, stacked
 
+__all__ = [
+    "Work", "all_gather", "all_gather_into_tensor", "all_reduce", "all_reduce_mean", "all_reduce_sum",
+    "all_reduce_sum_group", "all_to_all", "all_to_all_single", "barrier", "broadcast", "calling", "gather", "irecv",
+    "isend", "metric_average", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+]  # fmt: skip
+
 Group = ProcessGroup | None  # None: the world
 Op = ReduceOp | str
 Sizes = Sequence[int] | None

@@ -19,6 +19,11 @@ from ..comm import base as _base
 from ..comm.requests import deadline
 from ..errors import ConfigError, check_integer, check_number
 
+__all__ = [
+    "Backend", "ProcessGroup", "World", "destroy_process_group", "get_backend", "get_distributed_info", "get_rank",
+    "get_world_size", "init_process_group", "is_available", "is_initialized", "new_group", "no_sync",
+]  # fmt: skip
+
 
 class Backend(str, enum.Enum):
     """Transports. A string of the same spelling does as well.
