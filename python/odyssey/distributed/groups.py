@@ -192,29 +192,25 @@ def init_process_group(
     mocked = getattr(_base.here, "world", None)
     if name == "mock" and mocked is None:
         raise ConfigError("[dist] backend 'mock' is for threads that comm.mock.run started; use 'auto'")
+    if mocked is not None and name not in ("auto", "mock"):
+        raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
     for what, value in (("world_size", world_size), ("rank", rank)):
         if value is not None:
             check_integer(f"[dist] {what}", value, int(what == "world_size"))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None:
         check_number("[dist] timeout in seconds", seconds, 0, open_low=True)
-    if mocked is not None:
-        if name not in ("auto", "mock"):
-            raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
-        comm = mocked
+    found = launcher.launched() or launcher.rendezvous()
+    alone = world_size == 1 and name in ("auto", "gloo") and (found is None or found.size == 1)
+    given = _rendezvous(name, init_method, world_size, rank)
+    if not alone:
+        _set(state, given)
+    try:
+        comm = mocked or communication.world("local" if alone else name)
         _check(comm, world_size, rank)
-    else:
-        found = launcher.launched() or launcher.rendezvous()
-        alone = world_size == 1 and name in ("auto", "gloo") and (found is None or found.size == 1)
-        given = _rendezvous(name, init_method, world_size, rank)
-        if not alone:
-            _set(state, given)
-        try:
-            comm = communication.world("local" if alone else name)
-            _check(comm, world_size, rank)
-        except BaseException:
-            _unset(state)
-            raise
+    except BaseException:
+        _unset(state)
+        raise
     if seconds is not None:
         _set(state, {"ODYSSEY_TIMEOUT": str(seconds)})
     world = object.__new__(World)

@@ -5,7 +5,6 @@ Times are of this process's clock; where ranks differ, the slowest counts.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,7 +130,7 @@ class PerformanceMonitor:
 
 def _again(make: Callable[[], Any]) -> Iterator[Any]:
     """The items of a loader, again and again."""
-    for _ in itertools.count():
+    while True:
         empty = True
         for item in make():
             empty = False

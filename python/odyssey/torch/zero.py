@@ -59,8 +59,7 @@ class Bucket:
 
     def keep(self, params: np.ndarray, mine: bool) -> None:
         """Takes the values, if they are `mine`; else has places for them, without memory."""
-        self.flat = torch.empty(self.floats)
-        self.flat.copy_(torch.from_numpy(params[self.at : self.at + self.floats]))
+        self.flat = torch.from_numpy(params[self.at : self.at + self.floats]).clone()
         self.views = self.places(self.flat)
         if not mine:
             self.free()
