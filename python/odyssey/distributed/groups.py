@@ -225,7 +225,9 @@ def _rendezvous(backend: str, init_method: str | None, world_size: int | None, r
     if method != "env://":
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         if not method.startswith("tcp://") or not host or not port.isdigit():
-            raise ConfigError(f"[dist] init_method {method!r}; it must be 'tcp://HOST:PORT', as tcp://node1:29500")
+            raise ConfigError(
+                f"[dist] init_method {method!r}; it must be 'env://' or 'tcp://HOST:PORT', as tcp://node1:29500"
+            )
         if backend != "gloo" or world_size is None or rank is None:
             raise ConfigError("[dist] init_method 'tcp://...' goes with backend='gloo', world_size= and rank=")
         given = {"MASTER_ADDR": host, "MASTER_PORT": port}
