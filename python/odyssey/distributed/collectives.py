@@ -153,10 +153,8 @@ def reduce(tensor: Any, dst: int = 0, op: Op = ReduceOp.SUM, group: Group = None
 
 
 def broadcast(tensor: Any, src: int = 0, group: Group = None, async_op: bool = False, *, out: Any = None) -> Any:
-    """The value of world rank `src`, on all ranks: `tensor` is overwritten and returned.
-
-    It has one shape and dtype on all ranks. `out` takes the value instead, and `tensor` is left as it is.
-    """
+    """The value of world rank `src`, on all ranks: `tensor`, of one shape and dtype there, is overwritten and returned;
+    `out` takes the value instead, and `tensor` is left as it is."""
     with calling(group, "broadcast") as comm:
         root = joined(group)._place("broadcast from rank", src)
         if out is None and isinstance(tensor, NUMBERS):
@@ -417,9 +415,8 @@ def isend(tensor: Any, dst: int, group: Group = None, tag: int = 0) -> Work:
 
 
 def recv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Any:
-    """Receives what world rank `src` sent with this tag into a Tensor or array, and returns it.
-
-    Raises CollectiveError if what was sent has another dtype or number of elements."""
+    """Receives what world rank `src` sent with this tag into a Tensor or array, and returns it. Raises CollectiveError:
+    what was sent has another dtype or number of elements."""
     return irecv(tensor, src, group, tag).wait()
 
 

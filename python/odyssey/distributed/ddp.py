@@ -213,10 +213,8 @@ class DistributedDataParallel(Module):
             self._enabled = before
 
     def sync_gradients(self) -> None:
-        """Reduces what passes under no_sync() have left in p.grad; all ranks call it.
-
-        Nothing happens on any rank after a backward pass that has synchronized by itself: all ranks call it then.
-        """
+        """Reduces what passes under no_sync() have left in p.grad; all ranks call it. Nothing happens on any rank after
+        a backward pass that has synchronized by itself."""
         self._pass.flush()
 
     @property
@@ -360,11 +358,8 @@ class _Pass(BackwardWatcher):
         self._complete()
 
     def _take_in(self) -> None:
-        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own.
-
-        All zero: the user has begun anew. What was left there: nothing happened. Else the user has changed it, and it
-        is the sum from here on.
-        """
+        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own. All zero:
+        the user has begun anew. What was left there: nothing happened. Else it was changed: the sum from here on."""
         g = self._grads
         if not g.view(np.uint32).max():
             self._forget()

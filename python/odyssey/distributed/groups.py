@@ -26,10 +26,8 @@ __all__ = [
 
 
 class Backend(str, enum.Enum):
-    """Transports. A string of the same spelling does as well.
-
-    MOCK is for threads that `comm.mock.run` started; NCCL for ranks under an MPI launcher with a GPU each.
-    """
+    """Transports; a string of the same spelling does as well. MOCK is for threads that `comm.mock.run` started, NCCL
+    for ranks under an MPI launcher with a GPU each."""
 
     AUTO = "auto"
     MPI = "mpi"

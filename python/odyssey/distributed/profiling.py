@@ -17,9 +17,8 @@ from ..errors import ConfigError, check_integer
 from ..train.fit import Trainer, batches_of
 from .groups import ProcessGroup, get_rank, is_initialized, joined
 
-# What a rank has to send, at least, for each byte of the result, as a function of the number of ranks n: the time is
-# compared with that and not with the size alone (the "bus bandwidth" of nccl-tests). The size is that of the whole:
-# the reduced array, or all pieces together.
+# What one of n ranks has to send, at least, per byte of the whole (the reduced array, or all pieces together): the time
+# is compared with that (the "bus bandwidth" of nccl-tests).
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -30,10 +29,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 
 class PerformanceMonitor:
-    """Timers by name, of one process.
-
-    Args:
-        show: print a line when a timer ends.
+    """Timers by name, of one process. show: print a line when a timer ends.
 
     Attributes:
         timings: seconds of every time that a timer ran, by name.

@@ -34,10 +34,8 @@ _ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "in
 
 
 class GlooCommunicator(Staged):
-    """A communicator over two Gloo groups: one for headers, one for data. Sums are added in the order of the library.
-
-    Integers that Gloo cannot add (16 bits, and unsigned of 32 and 64) are gathered and added here.
-    """
+    """A communicator over two Gloo groups: one for headers, one for data. Sums are added in the order of the library;
+    integers that Gloo cannot add (16 bits, and unsigned of 32 and 64) are gathered and added here."""
 
     name = "gloo"
 

@@ -234,10 +234,8 @@ def allgather_async(
 def _exchange(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Work:
-    """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts.
-
-    Returns what came, rank by rank; with `splits`, (that, rows from each rank).
-    """
+    """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts. Returns what came, rank by rank;
+    with `splits`, (that, rows from each rank)."""
     with calling(process_set, "alltoall") as comm:
         n, row = len(_tensor(tensor, "alltoall", rows=True)), _digest(tensor.shape[1:])
         if splits is None and n % comm.size:

@@ -14,10 +14,7 @@ from ..errors import ConfigError, DataError
 
 def packed(value: Any, allow_pickle: bool = False) -> Any:
     """A value as such a tree: numbers, texts, None, lists, tuples, dictionaries (keys: texts, integers) and tensors.
-    Arrays share the memory of tensors on the CPU.
-
-    Raises ConfigError: something else is in it, and allow_pickle is False.
-    """
+    Arrays share the memory of tensors on the CPU. Raises ConfigError: it has something else, and no allow_pickle."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
