@@ -18,7 +18,7 @@ ROOT = build.source_root()
 CEILINGS = {
     "core": 31_738,
     "kernels": 12_255,
-    "torch": 3_887,
+    "torch": 3_782,
     "mojo": 1_100,
     "view": 1_253,
     "tune": 408,

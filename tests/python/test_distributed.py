@@ -78,7 +78,7 @@ def test_one_process_is_a_world_of_one(alone):
         ({"backend": dist.Backend.MOCK}, "comm.mock.run"),
         ({"timeout": 0}, "timeout in seconds is 0"),
         ({"init_method": "file:///tmp/x"}, "must be 'env://' or 'tcp://HOST:PORT'"),
-        ({"init_method": "tcp://host"}, "must be 'tcp://HOST:PORT'"),
+        ({"init_method": "tcp://host"}, "must be 'env://' or 'tcp://HOST:PORT', as tcp://node1"),
         ({"init_method": "tcp://host:1"}, "goes with backend='gloo', world_size= and rank="),
     ],
 )

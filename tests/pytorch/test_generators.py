@@ -127,7 +127,7 @@ def test_a_state_of_another_generator_is_refused():
     orders.begin(0)
     saved = orders.state()
     assert set(saved) == {"now/train.sampler.rng", "begun/train.sampler.rng", "epoch"}
-    with pytest.raises(CheckpointError, match=r"the state of the generator train.sampler.rng is not taken"):
+    with pytest.raises(CheckpointError, match=r"the state of train.sampler.rng is not taken"):
         Orders(LOADERS["python"](list(range(40)))).load(saved, "step_00000001")
     Orders(loader).load({}, "an old checkpoint")  # says nothing of generators
 

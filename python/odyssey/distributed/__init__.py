@@ -9,57 +9,18 @@
 Values are odyssey.Tensor, NumPy arrays or Python numbers (and torch tensors on the CPU, where PyTorch is in use). A
 collective overwrites what it is given and returns it, as PyTorch's does; a number comes back as a new one. Nothing is
 on the tape.
-`DistributedDataParallel` (ddp.py) keeps a model's gradients in step.
-
-groups.py: who is in a group; collectives.py: what they send; values.py: how it becomes arrays. A DistributedTrainer
-needs none of it.
+`DistributedDataParallel` (ddp.py) keeps a model's gradients in step. A DistributedTrainer needs none of it.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..base.lazy import attach
 from ..comm import ReduceOp
-from .collectives import (
-    Work,
-    all_gather,
-    all_gather_into_tensor,
-    all_reduce,
-    all_reduce_mean,
-    all_reduce_sum,
-    all_reduce_sum_group,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    calling,
-    gather,
-    irecv,
-    isend,
-    metric_average,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
-from .groups import (
-    Backend,
-    ProcessGroup,
-    World,
-    destroy_process_group,
-    get_backend,
-    get_distributed_info,
-    get_rank,
-    get_world_size,
-    init_process_group,
-    is_available,
-    is_initialized,
-    new_group,
-    no_sync,
-)
+from . import collectives, groups
+from .collectives import *  # noqa: F403
+from .groups import *  # noqa: F403
 from .values import Place, array_of, like, operation
 
 if TYPE_CHECKING:
@@ -69,28 +30,20 @@ if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
     from .profiling import PerformanceMonitor, profile_communication
 
-_HOMES = {
-    "distributed.ddp": "DDP DistributedDataParallel",
-    "distributed.config": "DistributedConfig",
-    "launch": "DistributedLauncher LaunchConfig launch_distributed_training",
-    "data": "DistributedSampler",
-    "distributed.profiling": "PerformanceMonitor profile_communication",
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
+__getattr__, _, _ = attach(
+    __name__,
+    {
+        "distributed.ddp": "DDP DistributedDataParallel",
+        "distributed.config": "DistributedConfig",
+        "launch": "DistributedLauncher LaunchConfig launch_distributed_training",
+        "data": "DistributedSampler",
+        "distributed.profiling": "PerformanceMonitor profile_communication",
+    },
+)
 __all__ = [
-    "Backend", "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler",
-    "LaunchConfig", "PerformanceMonitor", "Place", "ProcessGroup", "ReduceOp", "Work", "World", "all_gather",
-    "all_gather_into_tensor", "all_reduce", "all_reduce_mean", "all_reduce_sum", "all_reduce_sum_group", "all_to_all",
-    "all_to_all_single", "array_of", "barrier", "broadcast", "calling", "destroy_process_group", "gather",
-    "get_backend", "get_distributed_info", "get_rank", "get_world_size", "init_process_group", "irecv", "is_available",
-    "is_initialized", "isend", "launch_distributed_training", "like", "metric_average", "new_group", "no_sync",
-    "operation", "profile_communication", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "send",
+    "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler", "LaunchConfig",
+    "PerformanceMonitor", "Place", "ReduceOp", "array_of", "launch_distributed_training", "like", "operation",
+    "profile_communication",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"odyssey.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ += collectives.__all__
+__all__ += groups.__all__

@@ -24,6 +24,12 @@ from ..errors import CollectiveError, ConfigError, ShapeError, check_number
 from .groups import ProcessGroup, joined
 from .values import NUMBERS, Place, array_of, in_place, like, operation, places, rows, stacked
 
+__all__ = [
+    "Work", "all_gather", "all_gather_into_tensor", "all_reduce", "all_reduce_mean", "all_reduce_sum",
+    "all_reduce_sum_group", "all_to_all", "all_to_all_single", "barrier", "broadcast", "calling", "gather", "irecv",
+    "isend", "metric_average", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+]  # fmt: skip
+
 Group = ProcessGroup | None  # None: the world
 Op = ReduceOp | str
 Sizes = Sequence[int] | None
@@ -121,14 +127,12 @@ def all_reduce_sum(tensor: Any, group: Group = None) -> Any:
     return _combined(tensor, ReduceOp.SUM, group)
 
 
+all_reduce_sum_group = all_reduce_sum  # which some platforms call so where there is a group
+
+
 def all_reduce_mean(tensor: Any, group: Group = None) -> Any:
     """Returns the mean over the ranks as a new value; each rank counts the same, `metric_average` weights them."""
     return _combined(tensor, ReduceOp.MEAN, group)
-
-
-def all_reduce_sum_group(tensor: Any, group: ProcessGroup) -> Any:
-    """Returns the sum over the ranks of a group as a new value."""
-    return _combined(tensor, ReduceOp.SUM, group)
 
 
 def _combined(tensor: Any, op: Op, group: Group) -> Any:
@@ -149,10 +153,8 @@ def reduce(tensor: Any, dst: int = 0, op: Op = ReduceOp.SUM, group: Group = None
 
 
 def broadcast(tensor: Any, src: int = 0, group: Group = None, async_op: bool = False, *, out: Any = None) -> Any:
-    """The value of world rank `src`, on all ranks: `tensor` is overwritten and returned.
-
-    It has one shape and dtype on all ranks. `out` takes the value instead, and `tensor` is left as it is.
-    """
+    """The value of world rank `src`, on all ranks: `tensor`, of one shape and dtype there, is overwritten and returned;
+    `out` takes the value instead, and `tensor` is left as it is."""
     with calling(group, "broadcast") as comm:
         root = joined(group)._place("broadcast from rank", src)
         if out is None and isinstance(tensor, NUMBERS):
@@ -413,9 +415,8 @@ def isend(tensor: Any, dst: int, group: Group = None, tag: int = 0) -> Work:
 
 
 def recv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Any:
-    """Receives what world rank `src` sent with this tag into a Tensor or array, and returns it.
-
-    Raises CollectiveError if what was sent has another dtype or number of elements."""
+    """Receives what world rank `src` sent with this tag into a Tensor or array, and returns it. Raises CollectiveError:
+    what was sent has another dtype or number of elements."""
     return irecv(tensor, src, group, tag).wait()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import loggers
 from ..base import registry
-from ..comm import BACKENDS
+from ..comm import BACKENDS, world
 from ..errors import ConfigError, check_integer
 from ..nn import Module
 from ..settings.declarations import Settings, Training, declared, did_you_mean
@@ -165,7 +165,6 @@ class DistributedConfig:
                 raise ConfigError(f"[config] the model is a {type(model).__name__}; give an odyssey.nn.Module")
             make = registry.load("trainers", self.backend or next(iter(_TRAINERS)))
             return make(model, optimizer=optimizer, **{**self.given, **more})
-        from ..comm import world
         from ..train.trainer import DistributedTrainer
 
         comm = more.get("comm") or world(more.get("backend", self.communication_backend))

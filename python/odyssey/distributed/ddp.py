@@ -18,6 +18,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,6 @@ class DistributedDataParallel(Module):
             raise ConfigError(f"[ddp] {said}")
 
     def forward(self, *args: Any) -> Any:
-        """The model's forward pass."""
         if self._replaced:
             raise ConfigError("[ddp] this model was wrapped again; use the newer DistributedDataParallel")
         if current().shard:
@@ -213,10 +213,8 @@ class DistributedDataParallel(Module):
             self._enabled = before
 
     def sync_gradients(self) -> None:
-        """Reduces what passes under no_sync() have left in p.grad; all ranks call it.
-
-        Nothing happens on any rank after a backward pass that has synchronized by itself: all ranks call it then.
-        """
+        """Reduces what passes under no_sync() have left in p.grad; all ranks call it. Nothing happens on any rank after
+        a backward pass that has synchronized by itself."""
         self._pass.flush()
 
     @property
@@ -302,7 +300,6 @@ class _Pass(BackwardWatcher):
         self._mean: np.ndarray | None = None  # gradients that are reduced already and were not set to zero
         self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero
         self._reduced = False  # whether that was after a reduction
-        self._named = False
         self._syncing = False  # in this pass
         self._weight: float | None = None  # of this pass; None: it does not matter to this object
         self._reached: set[int] = set()  # parameters
@@ -361,11 +358,8 @@ class _Pass(BackwardWatcher):
         self._complete()
 
     def _take_in(self) -> None:
-        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own.
-
-        All zero: the user has begun anew. What was left there: nothing happened. Else the user has changed it, and it
-        is the sum from here on.
-        """
+        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own. All zero:
+        the user has begun anew. What was left there: nothing happened. Else it was changed: the sum from here on."""
         g = self._grads
         if not g.view(np.uint32).max():
             self._forget()
@@ -426,8 +420,7 @@ class _Pass(BackwardWatcher):
             g += mean
         self._reduced = True
         ddp.reductions += 1
-        if not self._named:
-            self._named = True
+        if ddp.reductions == 1:
             self._name_unused(ddp)
 
     def _name_unused(self, ddp: DistributedDataParallel) -> None:
@@ -493,27 +486,22 @@ class _Sync:
             yield lo, hi, r.finish(), max(divisor, 1)
 
 
-def _setting(name: str) -> Any:
-    def give(self: Builder, value: Any) -> Builder:
-        self._settings[name] = value
-        return self
-
-    give.__doc__ = f"Gives `{name}`; see DistributedDataParallel."
-    return give
-
-
 class Builder:
-    """Collects the settings of a DistributedDataParallel; `build()` makes it."""
-
-    world = _setting("process_group")
-    bucket_size_mb = _setting("bucket_size_mb")
-    broadcast_buffers = _setting("broadcast_buffers")
-    find_unused_parameters = _setting("find_unused_parameters")
-    average = _setting("average")
+    """Collects arguments of a DistributedDataParallel, each by a method of its name; `build()` makes it."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
         self._settings: dict[str, Any] = {}
+
+    def _give(self, name: str, value: Any) -> Builder:
+        self._settings[name] = value
+        return self
+
+    world = partialmethod(_give, "process_group")
+    bucket_size_mb = partialmethod(_give, "bucket_size_mb")
+    broadcast_buffers = partialmethod(_give, "broadcast_buffers")
+    find_unused_parameters = partialmethod(_give, "find_unused_parameters")
+    average = partialmethod(_give, "average")
 
     def build(self) -> DistributedDataParallel:
         """The wrapped model; all ranks build."""

@@ -19,12 +19,15 @@ from ..comm import base as _base
 from ..comm.requests import deadline
 from ..errors import ConfigError, check_integer, check_number
 
+__all__ = [
+    "Backend", "ProcessGroup", "World", "destroy_process_group", "get_backend", "get_distributed_info", "get_rank",
+    "get_world_size", "init_process_group", "is_available", "is_initialized", "new_group", "no_sync",
+]  # fmt: skip
+
 
 class Backend(str, enum.Enum):
-    """Transports. A string of the same spelling does as well.
-
-    MOCK is for threads that `comm.mock.run` started; NCCL for ranks under an MPI launcher with a GPU each.
-    """
+    """Transports; a string of the same spelling does as well. MOCK is for threads that `comm.mock.run` started, NCCL
+    for ranks under an MPI launcher with a GPU each."""
 
     AUTO = "auto"
     MPI = "mpi"
@@ -187,28 +190,25 @@ def init_process_group(
     mocked = getattr(_base.here, "world", None)
     if name == "mock" and mocked is None:
         raise ConfigError("[dist] backend 'mock' is for threads that comm.mock.run started; use 'auto'")
+    if mocked is not None and name not in ("auto", "mock"):
+        raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
     for what, value in (("world_size", world_size), ("rank", rank)):
         if value is not None:
             check_integer(f"[dist] {what}", value, int(what == "world_size"))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None:
         check_number("[dist] timeout in seconds", seconds, 0, open_low=True)
-    if mocked is not None:
-        if name not in ("auto", "mock"):
-            raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
-        comm = mocked
+    found = launcher.launched() or launcher.rendezvous()
+    alone = world_size == 1 and name in ("auto", "gloo") and (found is None or found.size == 1)
+    given = _rendezvous(name, init_method, world_size, rank)
+    if not alone:
+        _set(state, given)
+    try:
+        comm = mocked or communication.world("local" if alone else name)
         _check(comm, world_size, rank)
-    else:
-        alone = world_size == 1 and name in ("auto", "gloo") and _expected() in (None, 1)
-        given = _rendezvous(name, init_method, world_size, rank)
-        if not alone:
-            _set(state, given)
-        try:
-            comm = communication.world("local" if alone else name)
-            _check(comm, world_size, rank)
-        except BaseException:
-            _unset(state)
-            raise
+    except BaseException:
+        _unset(state)
+        raise
     if seconds is not None:
         _set(state, {"ODYSSEY_TIMEOUT": str(seconds)})
     world = object.__new__(World)
@@ -217,22 +217,15 @@ def init_process_group(
     return world
 
 
-def _expected() -> int | None:
-    """The number of processes that the environment speaks of, if it does."""
-    found = launcher.launched() or launcher.rendezvous()
-    return None if found is None else found.size
-
-
 def _rendezvous(backend: str, init_method: str | None, world_size: int | None, rank: int | None) -> dict[str, str]:
     """The variables of env:// that the arguments of init_process_group() stand for, for Gloo."""
-    method = init_method or "env://"
-    if method != "env://" and not method.startswith("tcp://"):
-        raise ConfigError(f"[dist] init_method {method!r}; it must be 'env://' or 'tcp://HOST:PORT'")
-    given: dict[str, Any] = {}
-    if method.startswith("tcp://"):
-        host, _, port = method[6:].rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"[dist] init_method {method!r}; it must be 'tcp://HOST:PORT', as tcp://node1:29500")
+    method, given = init_method or "env://", dict[str, Any]()
+    if method != "env://":
+        host, _, port = method.removeprefix("tcp://").rpartition(":")
+        if not method.startswith("tcp://") or not host or not port.isdigit():
+            raise ConfigError(
+                f"[dist] init_method {method!r}; it must be 'env://' or 'tcp://HOST:PORT', as tcp://node1:29500"
+            )
         if backend != "gloo" or world_size is None or rank is None:
             raise ConfigError("[dist] init_method 'tcp://...' goes with backend='gloo', world_size= and rank=")
         given = {"MASTER_ADDR": host, "MASTER_PORT": port}
@@ -344,15 +337,14 @@ def get_distributed_info() -> dict[str, Any]:
     Keys: available, initialized, world_size, rank, local_rank and local_world_size (those on this machine), backend,
     why (one line: why this backend), timeout in seconds, launcher (who started the processes, or None).
     """
-    world = state_here().world
-    comm = None if world is None else world.comm
+    comm = getattr(state_here().world, "comm", None)
     found = launcher.launched() or launcher.rendezvous()
     return {
         "available": is_available(),
         "initialized": comm is not None,
         "world_size": comm and comm.size,
-        "rank": None if comm is None else comm.rank,
-        "local_rank": None if comm is None else comm.local_rank,
+        "rank": comm and comm.rank,
+        "local_rank": comm and comm.local_rank,
         "local_world_size": comm and comm.local_size,
         "backend": comm and comm.name,
         "why": comm and comm.why,

@@ -5,7 +5,6 @@ Times are of this process's clock; where ranks differ, the slowest counts.
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +17,8 @@ from ..errors import ConfigError, check_integer
 from ..train.fit import Trainer, batches_of
 from .groups import ProcessGroup, get_rank, is_initialized, joined
 
-# What a rank has to send, at least, for each byte of the result, as a function of the number of ranks n: the time is
-# compared with that and not with the size alone (the "bus bandwidth" of nccl-tests). The size is that of the whole:
-# the reduced array, or all pieces together.
+# What one of n ranks has to send, at least, per byte of the whole (the reduced array, or all pieces together): the time
+# is compared with that (the "bus bandwidth" of nccl-tests).
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -31,10 +29,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 
 class PerformanceMonitor:
-    """Timers by name, of one process.
-
-    Args:
-        show: print a line when a timer ends.
+    """Timers by name, of one process. show: print a line when a timer ends.
 
     Attributes:
         timings: seconds of every time that a timer ran, by name.
@@ -131,7 +126,7 @@ class PerformanceMonitor:
 
 def _again(make: Callable[[], Any]) -> Iterator[Any]:
     """The items of a loader, again and again."""
-    for _ in itertools.count():
+    while True:
         empty = True
         for item in make():
             empty = False
@@ -200,18 +195,15 @@ def profile_communication(
 def _prepared(comm: Any, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
     """(floats of the whole, a call of the operation)."""
     each = -(-size // comm.size)
-    if operation in ("all_reduce", "broadcast"):
-        a = np.ones(size, np.float32)
-        b = np.empty_like(a)
-        return size, (lambda: comm.all_reduce(a, out=b)) if operation == "all_reduce" else (lambda: comm.broadcast(a))
-    piece, whole = np.ones(each, np.float32), np.ones((comm.size, each), np.float32)
-    if operation == "all_gather":
-        return whole.size, lambda: comm.all_gather(piece, out=whole)
-    if operation == "all_to_all":
-        other = np.empty_like(whole)
-        return whole.size, lambda: comm.all_to_all(whole, out=other)
-    flat = whole.reshape(-1)
-    return whole.size, lambda: comm.reduce_scatter(flat, out=piece)
+    flat, whole, other = np.ones(size, np.float32), *np.ones((2, comm.size, each), np.float32)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(flat, out=other.reshape(-1)[:size]),
+        "broadcast": lambda: comm.broadcast(flat),
+        "all_gather": lambda: comm.all_gather(whole[0], out=other),
+        "all_to_all": lambda: comm.all_to_all(whole, out=other),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole.reshape(-1), out=other[0]),
+    }
+    return size if operation in ("all_reduce", "broadcast") else whole.size, calls[operation]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

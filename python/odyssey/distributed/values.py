@@ -35,11 +35,9 @@ def _numbers(torch: Any) -> frozenset[Any]:
 
 
 def array_of(value: Any, what: str = "array") -> np.ndarray:
-    """Returns a value as an array: its memory, where it has some.
-
-    PyTorch's are copied if they are on a GPU or not contiguous. A dtype that communicators do not know, bool among
-    them, becomes its bytes, along one axis more. Raises ShapeError, which names the call `what`: it is no value.
-    """
+    """Returns a value as an array: its memory, where it has some; PyTorch's are copied if they are on a GPU or not
+    contiguous. A dtype that communicators do not know, bool among them, becomes its bytes, along one axis more. Raises
+    ShapeError, which names the call `what`: it is no value."""
     if isinstance(value, Tensor):
         return value.numpy()
     if isinstance(value, (np.ndarray, np.generic)):
@@ -88,9 +86,7 @@ def like(value: Any, array: np.ndarray | None) -> Any:
 
 def operation(op: ReduceOp | str, value: Any, what: str) -> ReduceOp | str:
     """Returns what a communicator is asked for: PyTorch's booleans are combined by or (sum, max) and and (prod, min).
-
-    Raises ConfigError: PyTorch's dtype cannot be combined so.
-    """
+    Raises ConfigError: PyTorch's dtype cannot be combined so."""
     torch = None if isinstance(value, np.ndarray) else _torch(value)
     if torch is None or (value.dtype in _numbers(torch) and (isinstance(op, ReduceOp) or op in _NAMES)):
         return op
@@ -104,12 +100,9 @@ def operation(op: ReduceOp | str, value: Any, what: str) -> ReduceOp | str:
 
 
 class Place:
-    """Where a result goes: a tensor or array of the caller, of any strides and layout, of this shape and dtype.
+    """Where a result goes: a tensor or array of the caller, of any strides and layout, of this shape and dtype. array:
+    its values, _shared: in its own memory. memory: for the transport, contiguous; the same where that is."""
 
-    array: its values. memory: contiguous memory for the transport, which is its own where that is contiguous.
-    """
-
-    # _shared: `array` is the value's own memory
     __slots__ = ("value", "array", "memory", "_shared")
 
     def __init__(self, value: Any, what: str, shape: Sequence[int] | None = None, dtype: Any = None) -> None:
@@ -124,9 +117,7 @@ class Place:
             )
         flags = self.array.flags
         if not flags.writeable:
-            raise ShapeError(
-                f"[dist] {what} overwrites the array that it is given, and this one is read-only; give array.copy()"
-            )
+            raise ShapeError(f"[dist] {what} overwrites its array, and this one is read-only; give array.copy()")
         if shape is not None and (self.array.shape != tuple(shape) or self.array.dtype != dtype):
             raise ShapeError(
                 f"[dist] {what}: the result is {dtype} {tuple(shape)}, but it is to go into {self.array.dtype} "

@@ -6,9 +6,9 @@ docs/data-flow.md says what each file is. Names are loaded when they are first u
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..base import attach
 from ..errors import ConfigError
 
 try:
@@ -23,22 +23,17 @@ if TYPE_CHECKING:
     from .trainer import DistributedTrainer
     from .weights import load_torch, to_torch
 
-_HOMES = {
-    "data": "DataLoader",
-    "ddp": "DistributedDataParallel",
-    "trainer": "DistributedTrainer",
-    "foreign_trainers": "HorovodTrainer PyTorchDDPTrainer",
-    "weights": "load_torch to_torch",
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-
+__getattr__, _, _ = attach(
+    __name__,
+    {
+        "torch.data": "DataLoader",
+        "torch.ddp": "DistributedDataParallel",
+        "torch.trainer": "DistributedTrainer",
+        "torch.foreign_trainers": "HorovodTrainer PyTorchDDPTrainer",
+        "torch.weights": "load_torch to_torch",
+    },
+)
 __all__ = [
     "DataLoader", "DistributedDataParallel", "DistributedTrainer", "HorovodTrainer", "PyTorchDDPTrainer", "c10d",
     "load_torch", "to_torch",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

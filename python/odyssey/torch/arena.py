@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -59,13 +58,12 @@ class ModuleArena:
         self.arrange(trained)
 
         of_norms = _of_norms(module)
-        buffers = [(n, b) for n, b in module.named_buffers() if b is not None]
+        buffers = self.buffers
         self.statistics = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
         self.counters = [(n, b) for n, b in buffers if n in of_norms and not b.is_floating_point()]
         self.others = [(n, b) for n, b in buffers if n not in of_norms]
         places, self.floats = aligned_sizes([b for _, b in self.statistics])
         self.running, self.kept = (native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2))
-        self.running[:] = 0
         for (_, b), at in zip(self.statistics, places, strict=True):
             own = view(self.running, at, b.contiguous())
             own.copy_(b)
@@ -77,12 +75,13 @@ class ModuleArena:
         named = list(self.module.named_parameters())
         self.named = sorted(named, key=lambda pair: pair[0] not in trained)
         self.trained = sum(name in trained for name, _ in named)
-        _make_dense(self.named)
         tensors = [p for _, p in self.named]
+        for p in tensors:
+            if not torch.ops.aten.is_non_overlapping_and_dense(p):  # elements side by side, each at its own place
+                p.data = p.data.contiguous()
         self.at, self.extent = aligned_sizes(tensors)
         self.size = self.end(self.trained)
         self.params = native.aligned(self.extent)
-        self.params[:] = 0
         for p, at in zip(tensors, self.at, strict=True):
             own = view(self.params, at, p)
             own.copy_(p.data)
@@ -99,10 +98,9 @@ class ModuleArena:
 
     def hold(self, run: range) -> None:
         """Has memory for the gradients of these trained parameters."""
-        self.held, lo = run, self.end(run.start)
-        self.grads = native.aligned(self.end(run.stop) - lo)
-        self.grads[:] = 0
-        self.gradients = [view(self.grads, self.at[i] - lo, self.named[i][1]) for i in run]
+        self.held = run
+        self.grads = native.aligned(self.end(run.stop) - self.end(run.start))
+        self.gradients = self.views(self.grads)
 
     def shares(self, first: int, stop: int, ranks: int) -> list[range]:
         """Parameters `first` to `stop` - 1 cut into runs of about as many floats, one for each rank."""
@@ -124,9 +122,9 @@ class ModuleArena:
             )
 
     def views(self, flat: np.ndarray) -> list[torch.Tensor]:
-        """The places of the trained parameters in an array of the layout of gradients."""
-        own = zip(self.named[: self.trained], self.at, strict=False)
-        return [view(flat, at, p) for (_, p), at in own]
+        """The places of gradients in an array of their layout."""
+        lo = self.end(self.held.start)
+        return [view(flat, self.at[i] - lo, self.named[i][1]) for i in self.held]
 
     def send(self, comm: Communicator) -> None:
         """Gives all ranks the values of rank 0; a collective call."""
@@ -142,7 +140,7 @@ class ModuleArena:
     @property
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """All buffers by name, as they are now."""
-        return [(n, b) for n, b in self.module.named_buffers() if b is not None]
+        return list(self.module.named_buffers())
 
 
 def _refuse(module: nn.Module) -> None:
@@ -171,18 +169,8 @@ def _refuse(module: nn.Module) -> None:
             )
 
 
-def _make_dense(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Parameters whose elements do not lie side by side, each at its own place, become contiguous."""
-    for _, p in named:
-        if not torch.ops.aten.is_non_overlapping_and_dense(p):
-            p.data = p.data.contiguous()
-
-
 def _of_norms(module: nn.Module) -> set[str]:
     """The names of buffers that a normalisation keeps of its inputs: their rule is known."""
-    kinds: tuple[Any, ...] = (nn.modules.batchnorm._NormBase,)
-    found = set()
-    for name, part in module.named_modules():
-        if isinstance(part, kinds):
-            found.update(f"{name}.{b}" if name else b for b in ("running_mean", "running_var", "num_batches_tracked"))
-    return found
+    norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    kept = ("running_mean", "running_var", "num_batches_tracked")
+    return {f"{name}.{buffer}" if name else buffer for name in norms for buffer in kept}

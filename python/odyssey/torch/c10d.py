@@ -32,7 +32,6 @@ from ..train import spread
 from .gloo import meet
 from .pending import Pending, PendingCalls, failed, within
 
-_OPERATIONS = [(getattr(dist.ReduceOp, name), name) for name in dist.ReduceOp.RedOpType.__members__]
 _OURS = dict(ReduceOp.__members__)
 _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 
@@ -40,13 +39,10 @@ _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor
 def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str | np.ufunc:
     """The operation of torch's options of a call, a bitwise one as NumPy's; without them, the sum. Raises ConfigError:
     odyssey has none such (PREMUL_SUM), or the dtype cannot be combined."""
-    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for known, name in _OPERATIONS:
-        if op == known:
-            if name in _BITWISE and not (tensor.is_floating_point() or tensor.is_complex()):
-                return _BITWISE[name]
-            return distributed.operation(_OURS.get(name, name), tensor, "backend odyssey")
-    return distributed.operation(op, tensor, "backend odyssey")
+    name = "SUM" if opts is None else opts.reduceOp.op.name
+    if name in _BITWISE and not (tensor.is_floating_point() or tensor.is_complex()):
+        return _BITWISE[name]
+    return distributed.operation(_OURS.get(name, name), tensor, "backend odyssey")
 
 
 class _Message(Pending):
@@ -184,7 +180,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
         return self._run(work, outputs, opts)
 
-    def _rows(self, a: np.ndarray, op: Any) -> np.ndarray:
+    def _bitwise(self, a: np.ndarray, op: np.ufunc) -> np.ndarray:
         """A bitwise operation on the arrays of all ranks."""
         return op.reduce(self.comm.all_gather(a), axis=0)
 
@@ -193,7 +189,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
             return self._run(lambda: [self._add_sparse(t, opts) for t in tensors], tensors, opts)
         op = operation(opts, tensors[0])
         if isinstance(op, np.ufunc):
-            return self._into(tensors, opts, lambda a: np.copyto(a, self._rows(a, op)))
+            return self._into(tensors, opts, lambda a: np.copyto(a, self._bitwise(a, op)))
         return self._into(tensors, opts, lambda a: self.comm.all_reduce(a, op, a))
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any) -> None:
@@ -212,7 +208,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
         op, root, me = operation(opts, tensors[0]), opts.rootRank, self.comm.rank
         if isinstance(op, np.ufunc):
-            return self._into(tensors, opts, lambda a: np.copyto(a, self._rows(a, op), where=me == root))
+            return self._into(tensors, opts, lambda a: np.copyto(a, self._bitwise(a, op), where=me == root))
         return self._into(tensors, opts, lambda a: self.comm.reduce(a, op, root, a if me == root else None))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -223,7 +219,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         op, a = operation(opts, tensor), distributed.array_of(tensor).reshape(-1)
         if isinstance(op, np.ufunc):
             size, me = self.comm.size, self.comm.rank
-            return self._into([output], opts, lambda t: np.copyto(t, self._rows(a, op).reshape(size, *t.shape)[me]))
+            return self._into([output], opts, lambda t: np.copyto(t, self._bitwise(a, op).reshape(size, *t.shape)[me]))
         return self._into([output], opts, lambda out: self.comm.reduce_scatter(a, op, out.reshape(-1)))
 
     def all_to_all_single(

@@ -21,7 +21,6 @@ from ..errors import CheckpointError, ConfigError
 from ..nn import settings
 from ..train import agreement
 
-KINDS = ("submodule", "parameter")
 COUNTS = 3  # times that a number rises by as much as the time before, which a length or a loss does not
 SMALL = 64  # values of a list or dict that is looked into
 LONGEST = 1 << 20  # bytes of the names of attributes that forward() sets
@@ -43,18 +42,16 @@ class ModuleSettings:
         self.strict = strict
         self.by_forward: set[str] = set()
         self._structures = self._structure()
-        owners = [(f"{root}.{path}." if path else f"{root}.", m) for root, path, m in self._owners()]
-        self._owned = [(at, vars(m)) for at, m in owners]
+        self._owned = [
+            (f"{root}.{path}." if path else f"{root}.", vars(module))
+            for root, top in self.roots.items()
+            for path, module in top.named_modules()
+        ]
         holders = [own for _, own in self._owned if "_modules" in own]
         self._held = [(own[kind], dict(own[kind])) for own in holders for kind in ("_modules", "_parameters")]
         #: of numbers that forward() sets: the last one, by how much it rose, and how often by as much
         self._last: dict[str, tuple[float, float, int]] = {}
         self.remember()
-
-    def _owners(self) -> Iterator[tuple[str, str, nn.Module]]:
-        for root, top in self.roots.items():
-            for path, module in top.named_modules():
-                yield root, path, module
 
     def remember(self) -> None:
         """Takes what all is set to now as what the training was built with."""
@@ -76,8 +73,7 @@ class ModuleSettings:
         return settings.changed(self.values(), self._built)
 
     def restore(self, saved: Mapping[str, Any], name: str) -> None:
-        """Sets all to what `changed` gave, the others to what they were built with. Raises CheckpointError: there is no
-        such module or attribute."""
+        """Sets all to what `changed` gave, the others to what was built. Raises CheckpointError: one is not there."""
         try:
             wanted = {**self._built, **{key: settings.decoded(v) for key, v in saved.items()}}
             for root, top in self.roots.items():
@@ -102,7 +98,7 @@ class ModuleSettings:
         """Raises ConfigError: the module has other parameters or submodules than when the trainer was made."""
         if all(_same(now, before) for now, before in self._held):
             return
-        for what, before, now in zip(KINDS, self._structures, self._structure(), strict=True):
+        for what, before, now in zip(("submodule", "parameter"), self._structures, self._structure(), strict=True):
             for name in {**before, **now}:
                 if now.get(name) is not before.get(name):
                     does = "is new" if name not in before else "is gone" if name not in now else "is another one"

@@ -96,7 +96,6 @@ class DistributedDataParallel(torch.nn.Module):
         return self._shards.shard_size
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own."""
         return self.module(*inputs, **named)
 
     def state_dict(self, *arguments: Any, **named: Any) -> Any:
@@ -164,9 +163,8 @@ class DistributedDataParallel(torch.nn.Module):
         made = self._shards
         if isinstance(batch, Batch) and isinstance(own := batch.dataset, Shared):
             if made.shard_size not in (None, own.shard_size):
-                raise ConfigError(
-                    f"[torch] shard_size is {made.shard_size}, the DataLoader's {own.shard_size}; give both the same"
-                )
+                sizes = f"{made.shard_size}, the DataLoader's {own.shard_size}"
+                raise ConfigError(f"[torch] shard_size is {sizes}; give both the same")
             made.shard_size = own.shard_size
             return len(own), own.shard
         batch = pytree.tree_map(lambda t: tree_of(t) if isinstance(t, Mapping) else t, batch)
@@ -175,9 +173,7 @@ class DistributedDataParallel(torch.nn.Module):
         strange = next((t for t in leaves if not isinstance(t, _LEAVES)), None)
         if strange is not None:
             name = type(strange).__name__
-            raise ConfigError(
-                f"[torch] shards() of a batch with a {name}, which is not cut; give tensors (samples, ...)"
-            )
+            raise ConfigError(f"[torch] shards() of a batch with a {name}, which is not cut; give tensors (n, ...)")
         if not tensors or not len(tensors[0]):
             raise ConfigError("[torch] shards() of a batch without samples; give tensors (samples, ...)")
         samples = len(tensors[0])

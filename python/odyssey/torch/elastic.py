@@ -24,7 +24,7 @@ from . import horovod, objects
 
 
 class ObjectState:
-    """Values by name, as attributes: `state.epoch`. All of JSON's types and tensors."""
+    """Values by name, as attributes: `state.epoch`. All of JSON's types, tensors, and what has a state_dict()."""
 
     def __init__(self, **values: Any) -> None:
         self._names = list(values)
@@ -42,10 +42,15 @@ class ObjectState:
             callback()
 
     def _take(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
+        own = {name: getattr(self, name) for name in self._names}
+        return {k: dict(v.state_dict()) if hasattr(v, "load_state_dict") else v for k, v in own.items()}
 
     def _give(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+        for name, value in values.items():
+            if hasattr(own := getattr(self, name), "load_state_dict"):
+                own.load_state_dict(value)
+            else:
+                setattr(self, name, value)
 
     def save(self) -> None:
         """Keeps the state in memory."""
@@ -96,17 +101,7 @@ class TorchState(ObjectState):
     """A state with a module and an optimizer as well."""
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
-        super().__init__(**values)
-        self._parts = {k: v for k, v in (("model", model), ("optimizer", optimizer)) if v is not None}
-        self.model, self.optimizer = model, optimizer
-
-    def _take(self) -> dict[str, Any]:
-        return {"values": super()._take(), **{name: dict(part.state_dict()) for name, part in self._parts.items()}}
-
-    def _give(self, values: dict[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(values[name])
-        super()._give(values["values"])
+        super().__init__(model=model, optimizer=optimizer, **values)
 
 
 State = ObjectState

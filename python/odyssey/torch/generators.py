@@ -103,8 +103,7 @@ class Orders:
         return found
 
     def load(self, saved: States, name: str) -> None:
-        """Takes back what state() gave; a checkpoint without states leaves the generators as they are. Raises
-        CheckpointError: they are of other generators."""
+        """Takes back what state() gave, if it gave any. Raises CheckpointError: it is of other generators."""
         if not saved:
             return
         saved = {key: np.asarray(state) for key, state in saved.items()}  # those of a file are read when asked for
@@ -115,6 +114,4 @@ class Orders:
                     set_state(generator, saved[f"now/{at}"])
             self._begun = (int(saved["epoch"][0]), begun) if begun.keys() == self._own.keys() and begun else None
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as problem:
-            raise CheckpointError(
-                f"[resume] {name}: the state of the generator {at} is not taken: {problem}"
-            ) from problem
+            raise CheckpointError(f"[resume] {name}: the state of {at} is not taken: {problem}") from problem

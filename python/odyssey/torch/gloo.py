@@ -20,52 +20,22 @@ from typing import Any
 import numpy as np
 
 from ..base import launcher, machine
-from ..comm import (
-    CODES,
-    Call,
-    Communicator,
-    Header,
-    Message,
-    Met,
-    ReduceOp,
-    Run,
-    Staged,
-    adopt,
-    check_envelope,
-    cores,
-    deadline,
-    envelope_bytes,
-    header_bytes,
-    pack,
-    pack_envelope,
-    tree_reduce,
-    unpack,
-    unpack_envelope,
-)
+from ..comm import Communicator, Message, Met, ReduceOp, Staged, adopt, calls, cores, deadline
 from ..errors import CollectiveError, ConfigError
 
 try:
     import torch
     import torch.distributed as dist
 except ImportError as e:
-    raise ConfigError(
-        f"[comm] backend gloo needs PyTorch ({e}); pip install 'odyssey[torch]', or use backend mpi"
-    ) from e
+    raise ConfigError(f"[comm] backend gloo needs PyTorch ({e}); pip install 'odyssey[torch]', or use mpi") from e
 
-_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.PROD: dist.ReduceOp.PRODUCT,
-}
+_OPS = {ReduceOp[name]: getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT")}
 _ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")}  # what Gloo can add
 
 
 class GlooCommunicator(Staged):
-    """A communicator over two Gloo groups: one for headers, one for data. Sums are added in the order of the library.
-
-    Integers that Gloo cannot add (16 bits, and unsigned of 32 and 64) are gathered and added here.
-    """
+    """A communicator over two Gloo groups: one for headers, one for data. Sums are added in the order of the library;
+    integers that Gloo cannot add (16 bits, and unsigned of 32 and 64) are gathered and added here."""
 
     name = "gloo"
 
@@ -80,7 +50,9 @@ class GlooCommunicator(Staged):
         self._lines: dict[tuple[str, int | None, int], ThreadPoolExecutor] = {}
         self._noted: set[int] = set()
         if of is None:
-            self._nodes = self._machines()
+            found = np.zeros((self.size, 1), np.int64)
+            self._head.allgather([list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]).wait()
+            self._nodes = found.reshape(-1).tolist()
             self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
             self._crowded = self._nodes.count(self._nodes[me]) > cores.cores()
             self._world_size = self.size
@@ -98,26 +70,20 @@ class GlooCommunicator(Staged):
         except RuntimeError as e:
             raise _lost(e) from None
 
-    def _machines(self) -> list[int]:
-        """That of each rank."""
-        found = np.zeros((self.size, 1), np.int64)
-        self._head.allgather([list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]).wait()
-        return found.reshape(-1).tolist()
-
     # --- headers ---
 
-    def _send_header(self, header: Header) -> tuple:
-        mine = np.zeros(header_bytes(self.size), np.uint8)
-        pack(header, mine)
+    def _send_header(self, header: calls.Header) -> tuple:
+        mine = np.zeros(calls.header_bytes(self.size), np.uint8)
+        calls.pack(header, mine)
         heads = np.zeros((self.size, len(mine)), np.uint8)
         work = self._head.allgather([list(torch.from_numpy(heads))], [torch.from_numpy(mine)])
         return work, heads, mine, header.sequence
 
-    def _headers(self, handle: tuple, mine: Header) -> Met | None:
+    def _headers(self, handle: tuple, mine: calls.Header) -> Met | None:
         work, heads, *_ = handle
         if not _done(work):
             return None
-        headers = unpack(heads, mine)
+        headers = calls.unpack(heads, mine)
         return Met(headers, headers[max(mine.root, 0)].tail, all(header.blocking for header in headers))
 
     def _missing(self, handle: tuple) -> list[int]:
@@ -134,11 +100,11 @@ class GlooCommunicator(Staged):
 
     # --- data ---
 
-    def _post(self, call: Call, blocking: bool) -> Callable[[], bool]:
+    def _post(self, call: calls.Call, blocking: bool) -> Callable[[], bool]:
         kind, send, out, n, group = call.kind, call.send, call.out, self.size, self._data
         bulk = send if send is not None else out
         if kind in ("barrier", "group") or (not bulk.size and kind != "all_to_all_v"):
-            return _now
+            return lambda: True
         if call.op is not None:
             return self._combine(call)
         if kind == "broadcast":
@@ -157,7 +123,7 @@ class GlooCommunicator(Staged):
 
         return _when(group.alltoall_base(_bytes(taken), _bytes(given), *sizes), given, then=place)
 
-    def _combine(self, call: Call) -> Callable[[], bool]:
+    def _combine(self, call: calls.Call) -> Callable[[], bool]:
         """Sums and the like, into an array of its own first; what Gloo cannot add is gathered and added here."""
         kind, send, out, group = call.kind, call.send, call.out, self._data
         every = send.copy()
@@ -173,7 +139,7 @@ class GlooCommunicator(Staged):
 
         def put() -> None:
             if out is not None:
-                total = every if send.dtype in _ADDED else tree_reduce(list(every), call.op)
+                total = every if send.dtype in _ADDED else calls.tree_reduce(list(every), call.op)
                 part = total.reshape(self.size, -1)[self.rank] if kind == "reduce_scatter" else total
                 out.reshape(-1)[...] = part.reshape(-1)
 
@@ -190,9 +156,9 @@ class GlooCommunicator(Staged):
             line = self._lines[way, peer, tag] = ThreadPoolExecutor(1, f"odyssey {way} {peer} {tag}")
         return line.submit(work)
 
-    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> _Message:
+    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: calls.Header) -> _Message:
         def work() -> None:
-            paper = torch.from_numpy(pack_envelope(envelope))
+            paper = torch.from_numpy(calls.pack_envelope(envelope))
             self._data.send([paper], dest, 2 * tag + 1).wait()
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
@@ -201,18 +167,18 @@ class GlooCommunicator(Staged):
         message.future = self._in_line("send", dest, tag, work)
         return message
 
-    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> _Message:
+    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: calls.Header) -> _Message:
         def work() -> np.ndarray:
-            paper = np.zeros(envelope_bytes(), np.uint8)
+            paper = np.zeros(calls.envelope_bytes(), np.uint8)
             get, given = self._data.recv_anysource, (2 * tag + 1,)
             if source is not None:
                 get, given = self._data.recv, (source, *given)
             found = get([torch.from_numpy(paper)], *given)
             found.wait()
             message.source = peer = found._source_rank() if source is None else source
-            sent, text = unpack_envelope(paper)
-            wrong = check_envelope(sent, text, out, envelope, self.ranks[peer], self.ranks[self.rank])
-            target = np.empty(sent[1], list(CODES)[sent[0]]) if wrong else out
+            sent, text = calls.unpack_envelope(paper)
+            wrong = calls.check_envelope(sent, text, out, envelope, self.ranks[peer], self.ranks[self.rank])
+            target = np.empty(sent[1], list(calls.CODES)[sent[0]]) if wrong else out
             if target.size:
                 self._data.recv([_bytes(target)], peer, 2 * tag).wait()
             if wrong:
@@ -258,7 +224,7 @@ class _Message(Message):
         return self._complete
 
 
-def _in_line(array: np.ndarray, pieces: Sequence[Run]) -> np.ndarray:
+def _in_line(array: np.ndarray, pieces: Sequence[calls.Run]) -> np.ndarray:
     """The pieces of the flat array one after the other: a view where they lie so, else a copy."""
     flat, pieces = array.reshape(-1), [(a, b) for a, b in pieces if a < b] or [(0, 0)]
     if all(a[1] == b[0] for a, b in itertools.pairwise(pieces)):
@@ -291,10 +257,6 @@ def _done(work: Any) -> bool:
         work.wait()
     except RuntimeError as e:
         raise _lost(e) from None
-    return True
-
-
-def _now() -> bool:
     return True
 
 

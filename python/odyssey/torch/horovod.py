@@ -1,11 +1,7 @@
 """Horovod's PyTorch interface over `odyssey.comm`: `import odyssey.torch.horovod as hvd`.
 
-What differs from Horovod: calls are matched by their order, not by name, so all ranks make the same calls in the same
-order (one that does not is an error that names both). Gradients go through the blocking calls that give a new tensor,
-as Horovod's do, but for minima, maxima and products, where its are wrong. `DistributedOptimizer` reduces in `step()` or
-`synchronize()`, all gradients of a dtype in one piece, in a fixed order. Objects travel as JSON and tensors; nothing is
-unpickled unless the caller writes allow_pickle=True. Elastic means restart: `odyssey launch` starts the ranks anew,
-`elastic.run` begins from the last commit. Adasum is refused. docs/migration.md has the table.
+docs/migration.md has what differs from Horovod. Gradients go through the blocking calls that give a new tensor, as
+Horovod's do, but for minima, maxima and products, where its are wrong.
 """
 
 from __future__ import annotations
@@ -166,8 +162,7 @@ def _digest(shape: Iterable[int]) -> int:
 
 
 def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Sum) -> np.ndarray:
-    """(ranks, 5): what each contributes: whether it does, dtype, elements, operation, shape. For ranks that have
-    joined. Raises CollectiveError: it differs."""
+    """For `join`, (ranks, 5): does it contribute, dtype, elements, operation, shape. CollectiveError: they differ."""
     mine = [0] * 5
     if tensor is not None:
         mine = [1, _DTYPES.index(tensor.dtype), tensor.numel(), _OPS.index(op), _digest(tensor.shape)]
@@ -239,10 +234,8 @@ def allgather_async(
 def _exchange(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Work:
-    """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts.
-
-    Returns what came, rank by rank; with `splits`, (that, rows from each rank).
-    """
+    """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts. Returns what came, rank by rank;
+    with `splits`, (that, rows from each rank)."""
     with calling(process_set, "alltoall") as comm:
         n, row = len(_tensor(tensor, "alltoall", rows=True)), _digest(tensor.shape[1:])
         if splits is None and n % comm.size:
@@ -511,9 +504,7 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lost = [p for p in parameters if id(p) not in known]
     if named and lost:
-        raise ConfigError(
-            f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; name them all"
-        )
+        raise ConfigError(f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; name all")
     if not process_set.included():  # these ranks train apart from each other, as Horovod's do
         return optimizer
     process_set._member("DistributedOptimizer")

@@ -16,11 +16,9 @@ Metric = Callable[[Any, Any], Any]
 
 
 def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
-    """1 for each target, a class number, that is among the k largest of its outputs, else 0; of y's shape.
-
-    The classes are dimension 1 of outputs, as for torch's losses, or the last where targets have all others' shape. Of
-    equal entries the first counts as larger.
-    """
+    """1 for each target, a class number, that is among the k largest of its outputs, else 0; of y's shape. Classes are
+    dimension 1 of outputs, as for torch's losses, or the last where targets have all others' shape. Of equal entries
+    the first counts as larger."""
     out, y = huggingface.compared(out, y)
     if not _of_classes(out, y):
         raise ConfigError("[torch] accuracy and top5 are of targets that are class numbers; give metrics of your own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,7 @@ from ..errors import ConfigError, DataError
 
 def packed(value: Any, allow_pickle: bool = False) -> Any:
     """A value as such a tree: numbers, texts, None, lists, tuples, dictionaries (keys: texts, integers) and tensors.
-    Arrays share the memory of tensors on the CPU.
-
-    Raises ConfigError: something else is in it, and allow_pickle is False.
-    """
+    Arrays share the memory of tensors on the CPU. Raises ConfigError: it has something else, and no allow_pickle."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
@@ -31,8 +29,6 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
             f"[horovod] a {type(value).__name__} is not sent: only JSON's types and tensors are, unless "
             "you write allow_pickle=True (unpickling runs what the sender says)"
         )
-    import pickle
-
     return {"pickle": np.frombuffer(pickle.dumps(value), np.uint8)}
 
 
@@ -53,8 +49,6 @@ def unpacked(tree: Any, allow_pickle: bool = False) -> Any:
         if kind == "pickle" and not allow_pickle:
             raise ConfigError("[horovod] another rank sent a pickled object; write allow_pickle=True on all ranks")
         if kind == "pickle":
-            import pickle
-
             return pickle.loads(inner.tobytes())  # noqa: S301 - the caller asked for it
         return {"list": list, "tuple": tuple}[kind](unpacked(v, allow_pickle) for v in inner)
     except ConfigError:

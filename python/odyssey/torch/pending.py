@@ -44,7 +44,7 @@ class PendingCalls:
             self._call_thread()
             return call
         call.wait()
-        return call if later else None
+        return None
 
     def _call_thread(self) -> None:
         if self._thread is None:
@@ -81,7 +81,7 @@ class PendingCalls:
 
 @contextlib.contextmanager
 def within(comm: Communicator, timeout: Any) -> Iterator[None]:
-    """Returns what is under way gives up at the end of torch's `timeout`, if it says one."""
+    """Gives up what is under way in the block at the end of torch's `timeout`, if it says one."""
     if timeout is None or timeout.total_seconds() <= 0:
         yield
         return

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from ..core import native
 from .shards import generator, seed_of
 
 Key = tuple[int, int]  # of a sample: epoch, index
@@ -110,15 +111,8 @@ def _numpy_state() -> tuple[Any, Any]:
     if type(bits) is not np.random.MT19937:
         state = np.random.get_state(legacy=False)
         return repr(state), state
-    words = np.asarray(_Memory(bits.ctypes.state_address)).tobytes()
+    words = native.copied(bits.ctypes.state_address, 4 * 625)  # a Mersenne twister has 624, and its place in them
     if _seen[0] != (words, 0, 0.0):  # with half of a pair of normal numbers left, drawing may leave its memory as it is
         state = np.random.get_state()
         _seen = (words, *state[3:]), state
     return _seen
-
-
-class _Memory:
-    """The 624 words of a Mersenne twister of NumPy's, and its place in them."""
-
-    def __init__(self, address: int) -> None:
-        self.__array_interface__ = {"data": (address, True), "shape": (625,), "typestr": "=u4", "version": 3}

@@ -30,11 +30,8 @@ def looked_at(
     owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any, copies: bool = True
 ) -> tuple[str, list[float]]:
     """Returns what a loss is, "mean", "sum" or "neither" of its samples, and its values of all and of both halves.
-    "unknown": the samples cannot be taken apart, or forward() draws in eval mode too.
-
-    owners: modules that `loss` of a batch calls, the one with the parameters first. batch: a tree, samples in rows.
-    copies: parameters are put back, too, if they are changed.
-    """
+    "unknown": the samples cannot be taken apart, or forward() draws in eval mode too. owners: modules that `loss` of a
+    batch calls, the one with the parameters first. batch: a tree, samples in rows. copies: parameters are put back."""
     taken, size = [], 0
     for p in sorted((p for p in owners[0].parameters() if p.requires_grad), key=torch.numel):
         size += p.numel()

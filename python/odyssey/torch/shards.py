@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import math
 import struct
@@ -55,16 +54,6 @@ def environment() -> dict[str, Any]:
         "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
         "float32 products": torch.get_float32_matmul_precision(),
     }
-
-
-def hold(threads: int, deterministic: str) -> None:
-    """Sets what torch's bits depend on, for this process. deterministic: "error" or "warn"."""
-    if deterministic not in ("error", "warn"):
-        raise ConfigError(f"[torch] deterministic is {deterministic!r}; choose from error, warn")
-    torch.set_num_threads(threads)
-    if not torch.are_deterministic_algorithms_enabled():
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
 
 
 def described(arena: ModuleArena) -> dict[str, Any]:
@@ -114,9 +103,8 @@ class Share:
         return self.shards.share(samples, self.train)
 
 
-def _more(sent: tuple[int, int, int], reduction: Reduction) -> tuple[int, int, int]:
-    plain, wire = sent[1] + reduction.bytes_plain, sent[2] + reduction.bytes_wire
-    return sent[0] + reduction.bytes_sent, plain, wire
+def _traffic(reduction: Reduction) -> np.ndarray:
+    return np.array([reduction.bytes_sent, reduction.bytes_plain, reduction.bytes_wire])
 
 
 class Shards:
@@ -140,21 +128,26 @@ class Shards:
         comm: Communicator,
         strategy: strategies.Strategy,
         *,
-        shard_size: int | None = None,
-        seed: int = 0,
-        threads: int = 1,
-        deterministic: str = "error",
+        shard_size: int | None,
+        seed: int,
+        threads: int,
+        deterministic: str,
+        tell: Callable[[str], None],
         mean: bool = False,
-        tell: Any = None,
     ) -> None:
-        hold(threads, deterministic)
+        if deterministic not in ("error", "warn"):
+            raise ConfigError(f"[torch] deterministic is {deterministic!r}; choose from error, warn")
+        torch.set_num_threads(threads)
+        if not torch.are_deterministic_algorithms_enabled():
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
         self.arena = arena = ModuleArena(module)
         self.comm, self.strategy, self.shard_size, self.seed = comm, strategy, shard_size, seed
         self.mean, self.strict, self.tell = mean, deterministic == "error", tell
         self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._sent = 0, 0, 0
+        self._sent = np.zeros(3, np.int64)  # as `traffic` says, beside what those of `_prepared` have
         self._told: set[str] = set()
         self._count = 0  # shards of the batch that has begun
         self._lay_out()
@@ -165,7 +158,6 @@ class Shards:
         arena.hold(range(arena.trained))
         self.gradient = torch.from_numpy(arena.grads)
         # gradients | statistics | whether changed | SUMS | reached | raised
-        self._gradients = arena.size
         sizes = [arena.size, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]
         self._places = np.cumsum(sizes).tolist()
 
@@ -177,7 +169,7 @@ class Shards:
                 f"[torch] compression={self.strategy.compression!r} with parameters that are unfrozen while it runs, "
                 "as it keeps what was not sent of the others; use compression='none', or make a new trainer"
             )
-        self._sent = self.traffic()
+        self._sent[:] = self.traffic()
         self._prepared.clear()
         self.arena.arrange(trained)
         self._lay_out()
@@ -196,7 +188,7 @@ class Shards:
         if key not in self._prepared:
             arena = self.arena
             for moved in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
-                self._sent = _more(self._sent, self._prepared.pop(moved).reduction)
+                self._sent += _traffic(self._prepared.pop(moved).reduction)
             plan = planning.make(shards, self.comm.rank, self.comm.size, 1, 1, counts)
             floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
             shapes = tuple((at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False))
@@ -214,7 +206,8 @@ class Shards:
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes that this rank has sent so far, what that were without compression, and what went to other machines."""
-        return functools.reduce(_more, (p.reduction for p in self._prepared.values()), self._sent)
+        sent, plain, wire = sum((_traffic(p.reduction) for p in self._prepared.values()), self._sent).tolist()
+        return sent, plain, wire
 
     def kept_parameters(self) -> list[fingerprint.Run]:
         """The parameters that this rank counts for a fingerprint of all."""
@@ -241,8 +234,7 @@ class Shards:
         return own[0] * size, min((own[-1] + 1) * size, samples)
 
     def phase(self, run: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Parameters may be used in the block; with ZeRO 3 a collective call, as others have them (zero.py). run: it
-        has the shards of a training step."""
+        """Parameters may be used in the block, with ZeRO 3 a collective call. run: it has the shards of a step."""
         return contextlib.nullcontext()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
@@ -280,7 +272,7 @@ class Shards:
 
     @contextlib.contextmanager
     def _nothing_else_changes(self, train: bool) -> Iterator[None]:
-        """The generator is afterwards what it was, and so must all be that the shards of the block must leave alone."""
+        """The generator is afterwards what it was, and so must parameters be, and buffers that nothing merges."""
         arena = self.arena
         if train:
             arena.check()
@@ -293,7 +285,17 @@ class Shards:
             yield
         finally:
             generator.set_state(drawn)
-        self._check_fixed(fixed)
+        now = dict(arena.buffers) if arena.others else {}
+        for name, t, version in fixed:
+            what = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+            same = t._version == version and (what == "parameter" or now.get(name) is t)
+            if same or name in self._told:
+                continue
+            text = f"[torch] forward() changes the {what} {name}, which no rule merges: ranks would go apart"
+            if self.strict:
+                raise ConfigError(f"{text}; compute it from parameters, or use deterministic='warn'")
+            self._told.add(name)
+            self.tell(f"{text}; its bits will not come again")
 
     def _shard(
         self, shard: int, samples: int, step: int, flat: torch.Tensor, gradients: list[torch.Tensor]
@@ -315,8 +317,7 @@ class Shards:
         flat.numpy()[at : at + len(tail)] = tail
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
-        """The shards of a batch that has begun, for a pass before theirs: with the same random numbers and running
-        statistics, and nothing is kept of it."""
+        """The shards of a batch that has begun, for a pass before theirs that draws the same and leaves nothing."""
         _, train, before, _ = self._begun
         with self.drawing(step, train):
             for shard in self.own(samples, train):
@@ -366,9 +367,9 @@ class Shards:
 
     def _leave(self, flat: torch.Tensor, before: list[int], n: int) -> list[float]:
         """The statistics that a shard made go behind its gradients; by how much it raised the counters."""
-        arena, (gradients, statistics, changed) = self.arena, (self._gradients, *self._places[:2])
+        arena, (statistics, changed) = self.arena, self._places[:2]
         if self.mean:
-            flat[:gradients].mul_(n)
+            flat[:statistics].mul_(n)
         if arena.floats:
             torch.mul(self.running, float(n), out=flat[statistics : statistics + arena.floats])
             flat[changed : changed + arena.floats] = (self.running != self.kept).float()
@@ -383,12 +384,10 @@ class Shards:
         if train and (part.error is not None or math.isnan(result[sums + 1])):
             self.settle(False)
         part.end(float(result[sums + 1]))
+        loss, samples, *metrics = result[sums : sums + SUMS].tolist()
         if not train:
-            loss, samples, *metrics = result[:SUMS].tolist()
             return BatchSums(loss, samples, metrics)
-        tail = result[sums : self._places[-1]].tolist()
-        loss, samples, *metrics = tail[:SUMS]
-        flags = tail[SUMS:]
+        flags = result[sums + SUMS : self._places[-1]].tolist()
         if arena.floats:
             n = arena.floats
             mean = result[statistics : statistics + n] / samples
@@ -408,7 +407,7 @@ class Shards:
 
     def _divide(self, result: torch.Tensor, samples: float) -> None:
         """Makes the mean gradient of the sum."""
-        torch.div(result[: self._gradients], samples, out=self.gradient)
+        torch.div(result[: self._places[0]], samples, out=self.gradient)
 
     def settle(self, taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it was not taken."""
@@ -421,21 +420,3 @@ class Shards:
         counters = self._counters if taken else self._begun[2]
         for (_, b), value in zip(arena.counters, counters, strict=True):
             b.fill_(value)
-
-    def _check_fixed(self, before: list[tuple[str, torch.Tensor, int]]) -> None:
-        """Parameters, and buffers that nothing merges, must be what they were before the shards."""
-        now = dict(self.arena.buffers) if self.arena.others else {}
-        for name, t, version in before:
-            what = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
-            same = t._version == version and (what == "parameter" or now.get(name) is t)
-            if same or name in self._told:
-                continue
-            text = (
-                f"[torch] forward() changes the {what} {name}, and no rule merges what shards make of it: "
-                "ranks would go apart"
-            )
-            if self.strict:
-                raise ConfigError(f"{text}; compute it from parameters, or use deterministic='warn'")
-            self._told.add(name)
-            if self.tell is not None:
-                self.tell(f"{text}; its bits will not come again")

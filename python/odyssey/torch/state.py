@@ -18,7 +18,7 @@ from ..checkpoints import Snapshot
 from ..core import fingerprint
 from ..errors import CheckpointError, ConfigError
 from ..parallel import Strategy
-from ..settings import Training, of_checkpoint
+from ..settings import of_checkpoint
 from ..train import Sharing, as_json, check_replicas, resume
 from .arena import ModuleArena
 from .changing import ModuleSettings
@@ -27,9 +27,8 @@ from .shards import Shards, described, environment
 
 
 class TrainerState(Sharing):
-    """The part of a DistributedTrainer that is about its state."""
+    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says what each method does."""
 
-    settings: Training
     strategy: Strategy
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -39,7 +38,6 @@ class TrainerState(Sharing):
     gather: bool
     arena: ModuleArena
     shards: Shards
-    precision: str
     deterministic: str
     zero: int
     _given: dict[str, Any]
@@ -50,7 +48,6 @@ class TrainerState(Sharing):
 
     @property
     def partial(self) -> bool:
-        """Returns whether fingerprints() are of this rank's part."""
         return self.zero > 1 and self.comm.size > 1
 
     @contextlib.contextmanager
@@ -83,7 +80,6 @@ class TrainerState(Sharing):
         )
 
     def configuration(self) -> dict[str, Any]:
-        """Returns what decides the bits of the training beside its data, which ranks and zero do not."""
         kind = "tree" if self.strategy.same_bits else repr(self.strategy)
         return as_json(
             {
@@ -111,7 +107,6 @@ class TrainerState(Sharing):
         return gradients(), weights()
 
     def check_replicas(self) -> None:
-        """Compares parameters and running statistics that all ranks have; a collective call. Raises NumericsError."""
         arena = self.arena
         own = [fingerprint.of(array) for array in (arena.params, arena.kept)]  # with zero=3 the latter alone
         check_replicas(self.comm, self.steps, {"weights": fingerprint.hash_of(own)})
@@ -151,13 +146,10 @@ class TrainerState(Sharing):
     # --- what may change while it runs ---
 
     def standing(self) -> dict[str, Any]:
-        """Returns what an update reads beside gradients and state: ranks must have it alike."""
         groups = {f"group {i} of the optimizer": _hyper(g) for i, g in enumerate(self.optimizer.param_groups)}
         return {**groups, "clip_norm": self.clip_norm, **self._built.values()}
 
     def check_alike(self) -> None:
-        """Compares settings, parameters and running statistics of all ranks; a collective call. Raises ConfigError,
-        NumericsError: on all ranks: they differ."""
         self._built.share(self.comm)
         super().check_alike()
 
@@ -209,7 +201,6 @@ class TrainerState(Sharing):
 
     @property
     def in_parts(self) -> bool:
-        """Returns whether each rank has a part of the optimizer's state."""
         return self.zero > 0 and self.comm.size > 1
 
     def _optimizer_state(self, parts: bool = False) -> dict[str, Any]:
@@ -242,8 +233,6 @@ class TrainerState(Sharing):
         return 12 * self.arena.extent + 4 * self.arena.floats
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: a
-        snapshot on each rank, of the parts that it has."""
         optimizer = self._optimizer_state(parts)
         arrays = {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)}
         self._built.share(self.comm)
@@ -281,16 +270,13 @@ class TrainerState(Sharing):
         )
 
     def _parameters(self, parts: bool) -> dict[str, np.ndarray]:
-        """The parameters for a checkpoint: whole on rank 0, or `parts`: of each rank what no other has. A collective
-        call with zero=3."""
+        """The parameters for a checkpoint: all, or `parts`: of each rank what no other has. Collective with zero=3."""
         with self.shards.holding() if parts else self.shards.whole() as mine:
             own = [(n, p) for n, p in self.arena.named if (self.comm.rank == 0 if mine is None else id(p) in mine)]
             arrays = {name: p.detach().numpy() for name, p in own}
             return arrays if parts or not self.partial else {name: a.copy() for name, a in arrays.items()}
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        """Puts back a snapshot that all ranks have, of whatever number of ranks. Raises ConfigError: it is of another
-        training. CheckpointError: something is missing. Nothing was changed."""
         values, arrays = snapshot.values, snapshot.arrays
         saved, now = values.get("configuration"), self.configuration()
         if not isinstance(saved, dict) or "torch version" not in saved:
@@ -300,15 +286,14 @@ class TrainerState(Sharing):
             now.pop("shard size")
         resume.check(saved, now, name)
         tensors = self._weights_of(snapshot, name)
-        changed = values.get("changed")  # not there in older checkpoints: what was changed is left as it is
         try:
-            if changed is not None:
-                norm, trained = changed["clip_norm"], changed["trained"] or self._first
-                if set(trained) != set(self._trained):
-                    self.optimizer.state.clear()  # it is replaced below
-                    self._arrange(list(trained))
+            changed = values["changed"]
+            norm, modules, trained = changed["clip_norm"], changed["modules"], changed["trained"] or self._first
+            if set(trained) != set(self._trained):
+                self.optimizer.state.clear()  # it is replaced below
+                self._arrange(list(trained))
             groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
-            self._regroup(groups, values["optimizer"].get("names"))
+            self._regroup(groups, values["optimizer"]["names"])
             with self.shards.holding():  # strides of states are those of parameters
                 state = self._state_of({**arrays.get("optimizer", {}), **numbers})
             scheduler, scheduled = values["scheduler"], int(values["scheduled"])
@@ -328,14 +313,12 @@ class TrainerState(Sharing):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), scheduler))
         self._scheduled = scheduled
-        if changed is not None:
-            self._built.restore(changed["modules"], name)
-            self.clip_norm = None if norm is None else float(norm)
+        self._built.restore(modules, name)
+        self.clip_norm = None if norm is None else float(norm)
         self._orders.load(arrays.get("generators", {}), name)
         self.shard_size, self.steps = size, snapshot.step
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
-        """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
         self._take(self._weights_of(snapshot, name))
 
     def _weights_of(self, snapshot: Snapshot, name: str) -> list[tuple[torch.Tensor, Any]]:
@@ -353,15 +336,13 @@ class TrainerState(Sharing):
                     t.copy_(torch.from_numpy(np.array(value)))
         self.arena.kept[:] = self.arena.running
 
-    def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]] | None) -> None:
+    def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]]) -> None:
         """Gives the optimizer the groups that were added to it before a checkpoint, and no others."""
-        own = self.optimizer.param_groups
-        if names is not None and len(own) != len(groups):
-            parameters = dict(self.arena.named)
-            del own[len(groups) :]
-            for hyper, wanted in zip(groups[len(own) :], names[len(own) :], strict=True):
-                made = _merged(self.optimizer.defaults, hyper)  # whose tuples are tuples
-                self.optimizer.add_param_group({**made, "params": [parameters[name] for name in wanted]})
+        own, parameters = self.optimizer.param_groups, dict(self.arena.named)
+        del own[len(groups) :]
+        for hyper, wanted in zip(groups[len(own) :], names[len(own) :], strict=True):
+            made = _merged(self.optimizer.defaults, hyper)  # whose tuples are tuples
+            self.optimizer.add_param_group({**made, "params": [parameters[name] for name in wanted]})
 
     def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The optimizer's state by parameter, of what this rank keeps."""

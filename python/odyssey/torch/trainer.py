@@ -137,7 +137,6 @@ class DistributedTrainer(TrainerState):
                     optimizer.state.pop(p, None)
 
     def take_step(self, batch: datasets.Batch) -> Step:
-        """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
         self._share_out(len(batch.indices))
         if self.layout.rebalance and isinstance(batch.dataset, Shared):
             raise ConfigError(
@@ -449,9 +448,7 @@ class DistributedTrainer(TrainerState):
             out = huggingface.predictions(self._forward(x))
         if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
             found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-            raise ConfigError(
-                f"[torch] forward() of {samples} samples gives {found}; a tensor ({samples}, ...) is needed"
-            )
+            raise ConfigError(f"[torch] forward() of {samples} samples gives {found}; give a tensor ({samples}, ...)")
         return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
 
 
@@ -483,16 +480,14 @@ def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: An
     ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     groups = optimizer.param_groups
+    foreign = any(id(p) not in own for group in groups for p in group["params"])
     for wrong, says in (
         (isinstance(optimizer, torch.optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
         (
             isinstance(optimizer, torch.optim.SparseAdam),
             "SparseAdam needs sparse gradients, which no tree adds; use Adam",
         ),
-        (
-            any(id(p) not in own for group in groups for p in group["params"]),
-            f"{name} has parameters that are not the module's; make it of module.parameters()",
-        ),
+        (foreign, f"{name} has parameters that are not the module's; make it of module.parameters()"),
         (any(isinstance(group["lr"], torch.Tensor) for group in groups), f"{name}'s lr is a tensor; give a number"),
         (isinstance(scheduler, plateau), "ReduceLROnPlateau needs a figure at each step(); use another scheduler"),
         (
@@ -505,10 +500,7 @@ def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: An
         ),
         (interval not in ("step", "epoch"), f"scheduler_interval is {interval!r}; choose from step, epoch"),
         (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),
-        (
-            made.precision not in ("fp32", "bf16"),
-            f"precision is {made.precision!r}; use 'fp32', or 'bf16' for autocast",
-        ),
+        (made.precision not in ("fp32", "bf16"), f"precision is {made.precision!r}; use 'fp32', or 'bf16': autocast"),
         (made.device == "gpu", "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'"),
         (
             made.zero > 1 and (made.reduction != "tree" or made.compression),

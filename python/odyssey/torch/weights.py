@@ -31,10 +31,8 @@ def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None =
 
 
 def to_torch(model: Any, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
-    """The inverse: gives a torch module the weights of our model (or of a trainer's state_dict()).
-
-    Raises RuntimeError: torch's, naming what is missing or of another shape.
-    """
+    """The inverse: gives a torch module the weights of our model (or of a trainer's state_dict()). Raises RuntimeError:
+    torch's, naming what is missing or of another shape."""
     state = model if isinstance(model, Mapping) else model.state_dict()
     module.load_state_dict({_renamed(name, names or {}): torch.from_numpy(np.array(v)) for name, v in state.items()})
 
@@ -49,7 +47,6 @@ class Wrapped(own.Module):
 
     @torch.no_grad()
     def forward(self, *x: Tensor) -> Tensor:
-        """Returns what the torch module computes."""
         try:
             y = self.wrapped(*(torch.from_numpy(np.array(t.numpy())) for t in x))
         except RuntimeError as problem:

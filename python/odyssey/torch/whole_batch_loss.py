@@ -20,8 +20,8 @@ from .objects import packed, unpacked
 
 
 class Outputs:
-    """Outputs of this rank's shards in the first pass. spec: of (output, targets), a tree; of its leaves the first
-    `own` are the output's."""
+    """Outputs of this rank's shards in the first pass. spec: the tree (output, targets), whose first `own` leaves are
+    the output's."""
 
     def __init__(self) -> None:
         self.shards: dict[tuple[int, int], list[Any]] = {}  # leaves by (first sample, one past the last)
@@ -35,8 +35,7 @@ class Outputs:
         self.shards[lo, hi] = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
 
     def exchanged(self, comm: Communicator, failed: bool) -> list[Any] | None:
-        """[first, one past the last, tensors] of all shards in their order, on all ranks; None: a rank has failed. A
-        collective call."""
+        """[first, one past the last, tensors] of all shards in order; None: a rank has failed. A collective call."""
         mine = [[*at, [packed(t) for t in leaves if isinstance(t, torch.Tensor)]] for at, leaves in self.shards.items()]
         everyone = [spread(comm, [failed, mine], rank) for rank in range(comm.size)]
         shards = [[lo, hi, [unpacked(t) for t in tensors]] for _, its in everyone for lo, hi, tensors in its]

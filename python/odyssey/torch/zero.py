@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..comm import Communicator
-from ..core import fingerprint
+from ..core import fingerprint, native
 from ..errors import ConfigError
 from ..parallel import StepOutcome
 from ..parallel import plan as planning
@@ -37,18 +37,6 @@ DONE, READY = -1, -2  # said instead of a bucket that is needed
 #: Operations of eval mode inside of which autocast rounds: it is off where a dispatch mode calls them.
 FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 Nodes = list[tuple[int, np.ndarray]]  # sums of (number of shards), those of the most first
-
-
-class _Memory:
-    """Floats of a tensor for NumPy; Tensor.numpy() would make its memory one that cannot be given back."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.__array_interface__ = {
-            "data": (flat.data_ptr(), False),
-            "shape": flat.shape,
-            "typestr": "<f4",
-            "version": 3,
-        }
 
 
 class Bucket:
@@ -71,8 +59,7 @@ class Bucket:
 
     def keep(self, params: np.ndarray, mine: bool) -> None:
         """Takes the values, if they are `mine`; else has places for them, without memory."""
-        self.flat = torch.empty(self.floats)
-        self.flat.copy_(torch.from_numpy(params[self.at : self.at + self.floats]))
+        self.flat = torch.from_numpy(params[self.at : self.at + self.floats]).clone()
         self.views = self.places(self.flat)
         if not mine:
             self.free()
@@ -149,7 +136,7 @@ class Spread(Shards):
         arena, ranks = self.arena, self.comm.size
         own = arena.shares(0, arena.trained, ranks)
         arena.hold(own[self.comm.rank])
-        self.gradient, self._gradients = torch.from_numpy(arena.grads), 0
+        self.gradient = torch.from_numpy(arena.grads)
         sizes = [0, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]
         self._places = np.cumsum(sizes).tolist()
         self._tail, self._tails = torch.zeros(self._places[-1]), list[tuple[int, np.ndarray]]()
@@ -198,9 +185,6 @@ class Spread(Shards):
         for _, p in self.arena.named:
             p.data = nothing.expand(p.shape)
         self._together = False
-        self._settle()
-
-    def _settle(self) -> None:
         self.arena.settle()
         self._versions = [p._version for _, p in self.arena.named]
 
@@ -317,8 +301,9 @@ class Spread(Shards):
         mine = b.owner == self.comm.rank
         if not mine and b.flat.untyped_storage().nbytes() < 4 * b.floats:
             b.flat.untyped_storage().resize_(4 * b.floats)
-        self.comm.broadcast(np.asarray(_Memory(b.flat)), root=b.owner)
-        self._sent = _more(self._sent, 4 * b.floats * (self.comm.size - 1) * mine)
+        # with Tensor.numpy() it would be memory that cannot be given back
+        self.comm.broadcast(native.memory(b.flat.data_ptr(), 4 * b.floats).view(np.float32), root=b.owner)
+        self._sent[:2] += 4 * b.floats * (self.comm.size - 1) * mine
         if not mine and not wanted and n not in self._live:
             with contextlib.suppress(ConfigError):
                 b.free()
@@ -349,19 +334,15 @@ class Spread(Shards):
         if not self._begun[1]:
             yield from super().run(samples, step)
             return
-        named, own = self.arena.named[: self.arena.trained], self.own(samples)
-        hooks = [
-            p.register_post_accumulate_grad_hook(self._taker(i)) for i, (_, p) in enumerate(named) if p.requires_grad
-        ]
-        try:
-            with self._nothing_else_changes(True):
-                while self._round < self._rounds:
-                    if self._round < len(own):
-                        yield from self._shard(own[self._round], samples, step, self._tail, [])
-                    self._close_round()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        own = self.own(samples)
+        with contextlib.ExitStack() as hooks, self._nothing_else_changes(True):
+            for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
+                if p.requires_grad:
+                    hooks.callback(p.register_post_accumulate_grad_hook(self._taker(i)).remove)
+            while self._round < self._rounds:
+                if self._round < len(own):
+                    yield from self._shard(own[self._round], samples, step, self._tail, [])
+                self._close_round()
 
     def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
         self._reach = [0.0] * self.arena.trained
@@ -420,7 +401,7 @@ class Spread(Shards):
         takes = [own * (r < sharing) for r in range(ranks)]
         request = self.comm.all_to_all_v(send[: sum(counts)], counts, came.reshape(-1), takes, wait=False)
         self._under_way = request, b, came, send
-        self._sent = _more(self._sent, 4 * (sum(counts) - counts[rank]))
+        self._sent[:2] += 4 * (sum(counts) - counts[rank])
         self._sums_sent.add(n)
         b.grads = None
 
@@ -461,7 +442,7 @@ class Spread(Shards):
             came = np.empty(0 if mine is None else mine.floats, np.float32)
             takes = [0] * self.comm.size if mine is None else [b - a for a, b in mine.cut]
             self.comm.all_to_all_v(np.concatenate(sums), [len(s) for s in sums], came, takes)
-            self._sent = _more(self._sent, 4 * (sum(map(len, sums)) - len(sums[rank])))
+            self._sent[:2] += 4 * (sum(map(len, sums)) - len(sums[rank]))
             if mine is not None:
                 at = mine.at - lo
                 torch.div(torch.from_numpy(came), samples, out=self.gradient[at : at + mine.floats])
@@ -472,10 +453,9 @@ class Spread(Shards):
         if self.zero == 3:
             return [(b.flat.data_ptr(), b.floats, b.at) for b in self._mine() if b.floats]
         arena, at = self.arena, self.arena.params.ctypes.data
-        runs = [
-            (arena.end(run.start), arena.end(run.stop)) for run in (arena.held, range(arena.trained, len(arena.at)))
-        ]
-        return [(at + 4 * lo, hi - lo, lo) for lo, hi in runs[: 1 + (self.comm.rank == 0)]]
+        runs = [arena.held, range(arena.trained, len(arena.at))][: 1 + (self.comm.rank == 0)]
+        ends = [(arena.end(run.start), arena.end(run.stop)) for run in runs]
+        return [(at + 4 * lo, hi - lo, lo) for lo, hi in ends]
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -485,7 +465,3 @@ class Spread(Shards):
         starts = range(self.comm.size, self._count + self.comm.size, self.comm.size)
         kept = max(min(at, self._count).bit_count() for at in starts) if self._count else 1
         return 4 * params, 4 * (self.gradient.numel() + kept * ranges + 4 * largest[0])
-
-
-def _more(sent: tuple[int, int, int], nbytes: int) -> tuple[int, int, int]:
-    return sent[0] + nbytes, sent[1] + nbytes, sent[2]
