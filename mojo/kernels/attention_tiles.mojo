@@ -14,11 +14,9 @@ from .record import ContextPtr
 # Register tiles: TILE broadcast numbers x BLOCK vectors. 8 x 2 sums: 16 FMAs for 10 loads.
 comptime TILE = 8 if REGISTERS == 32 else (4 if REGISTERS == 8 else 2)
 comptime TILES: List[Int] = [8, 4, 2, 1]
-comptime BLOCK = 2 if REGISTERS == 32 else 1
-"""Groups of queries at once; and of keys, in the backward pass."""
+comptime BLOCK = 2 if REGISTERS == 32 else 1  # groups of queries at once; and of keys, in the backward pass
 comptime SIDE = BLOCK * LANES
-comptime AREA = SIDE * SIDE
-"""Scores of a block of queries and a block of keys."""
+comptime AREA = SIDE * SIDE  # scores of a block of queries and a block of keys
 
 
 # The bits of `masks`: that there is one, and along which axes it has numbers of its own.

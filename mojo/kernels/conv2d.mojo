@@ -232,8 +232,7 @@ def conv2d_backward_weight(
 # The first qb pixels are complete then; the others belong to the next piece too, so each part of the sum over k hands
 # its T - 1 on, and adds to them there.
 comptime PIECES: List[Int] = [12, 10, 8, 6, 4, 2, 1]
-comptime CACHED = 1 << 18
-"""Floats of dy that stay in the second level of the cache."""
+comptime CACHED = 1 << 18  # floats of dy that stay in the second level of the cache
 
 
 def _fits(T: Int, cb: Int, qb: Int) -> Bool:

@@ -49,8 +49,7 @@ from .views import (
     Weights,
 )
 
-comptime Kernel = def(Record) thin
-"""Computes a record on the CPU."""
+comptime Kernel = def(Record) thin  # computes a record on the CPU
 comptime Scratch = def(Record, Int, Int) thin -> Int
 """Bytes of scratch memory that a record wants; for so many shards, of which so many share a gradient buffer."""
 
@@ -63,16 +62,11 @@ def no_scratch(r: Record, shards: Int, fold: Int) -> Int:
 struct OpOf[Run: Copyable & Deinitable](Copyable):
     """One op of a device whose kernels are functions of type `Run`."""
 
-    var name: StaticString
-    """Which records have in Python."""
-    var roles: StaticString
-    """Of the arguments, as above; empty if another device's table declares the op."""
-    var run: Self.Run
-    """Computes a record."""
-    var traits: StaticString
-    """Words of the list above."""
-    var scratch: Scratch
-    """How much scratch memory a record wants."""
+    var name: StaticString  # which records have in Python
+    var roles: StaticString  # of the arguments, as above; empty if another device's table declares the op
+    var run: Self.Run  # computes a record
+    var traits: StaticString  # words of the list above
+    var scratch: Scratch  # how much scratch memory a record wants
 
     def __init__(
         out self,
@@ -97,8 +91,7 @@ struct OpOf[Run: Copyable & Deinitable](Copyable):
         self.scratch = scratch
 
 
-comptime Op = OpOf[Kernel]
-"""One op of the CPU."""
+comptime Op = OpOf[Kernel]  # one op of the CPU
 comptime OpsPtr = Pointer[List[Op], MutUntrackedOrigin]
 """A table that a family of kernels adds its ops to (mojo/families)."""
 
@@ -106,8 +99,7 @@ comptime OpsPtr = Pointer[List[Op], MutUntrackedOrigin]
 trait Device:
     """The loops of a device, for functions of vectors that are the same on all."""
 
-    comptime Run: Copyable & Deinitable
-    """Its kernels."""
+    comptime Run: Copyable & Deinitable  # its kernels
 
     @staticmethod
     def map[f: Of1]() -> Self.Run:

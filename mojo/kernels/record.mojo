@@ -19,28 +19,17 @@ from std.memory import bitcast
 
 from .lanes import BytePtr, IntPtr, LANES, LongPtr, Ptr
 
-comptime RECORD = 24
-"""Numbers of a record."""
-comptime CODES = 1 << 16
-"""More than there are ops; the bits of a header from here on say more about the record."""
-comptime ROWS = 16
-"""The bit of the header that says: the activations are in rows, one sample per group."""
-comptime DTYPE = 24
-"""The lowest bit of the header that says how operands are rounded: FP32, TF32, BF16 or FP16."""
-comptime ABSOLUTE = 0
-"""The space of addresses."""
-comptime PARAMS = 1
-"""The space of parameters."""
-comptime GRADS = 2
-"""The space of gradients."""
-comptime WORK = 3
-"""The space of activations."""
-comptime SPACES = 4
-"""How many spaces there are."""
-comptime STATS = 32
-"""Floats behind a gradient buffer: sums of loss and metrics, then what ranks compare."""
-comptime OFFSET = (1 << 56) - 1
-"""The bits of an operand that are its offset, in bytes."""
+comptime RECORD = 24  # numbers of a record
+comptime CODES = 1 << 16  # more than there are ops; the bits of a header from here on say more about the record
+comptime ROWS = 16  # the bit of the header that says: the activations are in rows, one sample per group
+comptime DTYPE = 24  # the lowest bit of the header that says how operands are rounded: FP32, TF32, BF16 or FP16
+comptime ABSOLUTE = 0  # the space of addresses
+comptime PARAMS = 1  # the space of parameters
+comptime GRADS = 2  # the space of gradients
+comptime WORK = 3  # the space of activations
+comptime SPACES = 4  # how many spaces there are
+comptime STATS = 32  # floats behind a gradient buffer: sums of loss and metrics, then what ranks compare
+comptime OFFSET = (1 << 56) - 1  # the bits of an operand that are its offset, in bytes
 
 # How the operands of a product are rounded before they are multiplied; sums are float32. python/odyssey/core/precision.py
 # has their names in this order.
@@ -54,36 +43,23 @@ comptime FP16 = 3
 struct Context(TrivialRegisterPassable):
     """What a run of a program needs besides addresses. native.py has the same, field by field."""
 
-    var seed: UInt64
-    """Of all random numbers."""
-    var step: Int64
-    """Number of the optimizer step."""
-    var first: Int64
-    """Position of the shard's first sample in the global batch."""
-    var valid: Int64
-    """Samples of this shard that exist."""
-    var images: BytePtr
-    """The data set, (samples, F)."""
-    var bytes: Int64
-    """1 if it is uint8, 0 if float32."""
-    var arrays: LongPtr
-    """Addresses of the arrays that `array` gathers, of numbers of 32 bits (samples, F)."""
-    var rows: LongPtr
-    """Which samples the shard has."""
-    var scale: Ptr
-    """(C): what a number of the data set is multiplied with."""
-    var shift: Ptr
-    """(C): what is added then."""
-    var loss_scale: Float64
-    """What gradients are multiplied by inside a program; a power of two."""
-    var stopped: Int64
-    """Set by a record whose check failed: the program ends there."""
+    var seed: UInt64  # of all random numbers
+    var step: Int64  # number of the optimizer step
+    var first: Int64  # position of the shard's first sample in the global batch
+    var valid: Int64  # samples of this shard that exist
+    var images: BytePtr  # the data set, (samples, F)
+    var bytes: Int64  # 1 if it is uint8, 0 if float32
+    var arrays: LongPtr  # addresses of the arrays that `array` gathers, of numbers of 32 bits (samples, F)
+    var rows: LongPtr  # which samples the shard has
+    var scale: Ptr  # (C): what a number of the data set is multiplied with
+    var shift: Ptr  # (C): what is added then
+    var loss_scale: Float64  # what gradients are multiplied by inside a program; a power of two
+    var stopped: Int64  # set by a record whose check failed: the program ends there
     var times: LongPtr
     """Where each thread writes when its records ran (executor.mojo, `Times`); address 0: they are not timed."""
 
 
-comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]
-"""A context that the caller keeps alive."""
+comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]  # a context that the caller keeps alive
 
 
 trait Source:
@@ -123,12 +99,9 @@ trait Argument(TrivialRegisterPassable):
 struct Record(Argument, Source):
     """One op with its arguments, as its kernel reads them. As an argument of a kernel it is itself."""
 
-    var at: LongPtr
-    """Its RECORD numbers."""
-    var bases: LongPtr
-    """Base addresses of the SPACES spaces."""
-    var context: ContextPtr
-    """Of the run."""
+    var at: LongPtr  # its RECORD numbers
+    var bases: LongPtr  # base addresses of the SPACES spaces
+    var context: ContextPtr  # of the run
 
     @staticmethod
     @always_inline

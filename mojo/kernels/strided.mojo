@@ -17,8 +17,7 @@ comptime AXES = 5
 trait Strided:
     """The loop of a device over two tensors with strides."""
 
-    comptime Run: Copyable & Deinitable
-    """Its kernels."""
+    comptime Run: Copyable & Deinitable  # its kernels
 
     @staticmethod
     def pairs[f: Of2]() -> Self.Run:

@@ -125,8 +125,7 @@ trait Cells(Argument):
 trait Rule(TrivialRegisterPassable):
     """How an optimizer changes weights. Its fields are the arguments of an op behind n."""
 
-    comptime STATES: Int
-    """Numbers kept for each weight."""
+    comptime STATES: Int  # numbers kept for each weight
 
     @always_inline
     def keeps(self) -> Bool:
@@ -187,10 +186,8 @@ trait Team(TrivialRegisterPassable):
     together in an order that K alone fixes.
     """
 
-    comptime K: Int
-    """How many they are; 1 on a CPU."""
-    comptime L: Int
-    """Samples of a thread."""
+    comptime K: Int  # how many they are; 1 on a CPU
+    comptime L: Int  # samples of a thread
 
     def part(self) -> Int:
         """The first feature of this thread."""
@@ -254,8 +251,7 @@ trait Channel(TrivialRegisterPassable):
     memory, of which the first `own` are a sample's; all are if they are `whole`.
     """
 
-    comptime L: Int
-    """Numbers at a time."""
+    comptime L: Int  # numbers at a time
 
     def number(self) -> Int:
         """Which channel it is."""

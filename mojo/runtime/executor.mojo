@@ -28,8 +28,7 @@ struct FloatMode:
     shard gives must not depend on who computes it.
     """
 
-    var before: UInt64
-    """The control register as it was."""
+    var before: UInt64  # the control register as it was
 
     @always_inline
     def __init__(out self):
@@ -186,48 +185,28 @@ struct Times(TrivialRegisterPassable):
 struct Step(TrivialRegisterPassable):
     """The forward and backward passes of one process in one step, as Python describes them."""
 
-    var table: LongPtr
-    """The ops, as op.addresses has them."""
-    var program: LongPtr
-    """Records of one shard."""
-    var records: Int64
-    """How many."""
-    var threads: Int64
-    """How many run side by side."""
-    var tables: LongPtr
-    """Those of a plan (`Tables`)."""
-    var params: Int64
-    """Address of the arena."""
-    var work: Int64
-    """Address of the workspaces."""
-    var work_bytes: Int64
-    """Bytes of one workspace."""
-    var slots: Int64
-    """Workspaces of shards, used in turn; 0: one per thread."""
-    var base: Int64
-    """The shard that has workspace 0."""
-    var zero: Int64
-    """1: a shard's buffer is zeroed before it is computed."""
-    var buffers: Int64
-    """Address of the gradient buffers."""
-    var buffer_floats: Int64
-    """Floats of one buffer, a multiple of LANES."""
-    var shard_size: Int64
-    """Samples of a shard."""
-    var samples: Int64
-    """Samples of the global batch."""
-    var rows: LongPtr
-    """Samples of the global batch, int64."""
-    var tail: LongPtr
-    """Records of the last shard, if it has fewer samples and a program for them."""
-    var tail_records: Int64
-    """How many; 0: it runs that of the others."""
-    var context: Context
-    """First, valid and rows are set per shard."""
+    var table: LongPtr  # the ops, as op.addresses has them
+    var program: LongPtr  # records of one shard
+    var records: Int64  # how many
+    var threads: Int64  # how many run side by side
+    var tables: LongPtr  # those of a plan (`Tables`)
+    var params: Int64  # address of the arena
+    var work: Int64  # address of the workspaces
+    var work_bytes: Int64  # bytes of one workspace
+    var slots: Int64  # workspaces of shards, used in turn; 0: one per thread
+    var base: Int64  # the shard that has workspace 0
+    var zero: Int64  # 1: a shard's buffer is zeroed before it is computed
+    var buffers: Int64  # address of the gradient buffers
+    var buffer_floats: Int64  # floats of one buffer, a multiple of LANES
+    var shard_size: Int64  # samples of a shard
+    var samples: Int64  # samples of the global batch
+    var rows: LongPtr  # samples of the global batch, int64
+    var tail: LongPtr  # records of the last shard, if it has fewer samples and a program for them
+    var tail_records: Int64  # how many; 0: it runs that of the others
+    var context: Context  # first, valid and rows are set per shard
 
 
-comptime StepPtr = Pointer[Step, MutUntrackedOrigin]
-"""A step that the caller keeps alive."""
+comptime StepPtr = Pointer[Step, MutUntrackedOrigin]  # a step that the caller keeps alive
 
 
 # What stopped a thread: shard * _RECORDS + record; _DONE if nothing did.
@@ -237,10 +216,8 @@ comptime _DONE = Int.MAX
 
 # --- shards taken by whoever is free -------------------------------------------------
 
-comptime NONE = -1
-"""No node, no buffer."""
-comptime STRIDE = 8
-"""Numbers from one counter to the next: a cache line."""
+comptime NONE = -1  # no node, no buffer
+comptime STRIDE = 8  # numbers from one counter to the next: a cache line
 
 
 struct Tables(TrivialRegisterPassable):

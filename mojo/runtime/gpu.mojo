@@ -17,14 +17,10 @@ from kernels.lanes import LongPtr, Ptr
 from kernels.op import kernel_of, scratch_of
 from kernels.record import CODES, GRADS, PARAMS, RECORD, SPACES, WORK
 
-comptime U8 = DType.uint8
-"""Memory is handled as bytes."""
-comptime U8Ptr = Pointer[UInt8, MutUntrackedOrigin]
-"""Bytes of any kind of memory; only copies look at them."""
-comptime COMPUTE = 0
-"""The queue of steps."""
-comptime COPY = 1
-"""The queue of batches that are brought ahead."""
+comptime U8 = DType.uint8  # memory is handled as bytes
+comptime U8Ptr = Pointer[UInt8, MutUntrackedOrigin]  # bytes of any kind of memory; only copies look at them
+comptime COMPUTE = 0  # the queue of steps
+comptime COPY = 1  # the queue of batches that are brought ahead
 
 
 @fieldwise_init
@@ -34,38 +30,23 @@ struct GpuStep(TrivialRegisterPassable):
     python/odyssey/core/gpu_native.py mirrors it.
     """
 
-    var table: LongPtr
-    """The ops, in host memory, as op.addresses has them."""
-    var program: LongPtr
-    """The records, in host memory."""
-    var records: Int64
-    """How many."""
-    var params: Int64
-    """The arena of parameters."""
-    var grads: Int64
-    """The first gradient buffer."""
-    var grad_floats: Int64
-    """Floats from one gradient buffer to the next."""
-    var work: Int64
-    """The workspace of the first shard."""
-    var work_floats: Int64
-    """Floats from one shard's workspace to the next."""
-    var scratch: Int64
-    """Memory that launches share; `Gpu.scratch` says how much."""
-    var context: Int64
-    """A StepContext."""
-    var flag: Int64
-    """An int32: 1 while all numbers checked were finite."""
-    var shards: Int64
-    """Of the chunk."""
-    var fold: Int64
-    """Shards that share a gradient buffer: 1, 2, 4 or 8."""
-    var accumulate: Int64
-    """1: gradients are added to what the buffers hold."""
+    var table: LongPtr  # the ops, in host memory, as op.addresses has them
+    var program: LongPtr  # the records, in host memory
+    var records: Int64  # how many
+    var params: Int64  # the arena of parameters
+    var grads: Int64  # the first gradient buffer
+    var grad_floats: Int64  # floats from one gradient buffer to the next
+    var work: Int64  # the workspace of the first shard
+    var work_floats: Int64  # floats from one shard's workspace to the next
+    var scratch: Int64  # memory that launches share; `Gpu.scratch` says how much
+    var context: Int64  # a StepContext
+    var flag: Int64  # an int32: 1 while all numbers checked were finite
+    var shards: Int64  # of the chunk
+    var fold: Int64  # shards that share a gradient buffer: 1, 2, 4 or 8
+    var accumulate: Int64  # 1: gradients are added to what the buffers hold
 
 
-comptime GpuStepPtr = Pointer[GpuStep, MutUntrackedOrigin]
-"""A step that the caller keeps alive."""
+comptime GpuStepPtr = Pointer[GpuStep, MutUntrackedOrigin]  # a step that the caller keeps alive
 
 
 struct Gpu(Movable):
@@ -75,18 +56,12 @@ struct Gpu(Movable):
     an Error when the device refuses; those that wait, when something that they wait for has failed.
     """
 
-    var compute: Queue
-    """The queue of steps."""
-    var stream: DeviceStream
-    """Which the other queue is."""
-    var copy: Queue
-    """The queue of batches."""
-    var buffers: Dict[Int, DeviceBuffer[U8]]
-    """Device memory, by address."""
-    var pinned: Dict[Int, HostBuffer[U8]]
-    """Pinned host memory, by address."""
-    var events: List[DeviceEvent]
-    """By number."""
+    var compute: Queue  # the queue of steps
+    var stream: DeviceStream  # which the other queue is
+    var copy: Queue  # the queue of batches
+    var buffers: Dict[Int, DeviceBuffer[U8]]  # device memory, by address
+    var pinned: Dict[Int, HostBuffer[U8]]  # pinned host memory, by address
+    var events: List[DeviceEvent]  # by number
 
     def __init__(out self, number: Int) raises:
         """Opens a device by its number, from 0."""

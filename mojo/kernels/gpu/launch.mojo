@@ -201,10 +201,8 @@ struct Launch(Copyable, Source):
         return IntPtr(unsafe_from_address=self.flag)
 
 
-comptime Enqueue = def(Queue, Launch) raises thin
-"""Enqueues a record."""
-comptime GpuOp = OpOf[Enqueue]
-"""One op of a GPU."""
+comptime Enqueue = def(Queue, Launch) raises thin  # enqueues a record
+comptime GpuOp = OpOf[Enqueue]  # one op of a GPU
 
 
 def call[
