@@ -581,7 +581,7 @@ def test_a_directory_that_is_removed_at_the_start_is_one_line(tmp_path, monkeypa
 
     def taken(lock):
         descriptor = take(lock)
-        shutil.rmtree(lock.folder)
+        shutil.rmtree(lock.path.parent)
         return descriptor
 
     monkeypatch.setattr(locks.DirectoryLock, "_take", taken)

@@ -390,12 +390,12 @@ def test_work_is_divided():
 def test_description():
     _, records = record("mlp")
     split = tp.rewrite(records, 0, 2)
-    lines = split.describe().splitlines()
+    lines = tp.describe(split.layers).splitlines()
     assert len(lines) == 4
     assert lines[1].split() == ["fc1", "512", "x", "784", "outputs", "0-256", "256-512", "-", "-"]
     assert lines[2].split() == ["fc2", "10", "x", "512", "inputs", "0-256", "256-512", "1.2", "-"]
     assert lines[3].split() == ["total", "1.2", "-"]
-    assert split.describe(shards=8).splitlines()[2].endswith("10.0             -")
+    assert tp.describe(split.layers, shards=8).splitlines()[2].endswith("10.0             -")
 
 
 @pytest.mark.parametrize("size", SIZES)

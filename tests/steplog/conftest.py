@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def make_run(tmp_path):
     def make(name: str, records: list[StepRecord], command: list[str] | None = None, **description) -> Path:
         run = Run(tmp_path / name)
         run.path.mkdir(mode=0o700)
-        with StepLog(run.steps / NAME) as log:
+        with closing(StepLog(run.steps / NAME)) as log:
             for record in records:
                 log.append(record)
         if command is not None:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ def record(at, attempt=0, **changes):
 
 
 def write(path, records, attempt=0):
-    with StepLog(path, attempt) as log:
+    with closing(StepLog(path, attempt)) as log:
         for r in records:
             log.append(r)
     return log
@@ -44,15 +45,15 @@ def test_what_is_written_is_read(tmp_path):
         record(3, step=2**64 - 1, epoch=2**32 - 1, batch=2**32 - 1, samples=2**32 - 1),
     ]
     write(path, given)
-    assert steplog.read(path) == given
+    assert steplog.decoded(steplog.load(path)) == given
     assert path.stat().st_size == SIZE * 5
-    assert math.copysign(1, steplog.read(path)[2].loss) == -1
+    assert math.copysign(1, steplog.decoded(steplog.load(path))[2].loss) == -1
 
 
 def test_a_nan_keeps_its_bits(tmp_path):
     odd = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000001234))[0]
     write(tmp_path / "a", [record(1, loss=odd)])
-    (found,) = steplog.read(tmp_path / "a")
+    (found,) = steplog.decoded(steplog.load(tmp_path / "a"))
     assert struct.pack("<d", found.loss) == struct.pack("<d", odd)
     assert steplog.difference(found, record(1, loss=odd)) is None
     assert steplog.difference(found, record(1, loss=math.nan)) == "loss"
@@ -69,9 +70,9 @@ def test_a_record_is_64_bytes_as_documented():
     "wrong", [{"step": -1}, {"step": 2**64}, {"epoch": 2**32}, {"samples": -1}, {"weights": 2**64}, {"loss": "x"}]
 )
 def test_a_field_out_of_range(tmp_path, wrong):
-    with StepLog(tmp_path / "a") as log, pytest.raises(DataError, match="out of range"):
+    with closing(StepLog(tmp_path / "a")) as log, pytest.raises(DataError, match="out of range"):
         log.append(record(1, **wrong))
-    assert steplog.read(tmp_path / "a") == []
+    assert steplog.decoded(steplog.load(tmp_path / "a")) == []
 
 
 def test_every_torn_end_is_cut_off_and_the_log_goes_on(tmp_path):
@@ -81,9 +82,9 @@ def test_every_torn_end_is_cut_off_and_the_log_goes_on(tmp_path):
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         kept = max(0, length // SIZE - 1)
-        assert steplog.read(path) == [record(i) for i in range(1, kept + 1)]
+        assert steplog.decoded(steplog.load(path)) == [record(i) for i in range(1, kept + 1)]
         log = write(path, [record(9)])
-        assert steplog.read(path) == [*(record(i) for i in range(1, kept + 1)), record(9)]
+        assert steplog.decoded(steplog.load(path)) == [*(record(i) for i in range(1, kept + 1)), record(9)]
         assert (log.notice is not None) == (length % SIZE != 0)
 
 
@@ -92,10 +93,10 @@ def test_zeros_at_the_end_are_a_torn_end(tmp_path):
     write(path, [record(1)])
     with path.open("ab") as file:
         file.write(bytes(5 * SIZE + 7))
-    assert steplog.read(path) == [record(1)]
+    assert steplog.decoded(steplog.load(path)) == [record(1)]
     log = write(path, [record(2)])
     assert "torn end of 327 bytes" in log.notice
-    assert steplog.read(path) == [record(1), record(2)]
+    assert steplog.decoded(steplog.load(path)) == [record(1), record(2)]
 
 
 def test_every_flipped_bit_before_the_last_record_is_found(tmp_path):
@@ -119,12 +120,12 @@ def test_a_damaged_log_is_set_aside(tmp_path):
     data[SIZE + 3] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataError, match="record 1 of 3 does not match its CRC-32"):
-        steplog.read(path)
+        steplog.decoded(steplog.load(path))
     log = write(path, [record(4)], attempt=2)
     (aside,) = tmp_path.glob("steps.log.damaged-2-*")
     assert aside.read_bytes() == data
     assert aside.name in log.notice and "record 1 of 3" in log.notice
-    assert steplog.read(path) == [record(4, 2)]
+    assert steplog.decoded(steplog.load(path)) == [record(4, 2)]
 
 
 def test_later_attempts_supersede(tmp_path):
@@ -134,7 +135,7 @@ def test_later_attempts_supersede(tmp_path):
     assert [(r.step, r.attempt) for r in history(path)] == [*((i, 1) for i in range(1, 5)), (5, 2), (6, 2)]
     write(path, [record(3)], attempt=3)
     assert [(r.step, r.attempt) for r in history(path)] == [(1, 1), (2, 1), (3, 3)]
-    assert len(steplog.read(path)) == 10
+    assert len(steplog.decoded(steplog.load(path))) == 10
 
 
 def test_without_attempts_a_step_taken_again_supersedes(tmp_path):
@@ -164,13 +165,13 @@ def test_a_writer_that_was_replaced_is_no_part_of_the_run(tmp_path):
 def test_a_step_that_comes_out_otherwise_is_reported(tmp_path):
     path = tmp_path / "a"
     write(path, [record(i) for i in range(1, 8)], attempt=1)
-    with StepLog(path, 2) as log:
+    with closing(StepLog(path, 2)) as log:
         assert log.append(record(4)) is None
         assert log.append(record(5, weights=1)) == record(5, 1)
         assert log.append(record(6, gradients=None)) is None  # nothing to compare with
         assert log.append(record(9)) is None
     # the newest is what the next attempt is compared with
-    with StepLog(path, 3) as log:
+    with closing(StepLog(path, 3)) as log:
         assert log.append(record(5)) == record(5, 2, weights=1)
         assert log.append(record(6)) is None
         assert log.append(record(7)) is None
@@ -225,14 +226,14 @@ def test_records_wait_in_memory_until_they_are_flushed(tmp_path, monkeypatch):
     monkeypatch.setattr(steplog.time, "monotonic", lambda: now[0])
     log = StepLog(path)
     log.append(record(1))
-    assert steplog.read(path) == []
+    assert steplog.decoded(steplog.load(path)) == []
     now[0] += 1
     log.append(record(2))
-    assert len(steplog.read(path)) == 2
+    assert len(steplog.decoded(steplog.load(path))) == 2
     log.append(record(3))
-    assert len(steplog.read(path)) == 2
+    assert len(steplog.decoded(steplog.load(path))) == 2
     log.flush()
-    assert len(steplog.read(path)) == 3
+    assert len(steplog.decoded(steplog.load(path))) == 3
     log.close()
     log.close()
 
@@ -253,7 +254,7 @@ def test_a_kill_loses_only_what_was_not_flushed(tmp_path, launch):
     path = tmp_path / "steps.log"
     done = subprocess.run([sys.executable, "-c", KILLED, path], env=launch.environment, timeout=60)
     assert done.returncode == -9
-    assert [r.step for r in steplog.read(path)][:60] == list(range(1, 61))
+    assert [r.step for r in steplog.decoded(steplog.load(path))][:60] == list(range(1, 61))
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost_when_it_has_room_again(tmp_path, monkeypatch):
@@ -273,11 +274,11 @@ def test_a_full_disk_is_said_and_nothing_is_lost_when_it_has_room_again(tmp_path
     monkeypatch.setattr(steplog.os, "write", short)
     with pytest.raises(OutputError, match="No space left"):
         log.flush()
-    assert len(steplog.read(path)) == 1
+    assert len(steplog.decoded(steplog.load(path))) == 1
     room[0] = 10**6
     log.append(record(4))
     log.close()
-    assert [r.step for r in steplog.read(path)] == [1, 2, 3, 4]
+    assert [r.step for r in steplog.decoded(steplog.load(path))] == [1, 2, 3, 4]
 
 
 def test_where_nothing_can_be_written(tmp_path):
@@ -291,7 +292,7 @@ def test_where_nothing_can_be_written(tmp_path):
 
 def test_what_is_no_log(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot be read"):
-        steplog.read(tmp_path / "nothing")
+        steplog.decoded(steplog.load(tmp_path / "nothing"))
     with pytest.raises(DataError, match="no step log"):
         steplog.parse(b"x")
     with pytest.raises(DataError, match="no step log"):
@@ -305,7 +306,7 @@ def test_what_is_no_log(tmp_path, monkeypatch):
     write(tmp_path / "a", [record(1)])
     monkeypatch.setattr(steplog, "LIMIT", 100)
     with pytest.raises(DataError, match="longer than 100 bytes"):
-        steplog.read(tmp_path / "a")
+        steplog.decoded(steplog.load(tmp_path / "a"))
 
 
 def mutated(rng: random.Random, whole: bytes) -> bytes:

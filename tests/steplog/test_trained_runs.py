@@ -45,7 +45,7 @@ def diff(launch_once, a: Path, b: Path) -> tuple[int, dict, str]:
 
 
 def test_every_step_is_in_the_log(runs):
-    records = steplog.read(runs["one"] / "steps" / "steps.log")
+    records = steplog.decoded(steplog.load(runs["one"] / "steps" / "steps.log"))
     assert [r.step for r in records] == list(range(1, STEPS + 1))
     assert [(r.epoch, r.batch) for r in records] == [(0, i) for i in range(STEPS)]
     assert all(r.taken and r.samples == 96 and r.gradients and r.weights and r.loss > 0 for r in records)
@@ -104,7 +104,7 @@ def test_saved_weights_have_the_fingerprint_of_the_log(launch_once, runs):
     assert done.returncode == 0, done.stderr
     found = load_file(path)
     arena = DistributedTrainer(nn.models.build("mlp"), optim.SGD(lr=0.1)).arena
-    logged = next(r for r in steplog.read(runs["one"] / "steps" / "steps.log") if r.step == 9)
+    logged = next(r for r in steplog.decoded(steplog.load(runs["one"] / "steps" / "steps.log")) if r.step == 9)
     for kind, expected in (("gradients", logged.gradients), ("weights", logged.weights)):
         parts = [fingerprint.of(found[f"{kind}/{name}"], arena.offsets[name]) for name, _ in arena.named]
         assert fingerprint.add(parts) == expected

@@ -94,31 +94,20 @@ def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
     return sum(each) + max(each) * (max(r.shards for r in found) - 1)
 
 
+@dataclasses.dataclass
 class Planner:
-    """Plans the training of a command, e.g. [sys.executable, "-m", "odyssey.train", ...] or a script.
+    """Plans the training of a command, e.g. [sys.executable, "-m", "odyssey.train", ...] or a script."""
 
-    Args:
-        per_node: ranks of a machine. memory: bytes that a rank may have; None: any number.
-        near, far: links within machines and between them.
-        timeout: seconds that the rehearsal of a rank may take.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        per_node: int,
-        memory: int | None = None,
-        near: Link = NEAR,
-        far: Link = FAR,
-        timeout: float = 600,
-    ) -> None:
-        self.command, self.per_node, self.memory = list(command), per_node, memory
-        self.near, self.far, self.timeout = near, far, timeout
-        self.sharing: Rehearsed | None = None  # of the latest layout: how a batch is cut
+    command: Sequence[str]
+    per_node: int  # ranks of a machine
+    memory: int | None = None  # bytes that a rank may have; None: any number
+    near: Link = NEAR  # within machines
+    far: Link = FAR  # between them
+    timeout: float = 600  # seconds that the rehearsal of a rank may take
+    sharing: Rehearsed | None = None  # of the latest layout: how a batch is cut
 
     def __call__(self, layouts: Sequence[str], show: Callable[[Planned], None] = lambda planned: None) -> list[Planned]:
-        """One prediction for each layout, in their order, shown as soon as it is there. Raises ConfigError: a layout
-        cannot be read, or none can be trained."""
+        """One prediction per layout, shown when it is there. Raises ConfigError: one is wrong, or none is possible."""
         for text in layouts:
             verify.ranks(verify.parse(text))
         plans = []
@@ -157,7 +146,7 @@ class Planner:
         file = folder / f"{rank}.json"
         told: dict[str, Any] = {"layout": layout, "rank": rank, "per_node": self.per_node, "limit": self.memory}
         variables = {VARIABLE: json.dumps({**told, "file": str(file), "folder": str(folder)})}
-        problem = verify.ran(self.command, variables, ALONE, self.timeout)
+        problem = verify.ran(self.command, variables, ALONE, timeout=self.timeout)
         if problem is None and not file.exists():
             problem = "it called no fit() of a DistributedTrainer"
         if problem is not None:
@@ -177,7 +166,7 @@ def measured(launcher: str | None) -> tuple[Link, bool]:
     words = verify.started([sys.executable, "-m", measure_link.__name__], 2, verify.launcher_words(launcher, "plan"))
     with tempfile.TemporaryDirectory(prefix="odyssey-plan-") as folder:
         file = Path(folder) / "link.json"
-        problem = verify.ran([*words, str(file)], {}, ALONE, 120)
+        problem = verify.ran([*words, str(file)], {}, ALONE, timeout=120)
         if problem is None and not file.exists():
             problem = f"{words[0]} started no two ranks"
         if problem is not None:

@@ -1,8 +1,7 @@
 """One rank of a layout rehearsed alone: the inside of `odyssey plan` (planner.py).
 
 The variable ODYSSEY_REHEARSAL says which rank of which layout the first fit() of a program rehearses, instead of
-training: the trainer is that of the rank (comm/stand_in.py), so what its steps take is what they will take. Then the
-process ends.
+training, with a trainer as that of the rank (comm/stand_in.py). Then the process ends.
 """
 
 from __future__ import annotations
@@ -115,9 +114,8 @@ class Rehearsal(Callback):
         now = self.comm.traffic.numbers()
         found.traffic = tuple((b - a) / steps for a, b in zip(before, now, strict=True))
         found.processor = float(np.median(times))
-        found.seconds = min(
-            *walls, found.processor
-        )  # it waits for nobody: what is above that, others on this machine took
+        # it waits for nobody: what is above that, others on this machine took
+        found.seconds = min(*walls, found.processor)
 
 
 joins = Rehearsal.current

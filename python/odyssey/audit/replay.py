@@ -52,8 +52,7 @@ class ReplaySession(Callback):
 
     step: the step that is replayed, counted from 1; training ends after it. folder: where everything goes that is
     written. checkpoint: the directory of the checkpoint to start from; None: from the beginning. layout: as in
-    `odyssey verify`, e.g. "dp=1"; it goes before the trainer's own arguments. save: whether weights and gradients of
-    the step are wanted.
+    `odyssey verify`, e.g. "dp=1"; it goes before the trainer's own arguments. save: its weights and gradients as well.
     """
 
     step: int
@@ -114,14 +113,9 @@ class ReplaySession(Callback):
             found = (trainer.state_dict(), trainer.last_gradients()) if self.save else ({}, {})
             self.end(trainer.comm, *found)
 
-    def end(
-        self, comm: Communicator, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
-    ) -> NoReturn:
-        """Ends this process after the step, with exit code 0; all ranks call it, their logs closed.
-
-        weights, gradients: by the parameters' names, whole, on rank 0; only if `save`. Raises SystemExit: so that
-        nothing which comes after the training in the user's script is done again.
-        """
+    def end(self, comm: Communicator, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray]) -> NoReturn:
+        """Ends this process on all ranks, with exit code 0: nothing after the training in the user's script is done
+        again. weights, gradients: by name, whole, on rank 0; only if `save`."""
         if self.save and comm.rank == 0:
             given = {"weights": weights, "gradients": gradients}
             arrays = {f"{kind}/{name}": a for kind, some in given.items() for name, a in some.items()}
@@ -368,9 +362,6 @@ def _run(words: list[str], folder: Path, session: ReplaySession, ranks: int, lau
     """Runs the command as a replay. ConfigError with the last line it printed if it fails."""
     words = verify.started(words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ())
     others = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)
-    try:
-        problem = verify.failure(words, {REPLAY: session.variable}, others, cwd=folder)
-    except OSError as why:
-        raise ConfigError(f"[replay] {words[0]} cannot be started in {folder}: {why.strerror}") from why
+    problem = verify.ran(words, {REPLAY: session.variable}, others, cwd=folder)
     if problem:
         raise ConfigError(f"[replay] the command failed: {problem}")

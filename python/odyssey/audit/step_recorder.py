@@ -20,8 +20,7 @@ from .steplog import difference as differs
 
 
 class Records(Callback):
-    """Takes the record of each step; all ranks call all methods at the same steps. `path`: of the log; rank 0 opens it.
-    `attempt`: of the run."""
+    """Takes the record of each step; all ranks call all methods at the same steps. `path`: of the log, for rank 0."""
 
     def __init__(self, trainer: Trainable, path: Path, attempt: int) -> None:
         self._trainer = trainer

@@ -1,15 +1,8 @@
-"""The step log: what each optimizer step did, 64 bytes a step, in RUN/steps/steps.log.
+"""The step log: what each optimizer step did, 64 bytes a step, in RUN/steps/steps.log, appended by rank 0 only.
 
-A file is a header and records of one size, little-endian, appended by rank 0 only:
-
-    header   8 bytes "odysteps", uint32 version, uint32 size of a record, uint32 CRC-32 of these 16 bytes, 44 zeros
-    record   the fields of LAYOUT, then a uint32 CRC-32 of the 60 bytes before
-
-Records gather in memory and are written when half a second has passed since the last write, and whenever somebody
-calls `flush` (at a checkpoint, at the end): a kill loses half a second of records at most. A torn end is cut off when
-the log is opened again. After a resume the steps since the checkpoint are taken again: their new records follow the old
-ones, and the newest record of a step is the valid one (`history`). A step that comes out otherwise than before is a
-broken promise of determinism, so `append` says it.
+docs/replay.md has the format. Records gather in memory and are written when half a second has passed since the last
+write, and whenever somebody calls `flush` (at a checkpoint, at the end). After a resume the steps since the checkpoint
+are taken again: their new records follow the old ones (`history`), and `append` says if one differs.
 """
 
 from __future__ import annotations
@@ -81,8 +74,7 @@ COMPARED = ("cursor", "rate", "loss", "gradients", "taken", "weights")
 def differences(a: StepRecord, b: StepRecord) -> tuple[str, ...]:
     """In what of COMPARED two records of the same step part.
 
-    In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared. The
-    attempt does not count.
+    In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared.
     """
     differing = {
         "cursor": (a.epoch, a.batch, a.samples) != (b.epoch, b.batch, b.samples),
@@ -113,35 +105,34 @@ def shown(record: StepRecord, what: str) -> str:
 class StepLog:
     """The log of a run, open for more records; for rank 0. Appending costs about 2 us (benchmarks/steplog.py).
 
-    path: the file; made if it is not there, and so is its directory. attempt: of this process; 0 if nobody counts them:
-        then that of the last record found.
-
-    notice: what the user should know about the file that was found, or None.
-
-    Raises OutputError: the file cannot be written.
+    path: made if it is not there, and its directory. attempt: of this process; 0: that of the last record found.
+    notice: what the user should know about the file that was found, or None. Raises OutputError: it cannot be written.
     """
 
     def __init__(self, path: str | Path, attempt: int = 0) -> None:
         self.path, self.attempt = Path(path), attempt
         self.notice: str | None = None
-        self._earlier: dict[int, StepRecord] | None = None  # of the steps that may be taken again
+        self._earlier: dict[int, StepRecord] | None = None  # the newest of the steps that may be taken again
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._before, length = self._found()
-            self._file = self._open(length)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(self.path, flags, 0o600)
+            os.ftruncate(self._file, length)
         except OSError as problem:
             raise OutputError(
                 f"[steps] {self.path} cannot be written: {problem.strerror}; give a run directory that can be"
             ) from problem
-        if not attempt and self._before is not None and len(self._before):
+        if not attempt and len(self._before):
             self.attempt = int(self._before["attempt"][-1])
         self._buffer = bytearray() if length else bytearray(header())
         self._written = time.monotonic()
 
-    def _found(self) -> tuple[np.ndarray | None, int]:
+    def _found(self) -> tuple[np.ndarray, int]:
         """The records that are there already, and how many bytes of the file are good."""
+        nothing = np.zeros(0, LAYOUT), 0
         if not self.path.exists():
-            return None, 0
+            return nothing
         try:
             data = _content(self.path)
             records = parse(data, str(self.path))
@@ -149,16 +140,11 @@ class StepLog:
             aside = self.path.with_name(f"{self.path.name}.damaged-{self.attempt}-{os.getpid()}")
             os.replace(self.path, aside)
             self.notice = f"{problem}; it is kept as {aside.name}, and a new one begun"
-            return None, 0
+            return nothing
         length = SIZE + SIZE * len(records) if len(data) >= SIZE else 0
         if length < len(data):
             self.notice = f"[steps] {self.path}: a torn end of {len(data) - length} bytes was cut off"
         return records, length
-
-    def _open(self, length: int) -> int:
-        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.ftruncate(file, length)
-        return file
 
     def append(self, record: StepRecord) -> StepRecord | None:
         """Adds the record of a step, under this log's attempt. Returns the newest record of the same step from before
@@ -172,8 +158,9 @@ class StepLog:
         if time.monotonic() - self._written > FLUSH_SECONDS:
             self.flush()
         if self._earlier is None:
-            self._earlier = _newest(self._before, record.step)
-            self._before = None
+            again = decoded(self._before[self._before["step"] >= record.step])
+            self._earlier = {r.step: r for r in again}
+            del self._before
         if not self._earlier:
             return None
         before = self._earlier.pop(record.step, None)
@@ -199,12 +186,6 @@ class StepLog:
             finally:
                 os.close(self._file)
                 self._file = -1
-
-    def __enter__(self) -> StepLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def header() -> bytes:
@@ -235,23 +216,16 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
         good[i] = zlib.crc32(view[at : at + SIZE - 4]) == crc
     whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
     if not good[:whole].all():
-        raise DataError(
-            f"[steps] {name}: record {int(np.flatnonzero(~good)[0]) + 1} of {len(records)} does not match its CRC-32"
-        )
+        first = int(np.flatnonzero(~good)[0]) + 1
+        raise DataError(f"[steps] {name}: record {first} of {len(records)} does not match its CRC-32")
     records = records[:whole]
     if (records["flags"] & ~np.uint32(TAKEN | GRADIENTS | WEIGHTS)).any():
         raise DataError(f"[steps] {name} has records with flags that this odyssey does not know")
     return records
 
 
-def read(path: str | Path) -> list[StepRecord]:
-    """All records of a log, in the order of the file, those that others have superseded too. Raises DataError: the file
-    is not there, is too long, or is no step log (see `parse`)."""
-    return decoded(load(path))
-
-
 def load(path: str | Path) -> np.ndarray:
-    """Reads as `read` does, into an array of LAYOUT."""
+    """All records of a log as `parse` gives them. Raises DataError: it is not there, too long, or no step log."""
     try:
         data = _content(Path(path))
     except OSError as problem:
@@ -283,13 +257,6 @@ def decoded(records: np.ndarray) -> list[StepRecord]:
         return StepRecord(step, epoch, batch, samples, loss, gradients, weights, rate, bool(flags & TAKEN), attempt)
 
     return [one(*fields) for fields in records.tolist()]
-
-
-def _newest(records: np.ndarray | None, first: int) -> dict[int, StepRecord]:
-    """The newest record of each step from `first` on."""
-    if records is None or not len(records):
-        return {}
-    return {record.step: record for record in decoded(records[records["step"] >= first])}
 
 
 def _content(path: Path) -> bytes:

@@ -1,14 +1,11 @@
 """`odyssey verify`: is a training the same, bit for bit, on other layouts? This file runs it on each and compares.
 
-A layout is a text such as "pp=2,dp=2,zero=1". Every run is the same command as an ordinary one, started by mpirun if it
-has several ranks, with two environment variables:
+Every run is the same command, started by mpirun if it has several ranks, with two environment variables:
 
     ODYSSEY_TRACE         directory and number of steps, "DIR:5": the trainer writes what it holds after each step
-    ODYSSEY_TRACE_LAYOUT  the layout, which goes before the trainer's own arguments
+    ODYSSEY_TRACE_LAYOUT  the layout, e.g. "pp=2,dp=2,zero=1", which goes before the trainer's own arguments
 
-so a user's own script is verified unchanged, if it trains with a DistributedTrainer. After every step rank 0 writes the
-loss, the metrics, all parameters and all values of the optimizer, whole, whoever had them; the first difference to the
-run on one process is named.
+After every step rank 0 writes the loss, the metrics, all parameters and all values of the optimizer, whole.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ KEYS: dict[str, tuple[str, type]] = {
 
 
 def parse(text: str) -> dict[str, Any]:
-    """A layout as options of the trainer, e.g. "dp=2,zero=3". Raises ConfigError: an unknown key, or a value that is no
-    number where one is wanted."""
+    """A layout as options of the trainer, e.g. "dp=2,zero=3". Raises ConfigError: an unknown key, or no number."""
     options: dict[str, Any] = {}
     whole = repr(printable(text, limit=80))
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -284,8 +280,7 @@ class Verifier:
         self.launcher = launcher_words(launcher, "verify")
 
     def __call__(self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None) -> list[Result]:
-        """One result per layout, shown as soon as it is there. Raises ConfigError: a layout cannot be read, or the run
-        on one process fails."""
+        """One result per layout, shown at once. Raises ConfigError: a layout is wrong, or one process fails."""
         plans = [(text, parse(text)) for text in layouts]
         results = []
         with tempfile.TemporaryDirectory(prefix="odyssey-verify-") as folder:
@@ -315,7 +310,7 @@ class Verifier:
         """Runs the command on n ranks; the last line it printed if it failed."""
         folder.mkdir()
         words = started(self.command, n, self.launcher)
-        return ran(words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, (), self.timeout)
+        return ran(words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, timeout=self.timeout)
 
 
 def launcher_words(launcher: str | None, who: str) -> list[str]:
@@ -333,20 +328,16 @@ def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[s
     return [*(word.replace("{ranks}", str(ranks)) for word in (launcher if ranks > 1 else ())), *words]
 
 
-def ran(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str], timeout: float) -> str | None:
-    """Returns the same as `failure`, or that a command could not be started, or was not over in time."""
-    try:
-        return failure(words, variables, without, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return f"not over after {timeout:g} s"
-    except OSError as problem:
-        return f"{words[0]} cannot be started: {problem.strerror}; `odyssey doctor` says what is missing"
-
-
-def failure(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any) -> str | None:
+def ran(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any) -> str | None:
     """Runs a command with more environment variables and `without` some; the line that says why it failed, or None."""
     environment = {name: value for name, value in os.environ.items() if name not in without} | {**variables, **OPEN_MPI}
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, **how)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, **how)
+    except subprocess.TimeoutExpired as late:
+        return f"not over after {late.timeout:g} s"
+    except OSError as problem:
+        where = f" in {how['cwd']}" if "cwd" in how else ""
+        return f"{words[0]} cannot be started{where}: {problem.strerror}; `odyssey doctor` says what is missing"
     if done.returncode == 0:
         return None
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]

@@ -1,8 +1,7 @@
 """Checkpoints: the state of a training on disk, whole or not there, and every byte of it checked before it is used.
 
 docs/checkpoints.md has the format and what is promised, docs/data-flow.md what each file is. What it is not:
-`odyssey.checkpoint`, which recomputes activations; nor does it know a trainer, ranks or MPI. Names are loaded when they
-are used: most trainings keep no checkpoints.
+`odyssey.checkpoint`, which recomputes activations; nor does it know a trainer, ranks or MPI.
 """
 
 from ..base.lazy import attach

@@ -1,8 +1,6 @@
-"""One writer per directory of checkpoints.
+"""One writer per directory of checkpoints: who holds the file `.lock` (docs/checkpoints.md), and is named in it.
 
-The file `.lock` is locked with flock, which ends with the process whatever happens to it, and says who holds it: host,
-pid, attempt. A later attempt of the same run takes a directory from an earlier one that hangs or cannot be reached; the
-earlier one finds out before it puts the next checkpoint in place. Where there is no flock, what the file says decides.
+Where there is no flock, what the file says decides.
 """
 
 from __future__ import annotations
@@ -33,13 +31,9 @@ class Holder(NamedTuple):
         return f"pid {self.pid} on {printable(self.host)}" + (f" (attempt {self.attempt})" if self.attempt else "")
 
     @property
-    def here(self) -> bool:
-        return self.host == host_name()
-
-    @property
     def dead(self) -> bool:
         """Returns whether it is a process of this machine, and gone for certain."""
-        return self.here and gone(self.pid)
+        return self.host == host_name() and gone(self.pid)
 
 
 class DirectoryLock:
@@ -47,7 +41,7 @@ class DirectoryLock:
 
     def __init__(self, folder: Path, attempt: int) -> None:
         """Raises OutputError: somebody else holds it. OSError: the file cannot be made."""
-        self.folder, self.path = folder, folder / NAME
+        self.path, self._place = folder / NAME, printable(str(folder))
         self.mine = Holder(host_name(), os.getpid(), attempt)
         self._file: LockFile | None = self._take()
 
@@ -62,9 +56,7 @@ class DirectoryLock:
             now.release(empty=False)
         except OSError as problem:
             holder = f"nobody ({self.path.name}: {problem.strerror})"
-        raise OutputError(
-            f"{printable(str(self.folder))} is held by {holder} now, not by {self.mine}: nothing is written"
-        )
+        raise OutputError(f"{self._place} is held by {holder} now, not by {self.mine}: nothing is written")
 
     def release(self) -> None:
         """Gives it back."""
@@ -87,8 +79,7 @@ class DirectoryLock:
                 if time.monotonic() > until:
                     who = holder or "another process"
                     raise OutputError(
-                        f"[checkpoint] {printable(str(self.folder))} is in use by {who}; "
-                        "wait for its end, or give another directory"
+                        f"[checkpoint] {self._place} is in use by {who}; wait for its end, or give another directory"
                     )
             except BaseException:
                 file.release(empty=False)

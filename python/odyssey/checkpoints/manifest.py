@@ -92,8 +92,7 @@ class Manifest(NamedTuple):
 
 
 def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
-    """The manifest that these bytes are. Raises CheckpointError: they are none; they were changed; or there is a key,
-    and no MAC made with it."""
+    """The manifest that these bytes are. Raises CheckpointError: they are none, or changed, or lack a MAC by `key`."""
     if len(data) > LIMIT:
         raise CheckpointError(f"{NAME} is longer than {LIMIT} bytes")
     try:
@@ -113,7 +112,7 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
     files = content["files"]
     if type(files) is not list or not 0 < len(files) <= FILES_LIMIT:
         raise CheckpointError(f"{NAME}: files is a list of 1 to {FILES_LIMIT}")
-    made = tuple(_parse_file(file, version == PARTS) for file in files)
+    made = tuple(file_of(file, version == PARTS) for file in files)
     if len({file.name for file in made}) < len(made):
         raise CheckpointError(f"{NAME} names a file twice")
     found = Manifest(content["step"], content["attempt"], content["values"], made, signed=mac is not None)
@@ -169,12 +168,8 @@ def sealed(found: Manifest, key: bytes | None) -> bytes:
     return text
 
 
-def file_of(entry: Any) -> File:
-    """A file with parts of tensors. Raises CheckpointError: the entry is of none."""
-    return _parse_file(entry, True)
-
-
-def _parse_file(entry: Any, parts: bool) -> File:
+def file_of(entry: Any, parts: bool = True) -> File:
+    """A file with parts of tensors, or with whole ones. Raises CheckpointError: the entry is of none."""
     if type(entry) is not dict or tuple(entry) != _FILE_KEYS:
         raise CheckpointError(f"{NAME}: a file has the entries {' '.join(_FILE_KEYS)}")
     name, size, tensors = entry["name"], entry["size"], entry["tensors"]

@@ -82,7 +82,9 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
     from ..core.offload import maker
 
     make = maker(np.empty)  # on this thread
-    with _opened(path, follow) as directory:
+    flags = os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
+    with _open("the directory", path, flags) as directory:
+        check_owner(os.fstat(directory))
         found, digest = _manifest(directory, path, key)
         starts = {}
         for file in found.files:
@@ -193,13 +195,6 @@ def _open(what: str, path: Path | str, flags: int, within: int | None = None) ->
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, follow: bool) -> Iterator[int]:
-    with _open("the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)) as descriptor:
-        check_owner(os.fstat(descriptor))
-        yield descriptor
 
 
 @contextlib.contextmanager

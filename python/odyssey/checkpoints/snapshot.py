@@ -91,9 +91,7 @@ def plain_values(step: int, values: dict[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as problem:
-        raise OutputError(
-            f"[checkpoint] {step_name(step)} cannot be saved: its values are not JSON: {problem}"
-        ) from None
+        raise OutputError(f"[checkpoint] {step_name(step)} cannot be saved: values are not JSON: {problem}") from None
 
 
 def check_finite(step: int, stem: str, name: str, array: np.ndarray) -> None:

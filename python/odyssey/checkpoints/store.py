@@ -70,7 +70,7 @@ class Store:
         self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
         self.kept: frozenset[int] = frozenset()  # steps whose checkpoints stay beside the newest
         self._valid: set[str] = set()  # names that this process has written or verified
-        self._staged: dict[tuple[str, str], np.ndarray] = {}  # copies of the arrays that are being written
+        self._staged: dict[str, dict[str, np.ndarray]] = {}  # copies of the arrays that are being written
         from concurrent.futures import Future, ThreadPoolExecutor
 
         # Its own thread, and not one per save: starting one lets this thread wait while the other begins its work.
@@ -100,7 +100,7 @@ class Store:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
-            self._staged.clear()
+            self._staged = {}
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -147,8 +147,7 @@ class Store:
     def verified(self) -> list[Manifest | Refused]:
         """Every checkpoint, oldest first: its manifest if every byte is right, or why it is refused.
 
-        In constant memory. One that its owner removes meanwhile is left out. Raises CheckpointError: the directory
-        itself cannot be read.
+        In constant memory. One that its owner removes meanwhile is left out. Raises CheckpointError: as `names`.
         """
         found: list[Manifest | Refused] = []
         for path in [self.folder / name for name in self.names()]:
@@ -164,8 +163,7 @@ class Store:
         return found
 
     def load(self, path: Path | str, whole: bool = True) -> Snapshot:
-        """One checkpoint, wherever it is; its arrays in memory if `whole`. Raises CheckpointError: it is none, or was
-        changed; names file and tensor."""
+        """One checkpoint, wherever it is; its arrays in memory if `whole`. Raises CheckpointError: none, or changed."""
         path = Path(path)
         try:
             return reader.load(path, self.key, True, whole)[0]
@@ -193,15 +191,17 @@ class Store:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def save(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> Path:
-        """Writes a checkpoint, whole or not at all, then removes those that are too old; returns its directory.
-        `marks`: see `mark`.
+        """Writes a checkpoint, whole or not at all, removes those too old, returns its directory. `marks`: see `mark`.
 
         One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt wrote
         it. Raises NumericsError: parameters or optimizer hold NaN or infinity. OutputError: it cannot be written; the
         checkpoints before it are as they were.
         """
         self.wait()
-        arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
+        arrays = {
+            stem: {name: np.asarray(one, order="C") for name, one in some.items()}
+            for stem, some in snapshot.arrays.items()
+        }
         self._check(snapshot.step)
         return self._save(Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks)
 
@@ -212,28 +212,23 @@ class Store:
         NumericsError, OutputError: as `save`.
         """
         self.wait()
-        arrays: dict[str, dict[str, np.ndarray]] = {}
-        staged: dict[tuple[str, str], np.ndarray] = {}
+        self._check(snapshot.step)
+        former, self._staged = self._staged, {}
         for stem, some in snapshot.arrays.items():
-            arrays[stem] = {}
+            self._staged[stem] = {}
             for name, one in some.items():
                 one = np.asarray(one)
-                copy = self._staged.get((stem, name))
+                copy = former.get(stem, {}).get(name)
                 if copy is None or (copy.shape, copy.dtype) != (one.shape, one.dtype):
                     copy = snapshot.make(one.shape, one.dtype)  # C order
                 np.copyto(copy, one)
-                arrays[stem][name] = staged[stem, name] = copy
-        self._staged = staged
-        self._check(snapshot.step)
-        for stem, some in arrays.items():
-            for name, one in some.items():
-                check_finite(snapshot.step, stem, name, one)
-        taken = Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values))
+                check_finite(snapshot.step, stem, name, copy)
+                self._staged[stem][name] = copy
+        taken = Snapshot(snapshot.step, self._staged, plain_values(snapshot.step, snapshot.values))
         self._writing = self._thread.submit(self._save, taken, marks)
 
     def mark(self, step: int, names: Sequence[str]) -> None:
-        """Gives the checkpoint of a step further names in this directory: links, put in place of what they were.
-        Raises OutputError."""
+        """Gives the checkpoint of a step further names in this directory, as links. Raises OutputError."""
         for name in names:
             aside = self.folder / f".{name}.{host_name()}.{os.getpid()}"
             try:
@@ -412,8 +407,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _plain(array: Any) -> np.ndarray:
-    """The array in C order; the same one where it is already."""
-    return np.asarray(array, order="C")

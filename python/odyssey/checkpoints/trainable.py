@@ -43,12 +43,8 @@ class History:
     test_loss = _last("test_loss", "Mean loss on the validation set after the last epoch.")
     test_accuracy = _last("test_accuracy", "Share of the validation set that is right after the last epoch.")
     bytes_per_step = _last("bytes_per_step", "Bytes that a rank sent per step of the last epoch, of all kinds.")
-    bytes_per_step_uncompressed = _last(
-        "bytes_per_step_uncompressed", "The same if gradients were summed along the tree, uncompressed."
-    )
-    wire_bytes_per_step = _last(
-        "wire_bytes_per_step", "Bytes of `bytes_per_step` to other machines, where gradients are summed along the tree."
-    )
+    bytes_per_step_uncompressed = _last("bytes_per_step_uncompressed", "The same along the tree, uncompressed.")
+    wire_bytes_per_step = _last("wire_bytes_per_step", "Bytes of them to other machines, where it is the tree's sum.")
 
     def __repr__(self) -> str:
         last = (self.records or [{}])[-1].items()
@@ -156,21 +152,15 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Saving:
-    """Where and when checkpoints are made.
+    """Where and when checkpoints are made: the arguments of fit().
 
-    Args:
-        folder: the directory; None makes none, unless the process belongs to a run, which has one.
-        every: optimizer steps from one to the next; None: at the end of every `epochs`-th epoch.
-        keep: number of most recent checkpoints to keep.
-        resume: "auto": from the newest that is valid, if there is one; "never": refuses a directory that has some;
-            a path: from this checkpoint, or from the newest of this directory, which must be there; once `folder` has
-            checkpoints that come from it, from the newest of them.
-        nondeterministic: data may be others than before a checkpoint.
-        off: nothing is written, whatever run the process belongs to; `resume` may still name where to start.
+    resume: a path is that of a checkpoint, or of a directory which must have some; once `folder` has checkpoints that
+    come from there, training goes on from the newest of them. off: nothing is written, whatever run the process belongs
+    to; `resume` may still name where to start.
     """
 
     folder: Path | None = None
-    every: int | None = None
+    every: int | None = None  # optimizer steps from one to the next; None: at the end of every `epochs`-th epoch
     keep: int = KEEP
     resume: str | Path = "auto"
     epochs: int = 1
@@ -183,9 +173,7 @@ class Saving:
         check_integer("[checkpoint] keep", self.keep, 2)
         check_integer("[checkpoint] checkpoint_epochs", self.epochs, 1)
         if not isinstance(self.nondeterministic, bool):
-            raise ConfigError(
-                f"[train] allow_nondeterministic_data is {self.nondeterministic!r}; True or False is allowed"
-            )
+            raise ConfigError(f"[train] allow_nondeterministic_data is {self.nondeterministic!r}; give True or False")
 
 
 class Mode:
@@ -239,6 +227,10 @@ class Trainable(Protocol):
     numerics: Any  # numerics.NonFinite
     last: Step | None
     workers: int  # that share out a batch
+    base_rate: float  # the learning rate, without what a schedule makes of it
+    in_parts: bool  # ranks have parts of the state that no other rank has
+    partial: bool  # fingerprints() are of this rank's part, to be added up over all ranks
+    state_bytes: int  # about how large a checkpoint is
 
     def say(self, line: str) -> None:
         """One line to the user, from rank 0, without tearing a progress bar; not collective."""
@@ -249,39 +241,21 @@ class Trainable(Protocol):
     def gradient_norm(self) -> float | None:
         """The norm of the mean gradient of the last step, before clipping; None: it is not known. Not collective."""
 
-    @property
-    def base_rate(self) -> float:
-        """The learning rate, without what a schedule makes of it; not collective."""
-
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rate from here on; on all ranks alike, not collective."""
 
     def configuration(self) -> dict[str, Any]:
         """Returns what decides the bits of the training, as JSON values by users' names for it; not collective."""
 
-    @property
-    def in_parts(self) -> bool:
-        """Returns whether ranks have parts of the state that no other rank has; not collective."""
-
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """All that training goes on from, and `values`: on rank 0; with `parts` on each rank what it has. Arrays may be
-        those that training goes on with."""
+        """All that training goes on from, not copied, and `values`, on rank 0; with `parts` each rank's."""
 
     def load(self, snapshot: Snapshot, name: str) -> None:
         """Takes back what state() gave, on whatever layout; `name` is for messages. Raises ConfigError: it is of
         another training. CheckpointError: something is missing. Nothing was changed."""
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
-        """Takes the weights and buffers of a snapshot, and nothing else. Raises CheckpointError: one is missing, or of
-        another shape; nothing was changed."""
-
-    @property
-    def state_bytes(self) -> int:
-        """About how large a checkpoint is; not collective."""
-
-    @property
-    def partial(self) -> bool:
-        """Returns whether fingerprints() are of this rank's part, to be added up over all ranks."""
+        """Takes weights and buffers alone. Raises CheckpointError: one is missing or of another shape; none changed."""
 
     def shards_moved(self, samples: int) -> tuple[int, ...]:
         """Returns how many shards of a step of so many samples each rank computes, once some have moved; else none."""

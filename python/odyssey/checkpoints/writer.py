@@ -1,7 +1,6 @@
 """Writes one checkpoint: aside, flushed, manifest last, then in place of nothing or of the one with its name.
 
-A checkpoint's directory is complete from the moment its name exists. Who may write, what is kept and what is removed is
-decided in store.py.
+A checkpoint's directory is complete from the moment its name exists. store.py decides who may write, and what is kept.
 """
 
 from __future__ import annotations
@@ -141,8 +140,7 @@ def remove(path: Path, aside: Aside) -> None:
 def _discard(path: Path) -> None:
     """Removes what had a checkpoint's name; that may have been a link or a file.
 
-    It is no checkpoint any more: what cannot be removed, such as a file that another machine reads over NFS, stays
-    until the next start.
+    What cannot be removed, such as a file that another machine reads over NFS, stays until the next start.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

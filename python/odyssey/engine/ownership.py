@@ -200,7 +200,7 @@ class Ownership:
             self.pieces = split.ownership
             self.plans.append(
                 f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
-                f"{split.describe()}"
+                f"{tensor_parallel.describe(split.layers)}"
             )
         runs = []
         for name, p in self.arena.named:

@@ -2,9 +2,7 @@
 
 What they have in common: an engine of one rank (`alone`), and parameters that are the same on all ranks only at times.
 The trainer asks its mode for the steps of an epoch, and a mode asks the trainer of its rank; everything else
-(evaluation, history, files) is the trainer's. Neither keeps the promise of the same bits on any number of ranks:
-`LocalSGD` gives the same bits in every run on the same number of ranks, `AsynchronousServer` in none, as its result
-depends on who comes first.
+(evaluation, history, files) is the trainer's. docs/strategies.md says which bits each gives.
 """
 
 from __future__ import annotations
@@ -105,10 +103,8 @@ class LocalSGD(Mode):
         np.concatenate(arrays, out=r.buffers[0])
         r.start()
         mean = r.finish() / np.float32(comm.size)
-        at = 0
-        for a in arrays:
-            a[:] = mean[at : at + a.size]
-            at += a.size
+        for a, part in zip(arrays, np.split(mean, np.cumsum([a.size for a in arrays[:-1]])), strict=True):
+            a[:] = part
         trainer.count_bytes(r.bytes_sent - sent)
 
     def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
@@ -140,14 +136,9 @@ class GradientMessage:
 class AsynchronousServer(Mode):
     """A parameter server that updates with each gradient as it comes, with a bound on staleness (Ho et al. 2013).
 
-    Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else. The others are workers: batch i
-    of the loader belongs to worker i modulo their number. After a step a worker gets the newest parameters, but waits
-    while it is more than `staleness` steps ahead of the slowest; one that has no more data counts no longer.
-
-    A gradient is divided by the samples of its own batch, and the schedule goes by the number of updates. One that is t
-    updates old is taken at 1 / (1 + t) of the rate (Zhang, Gupta, Lian and Liu 2016). Late gradients act as more
-    momentum (Mitliagkas et al. 2016): what is right for one worker can be too much for three. At the end of an epoch
-    all ranks get the parameters and the optimizer's state.
+    Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else, the others are workers:
+    docs/strategies.md. A gradient is divided by the samples of its own batch, and the schedule goes by the number of
+    updates. One that is t updates old is taken at 1 / (1 + t) of the rate (Zhang, Gupta, Lian and Liu 2016).
     """
 
     together = False
@@ -295,9 +286,8 @@ class AsynchronousServer(Mode):
         trainer = self.trainer
         if not math.isfinite(message.floats[0]):
             return False
-        updates = (
-            [Update(trainer.arena.address(native.PARAMS) + 4 * at, message.body.ctypes.data, at, n, at)] if n else []
-        )
+        params = trainer.arena.address(native.PARAMS) + 4 * at
+        updates = [Update(params, message.body.ctypes.data, at, n, at)] if n else []
         return trainer.optimizer.apply(updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age))
 
     def _hand_out(self) -> None:

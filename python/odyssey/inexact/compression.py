@@ -1,19 +1,14 @@
 """Compression: fewer bytes of gradients between ranks. fp16, bf16: rounded; topk: the largest; powersgd: low rank.
 
-A compressed reduction gives every rank the same sum, and the same in every run on the same number of ranks; it is not
-the sum of `tree`. What is lost in a step is kept by the rank that lost it and added to its next gradient (error
-feedback; Stich, Cordonnier and Jaggi 2018), with topk and powersgd. Sums and counts behind the gradients are exact.
-
-What all ranks compute for themselves from what they received is elementwise or exact, so it is the same bits on every
-kind of processor; only what a rank sends comes from products of matrices.
-
-`GradientCompression` is top-k for a custom training loop.
+What is lost in a step is kept by the rank that lost it and added to its next gradient (error feedback; Stich,
+Cordonnier and Jaggi 2018), with topk and powersgd. What all ranks compute for themselves from what they received is
+elementwise or exact, so it is the same bits on every kind of processor; only what a rank sends is of matrix products.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +20,7 @@ from ..errors import ConfigError
 from ..parallel.plan import ranges
 from ..parallel.reduction import Phased, TreeReduction
 from ..parallel.shared_memory_tree import SharedReduction
+from ..settings.declarations import ReductionSettings, declared
 
 WARMUP_RATIO = 0.25  # where the ratio of a warm-up begins (Lin et al. 2018)
 
@@ -104,16 +100,13 @@ class HalfReduction(Compressed):
         lo, hi = self.cut[comm.rank]
         # a piece on the wire: two words that are its scale (float32), then its numbers
         self._words = [b - a + 2 if b > a else 0 for a, b in self.cut]
-        self._send = self._halves(sum(self._words))
-        mine = self._words[comm.rank]
-        self._receive = self._halves(mine * comm.size)
+        self._wire_ranges = list(itertools.pairwise(itertools.accumulate(self._words, initial=0)))
+        self._wire = self._halves(sum(self._words))  # what goes out, then what comes back
+        self._receive = self._halves(self._words[comm.rank] * comm.size)
         self._sum = self._take(hi - lo)
         self._scaled = self._take(self.n)
         self.phases = (self._hand_out, self._add)
         if not self.scatter:
-            self._wire = self._halves(sum(self._words))
-            ends = np.cumsum([0, *self._words]).tolist()
-            self._wire_ranges = list(zip(ends, ends[1:], strict=False))
             self._back = self.lanes.lane(comm, 1)
             self.phases = (self._hand_out, self._gather, self._unpack)
 
@@ -136,14 +129,12 @@ class HalfReduction(Compressed):
         return wide if scale == 1 else np.multiply(wide, np.float32(1 / scale), out=wide)
 
     def _hand_out(self) -> Request:
-        at = 0
-        for (a, b), n in zip(self.cut, self._words, strict=True):
-            if n:
-                self._pack(self.local[a:b], self._send[at : at + n])
-            at += n
+        for (a, b), (c, d) in zip(self.cut, self._wire_ranges, strict=True):
+            if d > c:
+                self._pack(self.local[a:b], self._wire[c:d])
         mine = self._words[self.comm.rank]
         self.bytes_sent += 2 * (sum(self._words) - mine)
-        return self.comm.all_to_all_v(self._send, self._words, self._receive, [mine] * self.comm.size, wait=False)
+        return self.comm.all_to_all_v(self._wire, self._words, self._receive, [mine] * self.comm.size, wait=False)
 
     def _add(self) -> None:
         n = self._words[self.comm.rank]
@@ -183,7 +174,7 @@ class TopKReduction(Compressed):
         self.phases = (self._exchange, self._add)
 
     def ratio(self, step: int) -> float:
-        """Seed of the gradients that are sent in a step, counted from 0."""
+        """Share of the gradients that are sent in a step, counted from 0."""
         s = self.strategy
         if step >= s.compression_warmup_steps or s.compression_ratio >= WARMUP_RATIO:
             return s.compression_ratio
@@ -219,8 +210,7 @@ class PowerReduction(Compressed):
     """PowerSGD (Vogels, Karimireddy and Jaggi 2019): of each matrix M of gradients the product P Q^T of rank r.
 
     P = M Q, summed over ranks, its columns made orthonormal; Q = M^T P, summed; the next step begins with this Q. A
-    matrix is a parameter of two or more dimensions, its first against all others; what would not get smaller is sent
-    as it is.
+    matrix is a parameter's first dimension against all others; what would not get smaller is sent as it is.
     """
 
     def _prepare(self) -> None:
@@ -253,10 +243,8 @@ class PowerReduction(Compressed):
         return flat[offset : offset + m * n].reshape(m, n)
 
     def _send(self, wire: np.ndarray, n: int, comm: Any, parts: Sequence[np.ndarray]) -> Request:
-        at = n * comm.rank
-        for part in parts:
-            wire[at : at + part.size] = part.ravel()
-            at += part.size
+        if n:
+            np.concatenate([part.ravel() for part in parts], out=wire[n * comm.rank : n * (comm.rank + 1)])
         self.bytes_sent += 4 * n * (comm.size - 1)
         return comm.all_gather_v(wire, [(n * p, n * (p + 1)) for p in range(comm.size)], wait=False)
 
@@ -374,15 +362,15 @@ class GradientCompression:
     """
 
     def __init__(self, compression_ratio: float = 0.1, *, error_feedback: bool = True) -> None:
-        self.compression_ratio = check_ratio("compression", "compression_ratio", compression_ratio)
+        ratio = declared(ReductionSettings)["compression_ratio"]
+        self.compression_ratio = ratio.check(compression_ratio, "[compression] compression_ratio")
         self.error_feedback = error_feedback
         self._left: dict[Any, np.ndarray] = {}
 
     def compress_gradients(self, gradients: Any) -> Any:
         """A dict or list of arrays (float32 of any shape, or tensors) as the same of `Sparse`.
 
-        An array is known again by its key or position, and must keep its shape. None, a parameter without a gradient,
-        stays None.
+        An array is known again by its key or position, and must keep its shape. None (no gradient) stays None.
         """
         return _each(gradients, self._compress)
 
@@ -421,10 +409,3 @@ def _each(items: Any, function: Any) -> Any:
     if not isinstance(items, (list, tuple)):
         raise ConfigError(f"[compression] gradients are a {type(items).__name__}; give a dict or a list of arrays")
     return [None if value is None else function(i, value) for i, value in enumerate(items)]
-
-
-def check_ratio(owner: str, name: str, value: float) -> float:
-    """A share above 0 and at most 1."""
-    if not isinstance(value, numbers.Real) or not 0 < value <= 1:
-        raise ConfigError(f"[{owner}] {name} is {value!r}; it must be a number above 0 and at most 1")
-    return float(value)

@@ -82,8 +82,7 @@ def cut(
     copies: float = 3,
     samples: int | Sequence[int] = 1,
 ) -> StageCuts:
-    """The cuts that make the slowest stage fastest, and among them those with the fewest bytes crossing; of several
-    such, the ones that come first.
+    """The cuts that make the slowest stage fastest, among them those with the fewest bytes crossing, then the first.
 
     Args:
         ops: the model in forward order.
@@ -125,15 +124,15 @@ def cut(
     best = _best(n, stages, time, max, fits)
     if best is None:
         least = _best(n, stages, memory, max, lambda i, j, s: True)
-        need = max(memory(i, j, s) for s, (i, j) in enumerate(_spans(least, n)))
+        need = max(memory(i, j, s) for s, (i, j) in enumerate(least or ()))
         raise ConfigError(
             f"[placement] no cut into {stages} stages stays within {memory_limit:,} bytes per device; it takes "
             f"{need:,}: give more stages, a smaller micro-batch, or checkpoint() some layers"
         )
-    pace = max(time(i, j, s) for s, (i, j) in enumerate(_spans(best, n)))
+    pace = max(time(i, j, s) for s, (i, j) in enumerate(best))
     best = _best(n, stages, crossing, lambda a, b: a + b, lambda i, j, s: fits(i, j, s) and time(i, j, s) <= pace)
     parts = []
-    for s, (i, j) in enumerate(_spans(best, n)):
+    for s, (i, j) in enumerate(best or ()):
         names, sends = tuple(op.name for op in ops[i:j]), ops[j - 1].crossing_bytes if j < n else 0
         parts.append(StageCost(i, j, names, time(i, j, s), parameters[j] - parameters[i], memory(i, j, s), sends))
     return StageCuts(tuple(parts))
@@ -145,8 +144,8 @@ def _best(
     cost: Callable[[int, int, int], float],
     join: Callable[[float, float], float],
     allowed: Callable[[int, int, int], bool],
-) -> tuple[int, ...] | None:
-    """The k - 1 cuts of 0..n with the least cost: join (max or sum) over the stages of cost(first, last, stage).
+) -> list[tuple[int, int]] | None:
+    """The k spans of 0..n with the least cost: join (max or sum) over the stages of cost(first, last, stage).
 
     `join` must not decrease, so the best way to op j in s stages goes on with the best way to some op i in s - 1.
     """
@@ -163,11 +162,7 @@ def _best(
             if found is not None:
                 row[j] = found
         rows.append(row)
-    return rows[k][n][1] if n in rows[k] else None
-
-
-def _spans(cuts: tuple[int, ...] | None, n: int) -> list[tuple[int, int]]:
-    return list(itertools.pairwise((0, *(cuts or ()), n)))
+    return list(itertools.pairwise((0, *rows[k][n][1], n))) if n in rows[k] else None
 
 
 def size(n: float | None) -> str:

@@ -26,8 +26,7 @@ Costs = tuple[tuple[float, int], ...]  # of each replica: seconds of a round, an
 def counts(shards: int, costs: Costs) -> tuple[int, ...]:
     """How many shards each replica computes so that the last one is done as early as possible; pure.
 
-    Each has one, if there are so many, for else nobody would see it become fast again. No costs: no counts, which
-    stands for equal shares.
+    Each has one, if there are so many, for else nobody would see it become fast again. No costs: (), equal shares.
     """
     given = [int(shards >= len(costs))] * len(costs)
     for _ in range(shards - sum(given) if costs else 0):

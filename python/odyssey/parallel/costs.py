@@ -1,8 +1,7 @@
 """Costs of a model's ops here: measures a recorded program record by record, for auto_placement.py.
 
-Rank 0 measures and tells the others, so all make the same cuts. The times depend on the machine; where a model is cut
-changes no bit of its training, but with a compression or an order of additions that depends on the layout: there bytes
-are counted instead.
+Rank 0 measures and tells the others, so all make the same cuts. Times differ between runs: where the cut changes bits
+(a compression, additions in an order of the layout's), bytes are counted instead.
 """
 
 from __future__ import annotations
@@ -36,15 +35,8 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     data = np.zeros((1, features), np.float32)
     arrays, rows = np.full(len(gathered), data.ctypes.data, np.int64), np.zeros(samples, np.int64)
     scale, shift = np.ones(features, np.float32), np.zeros(features, np.float32)
-    c = native.Context(
-        valid=samples,
-        images=data.ctypes.data,
-        arrays=arrays.ctypes.data,
-        rows=rows.ctypes.data,
-        scale=scale.ctypes.data,
-        shift=shift.ctypes.data,
-        loss_scale=1.0,
-    )
+    memory = {"images": data, "arrays": arrays, "rows": rows, "scale": scale, "shift": shift}
+    c = native.Context(valid=samples, loss_scale=1.0, **{name: a.ctypes.data for name, a in memory.items()})
     bases = np.array([0, arena.address(native.PARAMS), grads.ctypes.data, work.ctypes.data], np.int64)
     best = np.full(len(records), np.inf)
     for _ in range(REPEATS):
@@ -110,14 +102,12 @@ def stages(
         comm.broadcast(costs, 0)
     else:
         size_of = {arena.offsets[name]: 4 * p.size for name, p in arena.named}
-        costs = np.array(
-            [
-                sum(a.nbytes for a in r.args if isinstance(a, Slot))
-                + samples * sum(size_of[o] for o in touched(r, arena, native.PARAMS))
-                for r in records
-            ],
-            float,
-        )
+
+        def nbytes(r: Record) -> float:
+            slots = sum(a.nbytes for a in r.args if isinstance(a, Slot))
+            return slots + samples * sum(size_of[o] for o in touched(r, arena, native.PARAMS))
+
+        costs = np.array([nbytes(r) for r in records], float)
     tags, found = ops(records, arena, samples, costs)
     plan = cut(found, count)
     firsts = [tags[c] for c in plan.cuts]

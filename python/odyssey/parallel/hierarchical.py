@@ -1,12 +1,8 @@
 """The tree between machines, in rounds: sums within a machine first, then between machines, then back the same way.
 
-Which rounds there are says routes.py. Between machines each rank talks only to its counterparts, and only about its
-range of the floats: a machine of L ranks sends what one rank alone would, instead of L times that. Machines may have
-different numbers of ranks; as many ranks of each take part between machines as the smallest has.
-
-All of the promise is kept: the additions are those of the tree of plan.py, whatever the placement. A machine completes
-as much of the tree as its ranks' shards allow and hands on the rest as it is: with neighbouring ranks on a machine (how
-mpirun places them) about one partial sum, with ranks dealt round-robin all of them, which saves nothing.
+Which rounds there are says routes.py, what they save docs/strategies.md. Between machines each rank talks only to its
+counterparts, and only about its range of the floats; as many ranks of each machine take part as the smallest has. The
+additions are those of the tree of plan.py: a machine completes as much of it as its ranks' shards allow.
 """
 
 from __future__ import annotations
@@ -30,10 +26,7 @@ from .routes import Machines, Round, Route
 
 def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
     """Which ranks share a machine; a collective call. ranks_per_node: count instead of looking."""
-    if ranks_per_node is not None:
-        here = comm.rank // ranks_per_node
-    else:
-        here = hooks.machine()
+    here = hooks.machine() if ranks_per_node is None else comm.rank // ranks_per_node
     known = getattr(comm, "machines", None)  # of a rank that is alone: comm/stand_in.py
     everyone = known or comm.all_gather(np.array([here], np.int64)).ravel().tolist()
     found: dict[int, list[int]] = {}
@@ -43,8 +36,7 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
 
 
 class Places:
-    """Which ranks of a communicator share a machine (`near`: this one's), and the communicators of the rounds, one for
-    each way (see Lanes)."""
+    """Which ranks of a communicator share a machine (`near`: this one's), and the rounds' communicators, one a way."""
 
     _of: weakref.WeakKeyDictionary[Communicator, dict[int | None, Places]] = weakref.WeakKeyDictionary()
 
@@ -75,7 +67,8 @@ class _Step(NamedTuple):
     """
 
     add: Kernels | None
-    pack: Sequence[tuple[np.ndarray, np.ndarray]]
+    pack: Sequence[np.ndarray]  # into `send`; none: it is sent from where it is
+    send: np.ndarray
     out: Repeated
     sent: tuple[int, int]
     back: Repeated | None
@@ -146,18 +139,12 @@ class RoundsReduction(Phased):
         ]
         gives = [sum(view.size for view in some) for some in views]
         flat = [view for some in views for view in some]
-        in_order = sorted((run for runs in round.runs for run in runs), key=lambda run: run[0])
-        if (
-            len(have) == 1
-            and in_order == [run for runs in round.runs for run in runs]
-            and sum(gives) == sum(b - a for a, b in held)
-        ):  # one sum, whose ranges are already in the order of the members, is sent from where it is
+        runs = [run for some in round.runs for run in some]
+        if len(have) == 1 and runs == sorted(runs) and sum(gives) == sum(b - a for a, b in held):
+            # one sum, whose ranges are already in the order of the members, is sent from where it is
             send, pack = next(iter(have.values())), []
         else:
-            send, pack, at = self._take(sum(gives)), [], 0
-            for view in flat:
-                pack.append((send[at : at + view.size], view))
-                at += view.size
+            send, pack = self._take(sum(gives)), flat
         size = sum(b - a for a, b in round.runs[me])
         takes = [len(nodes) * size for nodes in round.takes]
         came = self._take(sum(takes))
@@ -169,7 +156,7 @@ class RoundsReduction(Phased):
             whole_runs = [(runs[0][0], runs[-1][1]) if runs else (0, 0) for runs in round.runs]
             comes = back.all_gather_v_init(self.result, whole_runs)
             returned = of_all([size] * len(round.members))
-        step = _Step(add, pack, out.all_to_all_v_init(send, gives, came, takes), of_all(gives), comes, returned)
+        step = _Step(add, pack, send, out.all_to_all_v_init(send, gives, came, takes), of_all(gives), comes, returned)
         after = {node: pieces[i] for node, i in kept} if pieces else {}
         return step, adder(pieces, adds), after, round.runs[me]
 
@@ -179,8 +166,8 @@ class RoundsReduction(Phased):
             return check
         if step.add is not None:
             step.add.run()
-        for to, value in step.pack:
-            to[...] = value
+        if step.pack:
+            np.concatenate(step.pack, out=step.send)
         self.bytes_sent, self.bytes_wire = self.bytes_sent + step.sent[0], self.bytes_wire + step.sent[1]
         request = step.out.start()
         return request if check is None else Both([check, request])

@@ -52,13 +52,10 @@ class Mesh:
         if dp * pp * tp != world:
             wanted = dp * pp * tp
             running = f"{world} ranks are" if world > 1 else "1 rank is"
-            do = f"change {self._given()} or -n" if world > 1 else f"start {wanted} with mpirun -n {wanted}"
+            given = ", ".join(f"--{n}" for n in ("dp", "pp", "tp") if getattr(self, n) is not None) or "--dp"
+            do = f"change {given} or -n" if world > 1 else f"start {wanted} with mpirun -n {wanted}"
             raise ConfigError(f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {wanted}, but {running} running; {do}")
         return Mesh(dp, pp, tp)
-
-    def _given(self) -> str:
-        named = [f"--{n}" for n in ("dp", "pp", "tp") if getattr(self, n) is not None]
-        return ", ".join(named) or "--dp"
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(d, p, t) of a rank; the mesh must be fitted."""

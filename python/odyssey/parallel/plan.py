@@ -8,9 +8,11 @@ tree is completed from those. So the result depends on V alone, not on who compu
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 Node = tuple[int, int]  # first shard, number of shards
+Nodes = tuple[tuple[Node, ...], ...]  # of each rank
 Run = tuple[int, int]  # first shard, one past the last
 LINE = 8  # numbers of a cache line
 
@@ -182,22 +184,17 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int, counts:
     pieces = max(1, threads // workers)
     cut = [(lo + a, lo + b) for lo, hi in mine for a, b in (share(hi - lo, pieces, i) for i in range(pieces)) if b > a]
     threads = max(1, min(threads, len(cut)))
-    free: list[int] = []
-    count = 0
+    fresh = itertools.count()  # buffers
     have: dict[Node, int] = {}
     lists: list[tuple[Action, ...]] = []
     for t in range(threads):
         actions: list[Action] = []
-        free = []  # buffers are not handed from thread to thread
+        free: list[int] = []  # buffers are not handed from thread to thread
 
         def subtree(node: Node, actions: list[Action] = actions, free: list[int] = free) -> int:
-            nonlocal count
             lo, n = node
             if n == 1:
-                if free:
-                    b = free.pop()
-                else:
-                    b, count = count, count + 1
+                b = free.pop() if free else next(fresh)
                 actions.append(Action("run", lo, b))
                 return b
             left = split(n)
@@ -219,7 +216,7 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int, counts:
     first = {lo for (lo, _), _ in partial}
     parts = (share(own[1] - own[0], threads, t) for t in range(threads))
     needed = sum(_pooled((own[0] + a, own[0] + b), shards, first) for a, b in parts)
-    count = max(count, len(fixed) + needed, 1)
+    count = max(next(fresh), len(fixed) + needed, 1)
     pool = tuple(b for b in range(count) if b not in fixed)
     return Plan(shards, own, tuple(lists), final, partial, count, pool, counts)
 
@@ -254,22 +251,20 @@ class Exchange(NamedTuple):
     """
 
     ranges: tuple[Run, ...]
-    nodes: tuple[tuple[Node, ...], ...]
+    nodes: Nodes
     adds: tuple[Action, ...]
 
 
-def ranges(floats: int, parts: int, align: int = 16) -> tuple[Run, ...]:
-    """0..floats-1 cut into `parts` ranges at multiples of `align`; some may be empty."""
-    cut = (share(-(-floats // align), parts, p) for p in range(parts))
-    return tuple((min(a * align, floats), min(b * align, floats)) for a, b in cut)
+def ranges(floats: int, parts: int) -> tuple[Run, ...]:
+    """0..floats-1 cut into `parts` ranges at multiples of a vector of 16; some may be empty."""
+    cut = (share(-(-floats // 16), parts, p) for p in range(parts))
+    return tuple((min(a * 16, floats), min(b * 16, floats)) for a, b in cut)
 
 
 @functools.lru_cache(maxsize=64)
-def exchange(
-    shards: int, ranks: int, workers: int, floats: int, align: int = 16, counts: tuple[int, ...] = ()
-) -> Exchange:
+def exchange(shards: int, ranks: int, workers: int, floats: int, counts: tuple[int, ...] = ()) -> Exchange:
     """The plan of the reduction between `ranks` processes of `workers` workers over buffers of `floats` floats."""
     cuts = runs(shards, ranks, workers, counts)
     per_rank = tuple(tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards)) for r in range(ranks))
     adds, _ = combine(tuple(node for own in per_rank for node in own), shards)
-    return Exchange(ranges(floats, ranks, align), per_rank, adds)
+    return Exchange(ranges(floats, ranks), per_rank, adds)

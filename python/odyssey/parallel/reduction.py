@@ -2,15 +2,7 @@
 
 A reduction is made once per plan and range of parameters, and used once per step: the engine fills `buffers`, calls
 `start()` when its shards are done, may go on computing and `poll()` now and then, and takes the sum from `finish()`.
-Here are the contract and the plainest ones; which there are, and how one is chosen, says strategy.py.
-
-`tree` completes the tree of plan.py: range p of the floats goes to rank p from everyone (one all-to-all), is added
-there in the tree's order by a kernel, and comes back to everyone (one all-gather; left out if `scatter`). With a power
-of two of shards and ranks that is the volume of a reduce-scatter and an all-gather: 2 (n - 1) / n times the floats for
-n ranks. Same bits on any world.
-
-`mpi` adds a process's own nodes and calls the library's all-reduce. Its order of additions depends on the library and
-on the number of ranks, so the bits do too.
+Here are the contract and the plainest ones; strategy.py has all, docs/strategies.md compares them.
 """
 
 from __future__ import annotations
@@ -41,12 +33,12 @@ class Reduction:
     all shards once `finish()` has returned it, valid until `buffers` are written again. own: the range of `result`
     that is valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks. bytes_sent: by this
     rank, so far; bytes_wire: of them to other machines, as far as it is counted; bytes_plain: what the tree would
-    have sent.
+    have sent. floats_needed: of memory that it uses.
 
     Args:
         plan: what this process computes. workers: workers of each process.
         scatter: leave each rank with its own range of the sum.
-        storage: float32 memory to work in, of at least `floats_needed()`; its own if None.
+        storage: float32 memory to work in, of at least `floats_needed`; its own if None.
         strategy: settings of the kinds that have some. content: what the floats are, where that matters.
     """
 
@@ -69,7 +61,7 @@ class Reduction:
         self.own: Run = self.ranges[comm.rank] if scatter else (0, floats)
         self.bytes_sent = self.bytes_wire = 0
         self._storage = storage
-        self._taken = 0
+        self.floats_needed = 0
         self.buffers = self._take_buffers()
         self._prepare()
 
@@ -78,16 +70,11 @@ class Reduction:
 
     def _take(self, floats: int) -> np.ndarray:
         """Floats of the storage, from a vector boundary."""
-        at = self._taken
-        self._taken += -(-floats // 16) * 16
+        at = self.floats_needed
+        self.floats_needed += -(-floats // 16) * 16
         if self._storage is None:
             return native.aligned(floats)
         return self._storage[at : at + floats]
-
-    @property
-    def floats_needed(self) -> int:
-        """Floats of memory that this reduction uses."""
-        return self._taken
 
     @property
     def bytes_plain(self) -> int:
@@ -110,8 +97,7 @@ class Reduction:
         return self.result
 
     def _add_up(self, out: np.ndarray) -> np.ndarray:
-        """This rank's partial sums of the first floats as one, in their order, into `out` (at most all floats); for
-        kinds that leave the tree."""
+        """This rank's partial sums of the first floats, added in order into `out`; for kinds that leave the tree."""
         out[:] = 0
         for _, b in self.plan.partial:
             out += self.buffers[b, : out.size]
@@ -274,61 +260,49 @@ def rows(flat: np.ndarray, count: int, floats: int) -> list[np.ndarray]:
     return [flat[i * floats : (i + 1) * floats] for i in range(count if floats else 0)]
 
 
-def pack(send: np.ndarray, pieces: Sequence[np.ndarray], cut: Sequence[Run]) -> None:
-    """Puts each range of all pieces behind each other, range after range."""
-    at = 0
-    for a, b in cut:
-        for piece in pieces:
-            send[at : at + b - a] = piece[a:b]
-            at += b - a
-
-
 class TreeReduction(Phased):
-    """The tree of plan.py, completed by an all-to-all, additions and an all-gather."""
+    """The tree of plan.py: range p of the floats goes to rank p from everyone (one all-to-all), is added there in the
+    tree's order by a kernel, and comes back to everyone (one all-gather; left out if `scatter`)."""
 
     in_place = True
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.cut = self._cut()
         x, rank = self.exchange, self.comm.rank
-        lo, hi = self.cut[rank]
+        lo, hi = self.ranges[rank]
         mine = len(self.plan.partial)
         # one sum is sent from where it is: its ranges are already in the order of the ranks
         self._send = self.result if mine == 1 else self._take(mine * self.floats)
-        self._send_counts = [mine * (b - a) for a, b in self.cut]
+        self._send_counts = [mine * (b - a) for a, b in self.ranges]
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
         self._adder = adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
         self._out = self.comm.all_to_all_v_init(self._send, self._send_counts, self._receive, self._receive_counts)
         self.phases = (self._hand_out, self._add if self.scatter else self._gather)
         if not self.scatter:
-            self._back = self.lanes.lane(self.comm, 1).all_gather_v_init(self.result, self.cut)
-
-    def _cut(self) -> tuple[Run, ...]:
-        """The range that each rank adds."""
-        return self.ranges
+            self._back = self.lanes.lane(self.comm, 1).all_gather_v_init(self.result, self.ranges)
 
     def _hand_out(self) -> Request:
         if len(self.plan.partial) > 1:
-            pack(self._send, [self.buffers[b] for _, b in self.plan.partial], self.cut)
+            views = [self.buffers[at, a:b] for a, b in self.ranges for _, at in self.plan.partial]
+            np.concatenate(views, out=self._send)
         self.bytes_sent += 4 * (len(self._send) - self._send_counts[self.comm.rank])
         return self._out.start()
 
     def _add(self) -> None:
         self._adder.run()
-        a, b = self.cut[self.comm.rank]
+        a, b = self.ranges[self.comm.rank]
         self.result[a:b] = self._receive[: b - a]
 
     def _gather(self) -> Request:
         self._add()
-        a, b = self.cut[self.comm.rank]
+        a, b = self.ranges[self.comm.rank]
         self.bytes_sent += 4 * (b - a) * (self.comm.size - 1)
         return self._back.start()
 
 
 class LibraryReduction(Phased):
-    """The library's own all-reduce over the sums of the ranks."""
+    """The library's own all-reduce over the sums of the ranks: the order of additions, so the bits, are its own."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -343,10 +317,10 @@ class LibraryReduction(Phased):
 class ServerReduction(TreeReduction):
     """`parameter_server`, synchronous: ranks 0 to k - 1 each add a range of everyone's gradients and send it back.
 
-    With one server all traffic goes through one rank, with as many as ranks this is `tree`; the bits are those of
-    `tree`. For a cluster where a few hosts have much faster links than the rest, and to compare.
+    With one server all traffic goes through one rank, with as many as ranks this is `tree`. Same bits as `tree`.
     """
 
-    def _cut(self) -> tuple[Run, ...]:
+    def _prepare(self) -> None:
         servers = self.strategy.servers if self.strategy else 1
-        return ranges(self.floats, servers) + ((self.floats, self.floats),) * (self.comm.size - servers)
+        self.ranges = ranges(self.floats, servers) + ((self.floats, self.floats),) * (self.comm.size - servers)
+        super()._prepare()

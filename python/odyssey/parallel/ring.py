@@ -1,10 +1,7 @@
 """`ring`: reduce-scatter and all-gather around a ring of ranks (Patarasuk and Yuan 2009).
 
-Each rank talks to its two neighbours only and sends 2 (n - 1) / n times the floats, whatever n is, in 2 (n - 1)
-messages that follow each other. For large buffers on networks where all-to-all traffic is slow; not for small ones.
-
-Of the promise it keeps: the same bits in every run on the same number of ranks. A float's additions go around the ring
-from the rank after its owner, so they depend on the number of ranks.
+A float's additions go around the ring from the rank after its owner, so the bits depend on the number of ranks.
+docs/strategies.md compares it with the others.
 """
 
 from __future__ import annotations

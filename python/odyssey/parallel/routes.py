@@ -9,10 +9,11 @@ them. Each round adds what can be added of the tree, so the bits do not depend o
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
-from .plan import Node, Run, combine, exchange, ranges, shard_count, split
+from .plan import Node, Nodes, Run, combine, exchange, ranges, shard_count, split
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
 MOST = 3  # rounds between machines
@@ -34,8 +35,8 @@ class Round(NamedTuple):
     """
 
     members: tuple[int, ...]
-    gives: tuple[tuple[Node, ...], ...]
-    takes: tuple[tuple[Node, ...], ...]
+    gives: Nodes
+    takes: Nodes
     runs: tuple[tuple[Run, ...], ...]
 
 
@@ -57,7 +58,7 @@ def _straddling(border: int, begin: int, end: int, shards: int) -> list[Node]:
 Gifts = dict[tuple[int, int], tuple[Node, ...]]  # from a machine to another
 
 
-def _mend(brought: tuple[tuple[Node, ...], ...], shards: int) -> Gifts:
+def _mend(brought: Nodes, shards: int) -> Gifts:
     """Returns what machines give to those beside them, so that nodes on a border are completed: the fewer move."""
     gifts: Gifts = {}
     for a, b in zip(range(len(brought)), range(1, len(brought)), strict=False):
@@ -79,12 +80,12 @@ def _mend(brought: tuple[tuple[Node, ...], ...], shards: int) -> Gifts:
 class Levels(NamedTuple):
     """State of machines before each round between them, and what they give to mend borders."""
 
-    brought: tuple[tuple[tuple[Node, ...], ...], ...]
+    brought: tuple[Nodes, ...]
     gifts: Gifts
 
 
 @functools.lru_cache(16)
-def levels(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> Levels:
+def levels(nodes: Nodes, shards: int, route: Route) -> Levels:
     """Makes it for ranks that hand on `nodes`."""
     given = (tuple(node for r in ranks for node in nodes[r]) for ranks in route.machines)
     at = tuple(_kept(own, shards) for own in given)
@@ -98,24 +99,19 @@ def levels(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> Le
     size = 1
     for radix in route.radices[:-1]:
         size *= radix
-        blocks = [
-            _kept(tuple(dict.fromkeys(node for own in at[i : i + size] for node in own)), shards)
-            for i in range(0, len(at), size)
-        ]
+        unions = (tuple(dict.fromkeys(itertools.chain(*at[i : i + size]))) for i in range(0, len(at), size))
+        blocks = [_kept(union, shards) for union in unions]
         at = tuple(blocks[b // size] for b in range(len(at)))
         found.append(at)
     return Levels(tuple(found), gifts)
 
 
-def rounds(
-    rank: int, nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route, floats: int, own: tuple[Run, ...] | None
-) -> list[Round]:
-    """Returns those of a rank; fewer where it takes no part between machines. own: the range that each rank must have
-    in the end, where it is not to be chosen."""
+def rounds(rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own: tuple[Run, ...] | None) -> list[Round]:
+    """Returns those of a rank; fewer if it takes no part between machines. own: the range of each rank in the end."""
     machines, radices = route.machines, route.radices
     wide, count = min(map(len, machines)), len(machines)
-    machine = next(m for m, ranks in enumerate(machines) if rank in ranks)
-    place = machines[machine].index(rank)
+    machine, here = next((m, ranks) for m, ranks in enumerate(machines) if rank in ranks)
+    place = here.index(rank)
     final: dict[tuple[int, int], Run] = {}
     cut = ranges(floats, wide * count)
     for b in range(count):
@@ -138,7 +134,6 @@ def rounds(
                 found.append((lo, hi))
         return tuple(found)
 
-    here = machines[machine]
     made = []
     if max(map(len, machines)) > 1:
         runs = tuple(held(machine, p, 1) for p in range(len(here)))
@@ -159,32 +154,23 @@ def rounds(
         first = machine // (size * radix) * size * radix + machine % size
         group = range(first, first + size * radix, size)
         size *= radix
-        made.append(
-            Round(
-                tuple(everyone[b] for b in group),
-                (at[machine],) * radix,
-                tuple(at[b] for b in group),
-                tuple(held(b, place, size) for b in group),
-            )
-        )
+        takes, runs = tuple(at[b] for b in group), tuple(held(b, place, size) for b in group)
+        made.append(Round(tuple(everyone[b] for b in group), (at[machine],) * radix, takes, runs))
     return made
 
 
-def traffic(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> tuple[float, float, int]:
-    """(what all machines send to others, what the one sends that sends most, in floats per float of the gradients;
-    messages of a rank), there and back."""
+def traffic(nodes: Nodes, shards: int, route: Route) -> tuple[float, int]:
+    """(what all machines send to others, in floats per float of the gradients; messages of a rank), there and back."""
     found, gifts = levels(nodes, shards, route)
-    count = len(route.machines)
-    sent = [float(sum(len(some) for (a, _), some in gifts.items() if a == b)) for b in range(count)]
+    sent = float(sum(map(len, gifts.values())))
     size, messages = 1, max(map(len, route.machines)) - 1 + route.mended
     for at, radix in zip(found[route.mended :], route.radices, strict=False):
-        for b in range(count):
-            sent[b] += len(at[b]) * (1 - 1 / radix) / size + (radix - 1) / (size * radix)
+        sent += sum(len(own) * (1 - 1 / radix) / size + (radix - 1) / (size * radix) for own in at)
         size, messages = size * radix, messages + radix - 1
-    return sum(sent), max(sent), 2 * messages
+    return sent, 2 * messages
 
 
-def minimum(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> float:
+def minimum(nodes: Nodes, shards: int, machines: Machines) -> float:
     """Returns what all machines must send to others at least, in floats per float of the gradients, there and back:
     each sum of the tree is completed on some machine, so that as few as possible have to travel (Fitch's parsimony)."""
     at = {node: m for m, ranks in enumerate(machines) for r in ranks for node in nodes[r]}
@@ -256,13 +242,11 @@ def _products(count: int, most: int) -> list[tuple[int, ...]]:
 
 
 @functools.lru_cache(64)
-def choose(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> Route:
+def choose(nodes: Nodes, shards: int, machines: Machines) -> Route:
     """Returns, of the routes that send hardly more between machines than the best, that of fewest messages a rank."""
     at = tuple(_kept(tuple(node for r in ranks for node in nodes[r]), shards) for ranks in machines)
     ways, borders = _products(len(machines), MOST), (False, True) if _mend(at, shards) else (False,)
     found = [Route(machines, way, mended) for way in ways for mended in borders]
     costs = [traffic(nodes, shards, route) for route in found]
-    enough = 1.02 * min(total for total, _, _ in costs)
-    return min(
-        (messages, total, route) for (total, _, messages), route in zip(costs, found, strict=True) if total <= enough
-    )[2]
+    enough, each = 1.02 * min(costs)[0], zip(costs, found, strict=True)
+    return min((messages, total, route) for (total, messages), route in each if total <= enough)[2]

@@ -1,24 +1,17 @@
 """Pipeline schedules: which device computes which stage of which micro-batch, in which order. A plan, not a run.
 
-A model is cut into S stages, a batch into M micro-batches. F(s, m) needs F(s - 1, m); B(s, m) needs F(s, m) and
-B(s + 1, m). A schedule is a list of actions per device that keeps to this:
-
-    gpipe        all forward, then all backward (Huang et al. 2019). Every device keeps M micro-batches.
-    1f1b         device d starts with p - d forwards at most, then one backward, one forward (PipeDream-Flush; Narayanan
-                 et al. 2021). The same idle time as gpipe, but at most p - d micro-batches are kept.
-    interleaved  S = v p stages, stage s on device s mod p: a device has v stages that lie apart, so the first reaches
-                 the last device v times as early (Narayanan et al. 2021, section 2.2). Less idle time, more messages.
+A model is cut into S stages on p devices, a batch into M micro-batches. F(s, m) needs F(s - 1, m); B(s, m) needs
+F(s, m) and B(s + 1, m). A schedule lists actions per device that keep to this (docs/pipeline.md). Pure functions.
 
 What computations hand on between devices is sent right after it is made and received right before it is needed
 (stages.py has what that is). Sends are buffered: a device starts one and goes on; receives block. `simulate` shows that
 nobody waits for ever under this rule.
-
-Everything here is a pure function of its arguments, so all ranks make the same plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -150,7 +143,7 @@ def _places(kind: str, stages: int, devices: int | Sequence[int] | None) -> tupl
 
 
 def _gpipe(own: list[int], stages: int, m: int) -> list[Compute]:
-    """All forward, then all backward; a device with several stages takes what can be ready first."""
+    """All forward, then all backward (Huang et al. 2019); of several stages, first what can be ready first."""
     pairs = [(s, i) for s in own for i in range(m)]
     forward = sorted(pairs, key=lambda a: (a[0] + a[1], -a[0]))
     backward = sorted(pairs, key=lambda a: (stages - 1 - a[0] + a[1], a[0]))
@@ -158,7 +151,8 @@ def _gpipe(own: list[int], stages: int, m: int) -> list[Compute]:
 
 
 def _one_by_one(stage: int, depth: int, m: int) -> list[Compute]:
-    """At most `depth` micro-batches under way: depth - 1 forwards, then forward and backward by turns."""
+    """At most `depth` micro-batches under way: depth - 1 forwards, then forward and backward by turns (Narayanan
+    et al. 2021: PipeDream-Flush)."""
     ahead = min(depth - 1, m)
     return _turns([Forward(stage, i) for i in range(m)], [Backward(stage, i) for i in range(m)], ahead)
 
@@ -171,7 +165,8 @@ def _turns(forward: Sequence[Compute], backward: Sequence[Compute], ahead: int) 
 
 
 def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
-    """Groups of p micro-batches go through the device's first stage, then through its second, and so on.
+    """Groups of p micro-batches go through the device's first stage, then through its second, and so on (Narayanan et
+    al. 2021, section 2.2).
 
     The order is made for M rounded up to a multiple of p, and what does not exist left out: micro-batches do not depend
     on each other, so what remains is still an order.
@@ -257,15 +252,12 @@ def bubble(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer: 
 def peak(schedule: Schedule) -> tuple[int, ...]:
     """For each device the most (stage, micro-batch) pairs that are between their forward and backward at one time: as
     many sets of activations it must keep. 0 without a backward pass."""
-    most = []
-    for order in schedule.compute:
-        now = high = 0
-        if any(isinstance(a, Backward) for a in order):
-            for a in order:
-                now += 1 if isinstance(a, Forward) else -1
-                high = max(high, now)
-        most.append(high)
-    return tuple(most)
+
+    def most(order: Sequence[Compute]) -> int:
+        kept = itertools.accumulate(1 if isinstance(a, Forward) else -1 for a in order)
+        return max(kept) if any(isinstance(a, Backward) for a in order) else 0
+
+    return tuple(map(most, schedule.compute))
 
 
 def text(schedule: Schedule, forward: Cost = 1, backward: Cost = 2) -> str:
@@ -282,14 +274,11 @@ def text(schedule: Schedule, forward: Cost = 1, backward: Cost = 2) -> str:
     span = int(max((s.end for s in run), default=0))
     lines = []
     for d in range(schedule.devices):
-        cells = ["." + " " * (width - 1)] * span
-        for s in run:
-            if s.device == d and s.end > s.start:
-                long = width * int(s.end - s.start)
-                whole = names[s.action].ljust(long - 1, "-" if long > width else " ") + " "
-                for i in range(int(s.end - s.start)):
-                    cells[int(s.start) + i] = whole[i * width : (i + 1) * width]
-        lines.append(f"device {d}  {''.join(cells)}".rstrip())
+        row = ("." + " " * (width - 1)) * span
+        for s in (s for s in run if s.device == d and s.end > s.start):
+            a, b = width * int(s.start), width * int(s.end)
+            row = row[:a] + names[s.action].ljust(b - a - 1, "-" if b - a > width else " ") + " " + row[b:]
+        lines.append(f"device {d}  {row}".rstrip())
     return "\n".join(lines)
 
 

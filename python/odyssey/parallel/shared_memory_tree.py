@@ -34,7 +34,7 @@ class SharedReduction(Phased):
         most = int(self._where[:, 0].max())
         memory = self.comm.shared(4 * most * self.floats)
         self._everyone = [a.view(np.float32).reshape(most, self.floats) for a in memory]
-        self._taken += self.plan.buffers * self.floats
+        self.floats_needed += self.plan.buffers * self.floats
         return self._everyone[self.comm.rank][: self.plan.buffers]
 
     def _prepare(self) -> None:

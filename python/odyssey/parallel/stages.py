@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..core.arena import Arena
 from ..core.fingerprint import hash_of
@@ -63,24 +63,16 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
         if r.op != "array":
             users.update((id(a), r) for a in r.args if isinstance(a, Slot))
 
-    def place(r: Record) -> int:
-        if r.op == "array":  # every rank has the data set: whoever needs an array reads it itself
-            user = users.get(id(r.args[0]))
-            return place_of(user) if user is not None else 0
-        return place_of(r)
-
     stage_of: dict[int, int] = {}
     places: list[int] = []
     stages: dict[int, int] = {}
-    for r in (*(r for r in forward if r.op != "array"), *(r for r in forward if r.op == "array")):
-        p = place(r)
-        if r.op == "array":
-            stages[id(r)] = stage_of.get(users[id(r.args[0])].tag, 0) if id(r.args[0]) in users else 0
-            continue
-        if not places or places[-1] != p:
-            places.append(p)
+    for r in (r for r in forward if r.op != "array"):
+        if not places or places[-1] != place_of(r):
+            places.append(place_of(r))
         stages[id(r)] = len(places) - 1
         stage_of.setdefault(r.tag, len(places) - 1)
+    for r in (r for r in forward if r.op == "array"):  # every rank has the data set: whoever needs an array reads it
+        stages[id(r)] = stage_of.get(users[id(r.args[0])].tag, 0) if id(r.args[0]) in users else 0
     count = len(places)
     parts = [StageWork(s, "forward", places[s]) for s in range(count)]
     if len(forward) < len(records):
@@ -111,10 +103,11 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
             parts[i].records.insert(0, r)
         else:
             parts[i].records.append(r)
-    number = _transfers(parts, made)
+    numbers = itertools.count()
+    _transfers(parts, made, numbers)
     for offset, where in adds.items():
         owner = index["backward", first.get(offset, count - 1)]
-        number = _hand_on(parts, sorted({*where, max(owner, *where)}), where[max(where)], number)
+        _hand_on(parts, sorted({*where, max(owner, *where)}), where[max(where)], numbers)
     return parts
 
 
@@ -173,10 +166,9 @@ def check_used(
                 )
 
 
-def _transfers(parts: list[StageWork], made: dict[int, int]) -> int:
-    """Fills in what the parts send each other, and returns how much. made: slot -> part that makes it."""
+def _transfers(parts: list[StageWork], made: dict[int, int], numbers: Iterator[int]) -> None:
+    """Fills in what the parts send each other. made: slot -> part that makes it. numbers: of transfers to come."""
     have = {(slot, parts[i].place) for slot, i in made.items()}
-    number = 0
     for i, part in enumerate(parts):
         for r in part.records:
             for a in r.args:
@@ -186,23 +178,21 @@ def _transfers(parts: list[StageWork], made: dict[int, int]) -> int:
                 if made[id(a)] > i:
                     raise ConfigError(f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later")
                 if (id(a), part.place) not in have:
-                    number = _send(source, part, a, number)
+                    _send(source, part, a, numbers)
                     have.add((id(a), part.place))
-    return number
 
 
-def _send(source: StageWork, target: StageWork, slot: Slot, number: int) -> int:
-    t = Transfer(number, slot, source.place, target.place)
+def _send(source: StageWork, target: StageWork, slot: Slot, numbers: Iterator[int]) -> None:
+    t = Transfer(next(numbers), slot, source.place, target.place)
     source.sends.append(t)
     target.receives.append(t)
-    return number + 1
 
 
-def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, number: int) -> int:
+def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, numbers: Iterator[int]) -> None:
     """Where parts on several places add to a gradient, makes it a value that each hands on to the next one, so that the
-    last has it in the end. Returns the number of the next transfer."""
+    last has it in the end."""
     if len({parts[i].place for i in where}) == 1:
-        return number
+        return
     floats = padded(gradient.arena)[gradient.offset // 4]
     slot = Slot(4 * floats)
     for part in (parts[i] for i in where):
@@ -213,8 +203,7 @@ def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, number: 
     parts[where[-1]].records.append(Record("copy", [gradient, slot, floats], phase="backward"))
     for a, b in itertools.pairwise(where):
         if parts[a].place != parts[b].place:
-            number = _send(parts[a], parts[b], slot, number)
-    return number
+            _send(parts[a], parts[b], slot, numbers)
 
 
 def _same(a: object, b: Range) -> bool:

@@ -29,19 +29,12 @@ MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each 
 
 
 class Content(NamedTuple):
-    """Kind of the first `floats` floats of a reduction; the rest (sums and counts) is exact whatever the strategy.
+    """Kind of a reduction's floats: first gradients; the rest (sums and counts) is exact whatever the strategy."""
 
-    Args:
-        floats: gradients.
-        shapes: offset and shape of each parameter among them.
-        samples: of the global batch.
-        memory: what a strategy keeps from step to step, shared by the batch sizes of a training.
-    """
-
-    floats: int
-    shapes: tuple[tuple[int, tuple[int, ...]], ...]
-    samples: int
-    memory: dict[str, Any]
+    floats: int  # that are gradients
+    shapes: tuple[tuple[int, tuple[int, ...]], ...]  # offset and shape of each parameter among them
+    samples: int  # of the global batch
+    memory: dict[str, Any]  # what a strategy keeps from step to step, shared by the batch sizes of a training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +48,8 @@ class Strategy(ReductionSettings):
         for name, value in check(Strategy, vars(self)).items():
             object.__setattr__(self, name, value)
         if self.compression and self.reduction != "tree":
-            raise ConfigError(
-                f"[train] compression={self.compression!r} has an exchange of its own; "
-                f"leave reduction={self.reduction!r} out"
-            )
+            why = f"compression={self.compression!r} has an exchange of its own"
+            raise ConfigError(f"[train] {why}; leave reduction={self.reduction!r} out")
 
     @classmethod
     def of(cls, given: Strategy | str) -> Strategy:
@@ -76,30 +67,26 @@ class Strategy(ReductionSettings):
         if self.reduction in MODES:
             self._check_mode(mesh, zero, precision)
         if self.servers > ranks:
-            raise ConfigError(
-                f"[train] {self.servers} servers but {ranks} rank{'s' * (ranks > 1)}; lower --servers, or raise -n"
-            )
+            running = f"{ranks} rank{'s' * (ranks > 1)}"
+            raise ConfigError(f"[train] {self.servers} servers but {running}; lower --servers, or raise -n")
         if self.reduction == "parameter_server" and zero:
             raise ConfigError(
                 f"[train] reduction='parameter_server' keeps sums on its servers, zero={zero} a part on every rank; "
                 "use reduction='tree'"
             )
+        said = f"[train] compression={self.compression!r}"
         if self.compression and (mesh.tp or 1) > 1:
-            raise ConfigError(
-                f"[train] compression={self.compression!r} with {mesh}: ranks that share a layer would round its "
-                "gradients differently; use --tp 1, or no compression"
-            )
+            why = "ranks that share a layer would round its gradients differently"
+            raise ConfigError(f"{said} with {mesh}: {why}; use --tp 1, or no compression")
         if self.compression not in ("topk", "powersgd"):
             return
         if zero > 1:
-            raise ConfigError(
-                f"[train] compression={self.compression!r} keeps what it did not send, as large as all gradients, "
-                f"which zero={zero} is there to avoid; use zero=1, or compression='bf16'"
-            )
+            kept = f"what it did not send, as large as all gradients, which zero={zero} is there to avoid"
+            raise ConfigError(f"{said} keeps {kept}; use zero=1, or compression='bf16'")
         if precision == "fp16":
             raise ConfigError(
-                f"[train] compression={self.compression!r} adds what it did not send to a later step, but "
-                "precision='fp16' changes the scale of gradients in between; use precision='bf16'"
+                f"{said} adds what it did not send to a later step, but precision='fp16' changes the scale of "
+                "gradients in between; use precision='bf16'"
             )
 
     def check_buffers(self, names: list[str]) -> None:
@@ -112,22 +99,17 @@ class Strategy(ReductionSettings):
             )
 
     def _check_mode(self, mesh: Mesh, zero: int, precision: str) -> None:
-        ranks, kind = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1), self.reduction
+        ranks, said = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1), f"[train] reduction={self.reduction!r}"
         if ranks != (mesh.dp or 1):
-            raise ConfigError(
-                f"[train] reduction={kind!r} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1"
-            )
+            raise ConfigError(f"{said} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1")
         if zero:
-            raise ConfigError(f"[train] reduction={kind!r} with zero={zero}: each rank needs a whole model; use zero=0")
+            raise ConfigError(f"{said} with zero={zero}: each rank needs a whole model; use zero=0")
         if precision == "fp16":
+            raise ConfigError(f"{said} with precision='fp16': ranks would skip different steps; use precision='bf16'")
+        if self.reduction == "async_parameter_server" and ranks <= self.servers:
+            servers, running = f"server{'s' * (self.servers > 1)}", f"{ranks} {'are' if ranks > 1 else 'is'} running"
             raise ConfigError(
-                f"[train] reduction={kind!r} with precision='fp16': ranks would skip different steps; "
-                "use precision='bf16'"
-            )
-        if kind == "async_parameter_server" and ranks <= self.servers:
-            raise ConfigError(
-                f"[train] reduction={kind!r} needs a rank that works beside its {self.servers} "
-                f"server{'s' * (self.servers > 1)}, and {ranks} {'are' if ranks > 1 else 'is'} running; raise -n"
+                f"{said} needs a rank that works beside its {self.servers} {servers}, and {running}; raise -n"
             )
 
 

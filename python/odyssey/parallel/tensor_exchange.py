@@ -6,6 +6,7 @@ Who has what and who needs what stands in the record.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class TensorExchange:
 
     def __init__(self, comm: Communicator, record: Pseudo, works: Sequence[np.ndarray]) -> None:
         self._comm = comm
+        self._unpack: list[tuple[np.ndarray, np.ndarray]] = []
         y, mine = record.args
         self._y = [_view(work, y) for work in works]
         self._mine = [_view(work, mine) for work in works]
@@ -52,33 +54,21 @@ class TensorExchange:
 
     def __call__(self) -> None:
         """Meets the other ranks. Raises CollectiveError."""
-        self._run()
-
-    def _prepare_gather(self, record: Gather, shards: int) -> None:
-        G, features = record.groups, record.ranges[-1][1]
-        self._flat = native.aligned(shards * G * features * LANES)
-        self._ranges = [(a * shards * G * LANES, b * shards * G * LANES) for a, b in record.ranges]
-        pieces = [self._flat[a:b].reshape(shards, G, -1, LANES) for a, b in self._ranges]
-        a, b = record.ranges[self._comm.rank]
-        self._pack = [
-            (pieces[self._comm.rank][s], m[: G * (b - a) * LANES].reshape(G, -1, LANES))
-            for s, m in enumerate(self._mine)
-        ]
-        whole = [y[: G * features * LANES].reshape(G, features, LANES) for y in self._y]
-        self._unpack = [
-            (whole[s][:, a:b], pieces[t][s]) for t, (a, b) in enumerate(record.ranges) for s in range(shards)
-        ]
-        self._move = functools.partial(self._comm.all_gather_v, self._flat, self._ranges)
-        self._run = self._packed
-        a, b = self._ranges[self._comm.rank]
-        self.sent = 4 * (b - a) * (self._comm.size - 1)
-
-    def _packed(self) -> None:
         for to, value in self._pack:
             to[...] = value
-        self._move()
+        self._run()
         for to, value in self._unpack:
             to[...] = value
+
+    def _prepare_gather(self, record: Gather, shards: int) -> None:
+        rank, everything = self._comm.rank, ((0, record.ranges[-1][1]),)
+        flat, counts, pairs = self._cut(self._y, record.groups, everything, [(run,) for run in record.ranges])
+        self._unpack = [(value, piece) for piece, value in pairs]
+        own = (piece for piece, _ in pairs[rank * shards : (rank + 1) * shards])
+        self._pack = [(piece, m[: piece.size].reshape(piece.shape)) for piece, m in zip(own, self._mine, strict=True)]
+        ranges = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+        self._run = functools.partial(self._comm.all_gather_v, flat, ranges)
+        self.sent = 4 * counts[rank] * (self._comm.size - 1)
 
     def _prepare_regroup(self, record: Regroup) -> None:
         rank, everyone = self._comm.rank, range(self._comm.size)
@@ -87,8 +77,7 @@ class TensorExchange:
         send, counts, self._pack = self._cut(self._mine, record.groups, record.before[rank], gives)
         flat, came, pairs = self._cut(self._y, record.groups, record.after[rank], comes)
         self._unpack = [(value, piece) for piece, value in pairs]
-        self._move = functools.partial(self._comm.all_to_all_v, send, counts, flat, came)
-        self._run = self._packed
+        self._run = functools.partial(self._comm.all_to_all_v, send, counts, flat, came)
         self.sent = 4 * (sum(counts) - counts[rank])
 
     @staticmethod
@@ -126,50 +115,37 @@ class TensorExchange:
             self._counts = [hi - lo for lo, hi in self._ranges]
             self._received = native.aligned((ranks, b - a))
             self._flat = native.aligned(n)
-            self._results = np.split(self._flat, shards)
+            self._unpack = list(zip(self._y, np.split(self._flat, shards), strict=True))
             results = [(self._flat.ctypes.data + 4 * a, 0, b - a)] if b > a else []
             self._run = self._sum_by_ranges
             self.sent = 4 * (n - (b - a) + (b - a) * (ranks - 1))
         self._plan_adds(results, ranks)
 
     def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
-        ranks, G, features = self._comm.size, record.groups, record.ranges[-1][1]
-        self._counts = [shards * G * LANES * (b - a) for a, b in record.ranges]
-        self._send = native.aligned(shards * G * LANES * features)
-        ends = np.cumsum(self._counts)
-        pieces = [p.reshape(shards, G, -1, LANES) for p in np.split(self._send, ends[:-1])]
-        nodes = [m[: G * features * LANES].reshape(G, features, LANES) for m in self._mine]
-        self._pack = [
-            (pieces[t][s], node[:, a:b]) for t, (a, b) in enumerate(record.ranges) for s, node in enumerate(nodes)
-        ]
+        ranks, everything, each = self._comm.size, ((0, record.ranges[-1][1]),), [(run,) for run in record.ranges]
+        self._send, self._counts, self._pack = self._cut(self._mine, record.groups, everything, each)
         n = self._counts[self._comm.rank] // shards
         self._received = native.aligned((ranks, n * shards))
         self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
-        self._run = functools.partial(self._swap, self._pack)
+        self._run = self._swap
         self.sent = 4 * (sum(self._counts) - self._counts[self._comm.rank])
 
-    def _swap(self, values: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Copies (to, value) into what is sent, gives each rank its count of it, and adds what came."""
-        for to, value in values:
-            to[...] = value
+    def _swap(self) -> None:
+        """Gives each rank its count of what is sent, and adds what came."""
         flat = self._received.reshape(-1)
         self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
         self._adds.run()
 
     def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
-        """Returns what adds `length` floats from `start` of every rank's row of what was received, to an address."""
+        """Prepares sums of (address, start, length): floats from `start` of every rank's row of what was received."""
         self._addresses = [np.array([p[start:].ctypes.data for p in self._received]) for _, start, _ in results]
         sums = zip(results, self._addresses, strict=True)
         self._adds = Kernels("tree_sum", [(to, at.ctypes.data, ranks, n) for (to, _, n), at in sums])
 
     def _sum_by_all(self) -> None:
-        for to, value in self._pack:
-            to[...] = value
         self._comm.all_gather(self._send, out=self._received)
         self._adds.run()
 
     def _sum_by_ranges(self) -> None:
-        self._swap(self._pack)
+        self._swap()
         self._comm.all_gather_v(self._flat, self._ranges)
-        for y, value in zip(self._y, self._results, strict=True):
-            y[...] = value

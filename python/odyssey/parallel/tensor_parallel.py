@@ -1,10 +1,8 @@
 """Tensor parallelism: rewrites the recorded program of a shard so that several processes compute each layer together.
 
-After Megatron-LM (Shoeybi et al. 2019): a linear layer is split by its outputs (columns of x W^T), or by its inputs
-(rows) if its input lies split already; a convolution by its output channels. Ranks of one tensor-parallel group run the
-same shards; between native records they meet in pseudo-records, `Gather`, `TreeSum` and `TreeSlice`. Splits are runs of
-the four parts in which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program
-that was rewritten (docs/tensor-parallel.md).
+After Megatron-LM (Shoeybi et al. 2019); docs/tensor-parallel.md has what is split how. Ranks of one group run the same
+shards; between native records they meet in pseudo-records (tensor_collectives.py). Splits are runs of the four parts in
+which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program that was rewritten.
 
 Pure functions. Neither the exchange with other ranks (tensor_exchange.py) nor the optimizer: all parameters stay in
 one arena, of which a rank reads and trains its pieces (`Piece`).
@@ -14,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """How one layer is split, and the bytes that a rank receives for it per shard."""
+    """How one layer is split, decided for its weight, and the bytes that a rank receives for it per shard."""
 
     name: str
     shape: tuple[int, ...]  # of its weight
@@ -67,13 +66,9 @@ class Split(NamedTuple):
     ownership: dict[str, Piece]  # of every parameter of the arena, by name
     layers: tuple[Layer, ...]  # in the order of the forward pass
 
-    def describe(self, shards: int = 1) -> str:
-        """A table of the layers: the split, and the KiB that this rank receives per step in which it runs `shards`."""
-        return describe(self.layers, shards)
-
 
 def describe(layers: Sequence[Layer], shards: int = 1) -> str:
-    """See Split.describe."""
+    """A table of the layers: the split, and the KiB that this rank receives per step in which it runs `shards`."""
 
     def kib(n: int) -> str:
         return f"{n * shards / 1024:,.1f}" if n else "-"
@@ -85,14 +80,9 @@ def describe(layers: Sequence[Layer], shards: int = 1) -> str:
         rows.append((layer.name, shape, layer.split, runs, kib(layer.forward), kib(layer.backward)))
     total = [sum(getattr(layer, phase) for layer in layers) for phase in ("forward", "backward")]
     rows.append(("total", "", "", "", *map(kib, total)))
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = zip("<<<<>>", zip(*rows, strict=True), strict=True)
+    forms = [f"{side}{max(map(len, column))}" for side, column in columns]
+    return "\n".join("  ".join(map(format, row, forms)).rstrip() for row in rows)
 
 
 # --- rewriting -------------------------------------------------------------------------------------------------------
@@ -146,15 +136,6 @@ class _Value:
     heads: Slot | None = None  # this rank's heads of q, k and v side by side, if it is these
 
 
-class _Plan(NamedTuple):
-    """Decision for a weight."""
-
-    name: str
-    shape: tuple[int, ...]
-    split: str
-    ranges: tuple[Run, ...]  # of the split axis
-
-
 class _Rewriter:
     """Follows the records, and for every activation where it is whole and where it is split."""
 
@@ -164,8 +145,8 @@ class _Rewriter:
         self.parts = end - self.part
         self.out: list[Record] = []
         self.ownership = dict(like)
-        self.plans: dict[int, _Plan] = {}  # by the weight's offset in the arena
-        self.tags: dict[int, _Plan] = {}  # by forward op
+        self.plans: dict[int, Layer] = {}  # by the weight's offset in the arena
+        self.tags: dict[int, Layer] = {}  # by forward op
         self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}  # inputs and channels of split pools, by forward op
         # parameters that other ops than products read, as an embedding that is the output layer's weight: not split
         others = (r for r in records if not r.declared.traits & {"rounds", "features"})
@@ -177,9 +158,8 @@ class _Rewriter:
         traits = r.declared.traits
         if "rounds" in traits:
             if r.dtype != "fp32":
-                raise ConfigError(
-                    f"[tp] {r.op} in {r.dtype}: only products in fp32 are split; use --precision fp32, or --tp 1"
-                )
+                instead = "use --precision fp32, or --tp 1"
+                raise ConfigError(f"[tp] {r.op} in {r.dtype}: only products in fp32 are split; {instead}")
             if r.layout == "rows":
                 raise ConfigError(
                     "[tp] a shard of at most 4 samples is computed in rows, which are not split; "
@@ -203,16 +183,12 @@ class _Rewriter:
 
     def summary(self) -> tuple[Layer, ...]:
         """The layers with the bytes of their exchanges."""
-        sums: dict[tuple[str, str], int] = {}
+        sums: Counter[tuple[str, str]] = Counter()
         for r in self.out:
             if isinstance(r, Pseudo):
-                sums[r.layer, r.phase] = sums.get((r.layer, r.phase), 0) + r.received(self.rank)
-        return tuple(
-            Layer(
-                p.name, p.shape, p.split, p.ranges, sums.get((p.name, "forward"), 0), sums.get((p.name, "backward"), 0)
-            )
-            for p in self.plans.values()
-        )
+                sums[r.layer, r.phase] += r.received(self.rank)
+        layers = self.plans.values()
+        return tuple(x._replace(forward=sums[x.name, "forward"], backward=sums[x.name, "backward"]) for x in layers)
 
     # --- values ---
 
@@ -290,7 +266,7 @@ class _Rewriter:
 
     # --- layers ---
 
-    def _plan(self, r: Record, w: Memory, b: Memory, shape: tuple[int, ...], x: Memory) -> _Plan:
+    def _plan(self, r: Record, w: Memory, b: Memory, shape: tuple[int, ...], x: Memory) -> Layer:
         """How the layer of a forward record is split; decided the first time."""
         if not isinstance(w, Range):
             raise ConfigError(f"[tp] {r.op}: its weight is not a parameter of the model; use --tp 1")
@@ -304,14 +280,12 @@ class _Rewriter:
             elif name in self.like:
                 piece = self.like[name]
                 split, ranges = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis], piece.ranges
-            elif shared in (None, Piece()) and (
-                len(shape) == 2 and v is not None and v.ranges == self._owned(shape[1])
-            ):
+            elif shared in (None, Piece()) and len(shape) == 2 and v is not None and v.ranges == self._owned(shape[1]):
                 split, ranges = "inputs", v.ranges
             elif shared != Piece() and all(b > a for a, b in self._owned(shape[0])):
                 split, ranges = "outputs", self._owned(shape[0])
             self.ownership[name] = {"outputs": Piece(0, ranges), "inputs": Piece(1, ranges), "whole": Piece()}[split]
-            plan = self.plans[w.offset] = _Plan(name.removesuffix(".weight"), shape, split, ranges)
+            plan = self.plans[w.offset] = Layer(name.removesuffix(".weight"), shape, split, ranges)
         if isinstance(b, Range):  # a weight may have a bias of its own in each layer that shares it
             piece = Piece(0, plan.ranges) if plan.split == "outputs" else Piece()
             if self.ownership.setdefault(_name(b), piece) != piece:
@@ -323,7 +297,7 @@ class _Rewriter:
             self.tags[r.tag] = plan
         return plan
 
-    def _planned(self, r: Record, w: Memory) -> _Plan | None:
+    def _planned(self, r: Record, w: Memory) -> Layer | None:
         """The plan of the layer that a backward record belongs to; `w` is its weight or the gradient of it."""
         if r.tag in self.tags:
             return self.tags[r.tag]
@@ -331,9 +305,8 @@ class _Rewriter:
 
     def _sum(self, r: Record, y: Memory, node: Slot, groups: int, features: int, layer: str) -> None:
         """y is the sum over the ranks' nodes; made when it is known whether all of it is needed."""
-        self.values[id(y)] = _Value(
-            groups, (), r.device, r.tag, layer, None, node=node, floats=groups * features * LANES
-        )
+        floats = groups * features * LANES
+        self.values[id(y)] = _Value(groups, (), r.device, r.tag, layer, None, node=node, floats=floats)
 
     def _product(self, r: Record) -> None:
         """A linear layer or a convolution, forward (y) or backward (dw, db; dx)."""
@@ -350,7 +323,7 @@ class _Rewriter:
         else:
             self._any(r)
 
-    def _by_outputs(self, r: Record, a: dict[str, Any], plan: _Plan, weights: int, inputs: int) -> None:
+    def _by_outputs(self, r: Record, a: dict[str, Any], plan: Layer, weights: int, inputs: int) -> None:
         """A product of which this rank makes, or has, some outputs; weights: per output. inputs: features of x."""
         lo, hi = plan.ranges[self.rank]
         ranges, g = _times(plan.ranges, _pixels(a)), a["G"]
@@ -377,7 +350,7 @@ class _Rewriter:
                 self._emit(r, f"{r.op}_end", a["dx"], self._whole(total, r), *whole)
                 self._made(a["dx"])
 
-    def _by_inputs(self, r: Record, a: dict[str, Any], plan: _Plan) -> None:
+    def _by_inputs(self, r: Record, a: dict[str, Any], plan: Layer) -> None:
         """A linear layer of which this rank has some inputs."""
         lo, hi = plan.ranges[self.rank]
         g, i, o = a["G"], a["I"], a["O"]

@@ -11,6 +11,7 @@ memory of its own (`kept`): it is gathered once per step and there from its firs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,8 +26,7 @@ from .plan import Run, exchange
 
 
 class Gathering(NamedTuple):
-    """Parameters that a segment of a program needs: its buckets with their slots, and those, with their slots,
-    that are gathered while it runs."""
+    """Buckets that a segment of a program needs, with their slots, and those that are gathered while it runs."""
 
     at: dict[int, int]
     ahead: list[tuple[int, int]]
@@ -57,10 +57,7 @@ class Parts:
             for b in buckets
         ]
         self.own: list[Run] = [r[comm.rank] for r in self.ranges]
-        self.starts = [0]
-        for a, b in self.own:
-            self.starts.append(self.starts[-1] + b - a)
-        self.floats = self.starts.pop()
+        *self.starts, self.floats = itertools.accumulate((b - a for a, b in self.own), initial=0)
         # The state is then of the arena's own layout. `floats` would not do: it counts the padding of pieces as well.
         self.whole = everything and sum(p.n for b in buckets for p in b.pieces) == arena.size
         self.partitioned = stage == 3 and comm.size > 1
