@@ -207,7 +207,11 @@ struct Step(TrivialRegisterPassable):
     var base: Int64
     """The shard that has workspace 0."""
     var zero: Int64
-    """1: a shard's buffer is zeroed before it is computed."""
+    """1: shards add to buffers, and their buffers are added up."""
+    var cleared: LongPtr
+    """The runs of a buffer (begin and end, floats) that are zeroed before a shard is computed: the others begin with a record."""
+    var clears: Int64
+    """How many."""
     var buffers: Int64
     """Address of the gradient buffers."""
     var buffer_floats: Int64
@@ -367,7 +371,9 @@ def _take_shards(step: Int, t: Int):
             b = 0
         var buffer = _buffer(s, b)
         if s.zero:
-            unsafe_memset_zero(buffer, Int(s.buffer_floats))
+            for i in range(Int(s.clears)):
+                var begin = Int(s.cleared[unsafe_offset=2 * i])
+                unsafe_memset_zero(buffer.unsafe_offset(begin), Int(s.cleared[unsafe_offset=2 * i + 1]) - begin)
         var stopped = _run_shard(s, t, tables.first + Int(shard), buffer)
         if stopped >= 0:
             var all = tables.stopped.unsafe_offset(STRIDE * t)

@@ -13,6 +13,7 @@ from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import strategy
 from ..parallel.failures import StepOutcome
+from .beginning import begin
 from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
@@ -50,7 +51,8 @@ class DirectRunner(Runner):
             threads = len(self.plan.threads)
             work = recorded.storage("work", threads * work_bytes).reshape(threads, work_bytes)
             locate = None if recorded.train else self._without_gradients
-            self.step.take([serialize(records, arena, self._keep, locate) for records in programs])
+            tables = [serialize(records, arena, self._keep, locate) for records in programs]
+            self.step.take(tables, begin(programs, tables, arena, locate, self.floats))
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
             self._keep.append(work)
