@@ -48,8 +48,11 @@ def _conv2d_forward_op(y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv,
 def _conv2d_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, size: Conv, r: Record):
     if in_tiles(r) and not r.rows():
         comptime if HAS_AMX:
-            conv2d_backward_weight_amx(dw, db, dy, x, scratch, size)
+            conv2d_backward_weight_amx(dw, db, dy, x, scratch, size, r.begins())
         return
+    if r.begins() and (in_pairs(r) or r.rows()):
+        fill(dw, 0, size.K * size.taps())
+        fill(db, 0, size.K)
     if in_pairs(r):
         comptime if HAS_BF16:
             conv2d_backward_weight_bf16(dw, db, dy, x, scratch, size)
@@ -63,8 +66,10 @@ def _conv2d_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, siz
     if r.rows():
         conv2d_backward_weight_rows(dw, dbr, dyr[0], xr[0], size)
     else:
-        conv2d_backward_weight(dw, dbr, dyr[0], xr[0], size)
+        conv2d_backward_weight(dw, dbr, dyr[0], xr[0], size, r.begins())
     if r.dtype() != FP32:
+        if r.begins():
+            fill(db, 0, size.K)
         bias_of_operand(r, db, dy, size.G, size.K, size.P() * size.Q())
 
 
@@ -137,7 +142,7 @@ def odyssey_convolutions(all: OpsPtr) abi("C"):
                 "conv2d_backward_weight",
                 "+dw, +db; dy, x, ~scratch; G, C, H, W, K, R, T, S",
                 call[_conv2d_backward_weight],
-                "rounds sums",
+                "rounds sums begins:KCRT+K",
                 _conv2d_weight_scratch,
             ),
             Op(

@@ -69,11 +69,11 @@ def _linear_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, G: 
     if in_tiles(r) and not r.rows():
         comptime if HAS_AMX:
             var size = _linear(G, I, O)
-            conv2d_backward_weight_amx(dw, db, dy, x, scratch, size)
+            conv2d_backward_weight_amx(dw, db, dy, x, scratch, size, r.begins())
         return
     if in_pairs(r):
         comptime if HAS_BF16:
-            linear_backward_weight_bf16(dw, db, dy, x, scratch, G, I, O)
+            linear_backward_weight_bf16(dw, db, dy, x, scratch, G, I, O, r.begins())
         return
     var xr = rounded_operand(r, x, scratch, G * I * r.lanes())
     var dyr = rounded_operand(r, dy, xr[1], G * O * r.lanes())
@@ -84,11 +84,22 @@ def _linear_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, G: 
         rest = dbr.unsafe_offset(O)
         fill(dbr, 0, O)
     if r.rows():
+        if r.begins():
+            fill(dw, 0, O * I)
+            fill(dbr, 0, O)
         linear_backward_weight_rows(dw, dbr, dyr[0], xr[0], G, I, O)
     else:
-        linear_backward_weight(dw, dbr, dyr[0], xr[0], rest, G, I, O, I)
+        linear_backward_weight(dw, dbr, dyr[0], xr[0], rest, G, I, O, I, r.begins())
     if r.dtype() != FP32:
+        if r.begins():
+            fill(db, 0, O)
         bias_of_operand(r, db, dy, G, O, 1)
+
+
+def _linear_backward_weight_columns(
+    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, G: Int, columns: Int, O: Int, stride: Int
+):
+    linear_backward_weight(dw, db, dy, x, scratch, G, columns, O, stride)
 
 
 def _linear_backward_input(dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record):
@@ -170,7 +181,7 @@ def odyssey_linear(all: OpsPtr) abi("C"):
                 "linear_backward_weight",
                 "+dw, +db; dy, x, ~scratch; G, I, O",
                 call[_linear_backward_weight],
-                "rounds sums",
+                "rounds sums begins:OI+O",
                 _linear_weight_scratch,
             ),
             Op(
@@ -191,7 +202,7 @@ def odyssey_linear(all: OpsPtr) abi("C"):
             Op(
                 "linear_backward_weight_columns",
                 "+dw, +db; dy, x, ~scratch; G, columns, O, stride",
-                call[linear_backward_weight],
+                call[_linear_backward_weight_columns],
                 "lanes sums",
                 _linear_weight_scratch,
             ),

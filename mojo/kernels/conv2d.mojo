@@ -11,6 +11,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import prefetch
 
+from .buffers import fill
 from .lanes import F32, LANES, REGISTERS, Ptr, Vec, in_tiles, load, madd, splat, store, totals
 from .lowp import bias_gradient
 from .parts import PARTS, cut, fold
@@ -153,7 +154,9 @@ def tap_offsets[n: Int](tap: Int, size: Conv) -> Array[Int, n]:
 
 
 @no_inline
-def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, offset: Array[Int, tb], P: Int, Q: Int, size: Conv):
+def _weight_tile[
+    kb: Int, tb: Int
+](dw: Ptr, dy: Ptr, x: Ptr, offset: Array[Int, tb], P: Int, Q: Int, size: Conv, begins: Bool):
     var taps = size.taps()
     # far apart and in no cache: as far away as the products of a small image are long
     comptime for k in range(kb):
@@ -178,7 +181,8 @@ def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, offset: Array[Int, 
     totals(acc, sums)
     comptime for k in range(kb):
         comptime for j in range(tb):
-            dw[unsafe_offset=k * taps + j] += sums[unsafe_offset=k * tb + j]
+            var before = Float32(0) if begins else dw[unsafe_offset=k * taps + j]
+            dw[unsafe_offset=k * taps + j] = before + sums[unsafe_offset=k * tb + j]
 
 
 def conv2d_backward_weight(
@@ -187,8 +191,9 @@ def conv2d_backward_weight(
     dy: Ptr,  # (G, K, P, Q, L)
     x: Ptr,  # (G, C, H, W, L)
     size: Conv,
+    begins: Bool = False,
 ):
-    """Adds the gradients of weights and bias, summed over samples and pixels."""
+    """Adds the gradients of weights and bias, summed over samples and pixels; to zeros if it `begins`."""
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
@@ -219,9 +224,12 @@ def conv2d_backward_weight(
                                     P,
                                     Q,
                                     size,
+                                    begins,
                                 )
                         k += long
 
+    if begins:
+        fill(db, 0, size.K)
     bias_gradient[LANES](db, dy, size.G, size.K, P * Q)
 
 

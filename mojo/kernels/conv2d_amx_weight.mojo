@@ -184,13 +184,16 @@ def _add_sums(
     inputs: Int,
     taps: Int,
     row: Int,
+    begins: Bool,
 ):
-    """Adds tiles of `outputs` x `inputs` sums of a tap to weights (outputs, inputs, taps), `row` numbers an output."""
+    """Adds tiles of `outputs` x `inputs` sums of a tap to weights (outputs, inputs, taps), `row` numbers an output; to zeros if
+    they `begins`.
+    """
     for k in range(outputs):
         var to = dw.unsafe_offset(k * row)
         if taps == 1:
-            var v = load_first(to, 0, inputs) + load(sums, k * LANES)
-            store_first(to, 0, v, inputs)
+            var before = Vec(0) if begins else load_first(to, 0, inputs)
+            store_first(to, 0, before + load(sums, k * LANES), inputs)
             continue
         for tap in range(0, taps, LANES):
             var n = min(LANES, taps - tap)
@@ -202,7 +205,8 @@ def _add_sums(
             comptime for c in range(LANES):
                 if c < inputs:
                     var at = c * taps + tap
-                    store_first(to, at, load_first(to, at, n) + a[c], n)
+                    var before = Vec(0) if begins else load_first(to, at, n)
+                    store_first(to, at, before + a[c], n)
 
 
 def conv2d_backward_weight_amx(
@@ -212,8 +216,9 @@ def conv2d_backward_weight_amx(
     x: Ptr,  # (G, C, H, W, L)
     scratch: Ptr,  # weight_scratch bytes
     size: Conv,
+    begins: Bool = False,
 ):
-    """Adds the gradients of weights and bias, summed over samples and pixels."""
+    """Adds the gradients of weights and bias, summed over samples and pixels; to zeros if it `begins`."""
     var of = _Weights(size)
     var part = of.cut()
     var taps = size.R * size.T
@@ -300,6 +305,7 @@ def conv2d_backward_weight_amx(
                             min(LANES, size.C - c),
                             taps,
                             size.C * taps,
+                            begins and j0 == 0 and p0 == 0,
                         )
 
             var outputs = vectors_of(size.K)
@@ -316,6 +322,8 @@ def conv2d_backward_weight_amx(
                         block[1, 1](v, u)
             p0 += rows
     end()
+    if begins:
+        fill(db, 0, size.K)
     for k in range(size.K):
         db[unsafe_offset=k] += load(bias, k * LANES).reduce_add()
 

@@ -11,6 +11,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import prefetch
 
+from .buffers import fill
 from .lanes import (
     F32,
     LANES,
@@ -261,7 +262,9 @@ comptime WEIGHT_SCRATCH = BLOCK * LANES * IB * LANES
 
 
 @always_inline
-def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int):
+def _weight_tile[
+    ob: Int, ib: Int
+](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int, begins: Bool):
     """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs."""
     # From beyond the second level it takes as long as the samples of a small shard: that of the tile below is fetched.
     comptime for o in range(ob):
@@ -282,15 +285,15 @@ def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, va
     comptime for o in range(ob):
         var row = dw.unsafe_offset(o * row_stride)
         comptime for i in range(ib):
-            if i < ib - 1 or valid == LANES:
-                store(row, i * LANES, load(row, i * LANES) + acc[o * ib + i])
-            else:
-                var sum = load_first(row, i * LANES, valid) + acc[o * ib + i]
-                store_first(row, i * LANES, sum, valid)
+            var n = LANES if i < ib - 1 else valid
+            var before = Vec(0) if begins else load_first(row, i * LANES, n)
+            store_first(row, i * LANES, before + acc[o * ib + i], n)
 
 
 @always_inline
-def _weight_panel[ib: Int](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int):
+def _weight_panel[
+    ib: Int
+](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int, begins: Bool):
     """All outputs of `inputs` inputs, which fill ib vectors, over G groups; x is transposed into xt (G * L, ib * L)."""
     for g in range(G):
         comptime for i in range(ib):
@@ -306,7 +309,9 @@ def _weight_panel[ib: Int](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O:
 
     @always_inline
     def tile[ob: Int](o: Int) {imm}:
-        _weight_tile[ob, ib](dw.unsafe_offset(o * row_stride), dy.unsafe_offset(o * LANES), xt, G, O, valid, row_stride)
+        _weight_tile[ob, ib](
+            dw.unsafe_offset(o * row_stride), dy.unsafe_offset(o * LANES), xt, G, O, valid, row_stride, begins
+        )
 
     in_tiles[OB](O, tile)
 
@@ -321,8 +326,9 @@ def linear_backward_weight(
     I: Int,
     O: Int,
     row_stride: Int,
+    begins: Bool = False,
 ):
-    """Adds dW += dy x^T and db += dy, summed over samples.
+    """Adds dW += dy x^T and db += dy, summed over samples; to zeros if it `begins`.
 
     A row of dw is `row_stride` >= I floats after the one before: I, or more where x has some columns of the layer only.
     """
@@ -344,5 +350,8 @@ def linear_backward_weight(
                         O,
                         min(last * LANES, I) - first * LANES,
                         row_stride,
+                        begins and g == 0,
                     )
+    if begins:
+        fill(db, 0, O)
     bias_gradient[LANES](db, dy, G, O, 1)

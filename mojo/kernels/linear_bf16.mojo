@@ -9,6 +9,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import prefetch
 
+from .buffers import fill
 from .lanes import LANES, Ptr, Vec, in_tiles, in_tiles_and_ones, load, load_first, splat, store, store_first
 from .layout import transpose
 from .lowp import (
@@ -308,7 +309,7 @@ def weight_scratch(G: Int, O: Int) -> Int:
 
 
 @no_inline
-def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int):
+def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int, begins: Bool):
     """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs. That of the tile below is
     fetched: of a shard of 32 samples it takes longer than the products.
     """
@@ -330,11 +331,9 @@ def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I:
     comptime for o in range(ob):
         comptime for i in range(ib):
             var at = o * I + i * LANES
-            if i < ib - 1 or valid == LANES:
-                store(dw, at, load(dw, at) + acc[o * ib + i])
-            else:
-                var sum = load_first(dw, at, valid) + acc[o * ib + i]
-                store_first(dw, at, sum, valid)
+            var n = LANES if i < ib - 1 else valid
+            var before = Vec(0) if begins else load_first(dw, at, n)
+            store_first(dw, at, before + acc[o * ib + i], n)
 
 
 def linear_backward_weight_bf16(
@@ -346,8 +345,9 @@ def linear_backward_weight_bf16(
     G: Int,
     I: Int,
     O: Int,
+    begins: Bool = False,
 ):
-    """Adds dW += dy x^T and db += dy, summed over samples."""
+    """Adds dW += dy x^T and db += dy, summed over samples; to zeros if it `begins`."""
     var vectors = ceildiv(I, LANES)
     var panels = ceildiv(vectors, IB)
     var xt = scratch.unsafe_bitcast[BFloat16]()  # (groups, HALF, ib L, 2)
@@ -378,6 +378,7 @@ def linear_backward_weight_bf16(
                     I,
                     O,
                     min(I - (v + ib - 1) * LANES, LANES),
+                    begins and first == 0,
                 )
 
             in_tiles[OB](O, tile)
@@ -388,4 +389,6 @@ def linear_backward_weight_bf16(
             comptime for ib in range(1, IB + 1):
                 if n == ib:
                     panel[ib](v)
+    if begins:
+        fill(db, 0, O)
     bias_gradient[LANES](db, dy, G, O, 1)

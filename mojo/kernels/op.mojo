@@ -8,6 +8,8 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     rounds    products, whose operands are rounded to the record's dtype
     lanes     there is no form for rows: the parts of layers that ranks share
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
+    begins:   its sums can begin with it (record.mojo, BEGINS); then the numbers of each output that it adds to, as products of
+              sizes of one letter: begins:OI+O
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
     heads     every head is computed by itself, so it runs on some of them: H heads of D features, `head` is the first one's number
     relu      it is max(x, 0), or the gradient of that: an op whose last size is `relu` takes it along where that is 1, at

@@ -1,8 +1,8 @@
 """A record: one op of a program, with its arguments; and what a run of a program brings to it.
 
 A record is RECORD int64 numbers: a header and the arguments. The header has the op's code in its low 16 bits (its place
-in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of lanes (lanes.mojo), and in the
-bits from 24 on how the operands of products are rounded. An argument is a size, a float (its 32 bits) or an operand: a
+in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of lanes (lanes.mojo), 1 << 17 if sums
+begin with it, and in the bits from 24 on how the operands of products are rounded. An argument is a size, a float (its 32 bits) or an operand: a
 byte offset in the low 56 bits and a space in the high 8. A space is an entry of the table of base addresses that comes
 with a run, so one program serves every shard, thread and process:
 
@@ -22,6 +22,7 @@ from .lanes import BytePtr, IntPtr, LANES, LongPtr, Ptr
 comptime RECORD = 24  # numbers of a record
 comptime CODES = 1 << 16  # more than there are ops; the bits of a header from here on say more about the record
 comptime ROWS = 16  # the bit of the header that says: the activations are in rows, one sample per group
+comptime BEGINS = 17  # the bit of the header that says: sums that the record adds to begin with it
 comptime DTYPE = 24  # the lowest bit of the header that says how operands are rounded: FP32, TF32, BF16 or FP16
 comptime ABSOLUTE = 0  # the space of addresses
 comptime PARAMS = 1  # the space of parameters
@@ -117,6 +118,11 @@ struct Record(Argument, Source):
     def rows(self) -> Bool:
         """Whether the activations are in rows."""
         return Bool((self.at[] >> ROWS) & 1)
+
+    @always_inline
+    def begins(self) -> Bool:
+        """True if what it adds to counts as zeros."""
+        return Bool((self.at[] >> BEGINS) & 1)
 
     @always_inline
     def lanes(self) -> Int:

@@ -195,7 +195,9 @@ struct Step(TrivialRegisterPassable):
     var work_bytes: Int64  # bytes of one workspace
     var slots: Int64  # workspaces of shards, used in turn; 0: one per thread
     var base: Int64  # the shard that has workspace 0
-    var zero: Int64  # 1: a shard's buffer is zeroed before it is computed
+    var zero: Int64  # 1: shards add to buffers, and their buffers are added up
+    var cleared: LongPtr  # runs of a buffer (begin and end, floats) that are zeroed before a shard: others begin with a record
+    var clears: Int64  # how many
     var buffers: Int64  # address of the gradient buffers
     var buffer_floats: Int64  # floats of one buffer, a multiple of LANES
     var shard_size: Int64  # samples of a shard
@@ -344,7 +346,9 @@ def _take_shards(step: Int, t: Int):
             b = 0
         var buffer = _buffer(s, b)
         if s.zero:
-            unsafe_memset_zero(buffer, Int(s.buffer_floats))
+            for i in range(Int(s.clears)):
+                var begin = Int(s.cleared[unsafe_offset=2 * i])
+                unsafe_memset_zero(buffer.unsafe_offset(begin), Int(s.cleared[unsafe_offset=2 * i + 1]) - begin)
         var stopped = _run_shard(s, t, tables.first + Int(shard), buffer)
         if stopped >= 0:
             var all = tables.stopped.unsafe_offset(STRIDE * t)

@@ -54,14 +54,19 @@ class Step(ctypes.Structure):
     """Mirrors `Step` in mojo/runtime/executor.mojo."""
 
     _fields_ = [
-        *numbers("table program records threads tables params work work_bytes slots base zero buffers buffer_floats"),
-        *numbers("shard_size samples rows tail tail_records"),
+        *numbers("table program records threads tables params work work_bytes slots base zero cleared clears"),
+        *numbers("buffers buffer_floats shard_size samples rows tail tail_records"),
         ("context", Context),
     ]
 
-    def take(self, tables: Sequence[np.ndarray]) -> None:
-        """Sets what is run: a table of records for all shards, and one for a last shard of fewer samples, if any."""
-        self.kept = tables  # as long as this
+    def take(self, tables: Sequence[np.ndarray], cleared: Sequence[tuple[int, int]]) -> None:
+        """Sets what is run: a table of records for all shards, and one for a last shard of fewer samples, if any.
+
+        cleared: runs of a buffer (begin and end, in floats) that are set to zero before.
+        """
+        runs = np.array(cleared, np.int64).reshape(-1, 2)
+        self.kept = [*tables, runs]  # as long as this
+        self.cleared, self.clears = runs.ctypes.data, len(runs)
         self.program, self.records = tables[0].ctypes.data, len(tables[0])
         if len(tables) > 1:
             self.tail, self.tail_records = tables[1].ctypes.data, len(tables[1])
@@ -80,7 +85,7 @@ class Job(ctypes.Structure):
 
 
 # Bits of a record's header, above the op's code; and how products round their operands, in the order of their numbers.
-ROWS, DTYPE = 16, 24
+ROWS, BEGINS, DTYPE = 16, 17, 24
 OPS = 1024  # places for ops, those that programs bring included
 
 

@@ -20,6 +20,7 @@ from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction
 from ..parallel.buckets import STATS, segments
+from .beginning import begin
 from .progress import Progress
 from .recompute import recompute
 from .runner import Runner, Sums
@@ -104,8 +105,10 @@ class BucketedRunner(Runner):
             shard_size=self.shard_size,
             samples=self.samples,
         )
-        cut = (self.arena, self._keep, self._locate(i))
-        step.take([serialize(records[s.start : s.stop], *cut) for records in programs])
+        arena, locate = self.arena, self._locate(i)
+        parts = [records[s.start : s.stop] for records in programs]
+        made = [serialize(records, arena, self._keep, locate) for records in parts]
+        step.take(made, begin(parts, made, arena, locate, buffers.floats))
         return step
 
     def _locate(self, i: int) -> Any:

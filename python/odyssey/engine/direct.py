@@ -13,6 +13,7 @@ from ..core.program import OwnMemory, ShardEager, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel.failures import StepOutcome
+from .beginning import begin
 from .recompute import recompute
 from .runner import Runner, Sums
 
@@ -47,7 +48,8 @@ class DirectRunner(Runner):
             work_bytes = max(plan_memory(records) for records in programs)
             threads = len(self.plan.threads)
             work = self.engine.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            self.step.take([serialize(records, arena, self._keep, self._locate) for records in programs])
+            tables = [serialize(records, arena, self._keep, self._locate) for records in programs]
+            self.step.take(tables, begin(programs, tables, arena, self._locate, self.floats))
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
             self._keep.append(work)
