@@ -58,7 +58,7 @@ def to(x: Tensor, device: int | str | Device) -> Tensor:
 
 
 def _pooled(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """What a pooling of x gives, not computed yet, and the sizes of its record. Raises ShapeError."""
+    """Returns memory for a pooling of x and the sizes of its record. Raises ShapeError."""
     r, t = pair(kernel)
     s = r if stride is None else one(name, "stride", stride)
     if r < 1 or t < 1 or s < 1:

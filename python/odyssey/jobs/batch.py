@@ -1,4 +1,4 @@
-"""Jobs of cluster schedulers: `sbatch` scripts of SLURM, manifests of Kubernetes. Nothing is started here.
+"""Jobs of cluster schedulers, as text: `sbatch` scripts of SLURM, manifests of Kubernetes. Nothing is started here.
 
 Both start `odyssey launch`, which picks the launcher and the PMI, restarts what fails or never meets, and stops with a
 checkpoint and exit code 75 on SIGTERM; what is left for the scheduler is to send that signal in time, and to start the
@@ -7,6 +7,7 @@ job again. Formats: sbatch(1); MPIJob v2beta1 of the Kubeflow MPI operator; Job 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -136,7 +137,7 @@ def kubernetes(
     queue: str | None = None, claim: str | None = None, gpus: int = 0, cpu: str = "1", memory: str = "2Gi",
     shm: str = "1Gi", least: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A manifest, as JSON has it.
+    """A manifest, as objects: `text` makes YAML of it.
 
     Args:
         command: what `odyssey launch` starts in the image.
@@ -223,3 +224,19 @@ def kubernetes(
 def _times(quantity: str, count: int) -> str:
     number, unit = re.fullmatch(r"([0-9.]+)(\D*)", quantity).groups()  # type: ignore[union-attr]
     return f"{float(number) * count:.15g}{unit}"
+
+
+def text(value: Any, indent: int = 0) -> str:
+    """YAML of objects as JSON has them; all strings are quoted, so that none is taken for another type."""
+    if isinstance(value, dict) and value:
+        lines = []
+        for key, item in value.items():
+            nested = isinstance(item, (dict, list)) and item
+            gap = "\n" + " " * (indent + 2) if nested else " "
+            lines.append(f"{key}:{gap}{text(item, indent + 2)}")
+        return ("\n" + " " * indent).join(lines)
+    if isinstance(value, list) and value:
+        if not any(isinstance(item, (dict, list)) for item in value):
+            return json.dumps(value)
+        return ("\n" + " " * indent).join(f"- {text(item, indent + 2)}" for item in value)
+    return json.dumps(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
@@ -32,9 +31,10 @@ from ..cli.commands import launch
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(context: click.Context, script: str, arguments: tuple[str, ...], name: str | None, **given: Any) -> None:
-    """Write a manifest: odyssey k8s --image I -n 16 --slots 4 train.py > job.json; kubectl apply -f job.json"""
+    """Write a manifest: odyssey k8s --image I -n 16 --slots 4 train.py > job.yaml; kubectl apply -f job.yaml"""
     from . import batch
 
     launch.no_option(script, context)
     words = [script, *arguments]
-    click.echo(json.dumps(batch.kubernetes(words, name=name or batch.name_of(words), **given), indent=2))
+    made = batch.kubernetes(words, name=name or batch.name_of(words), **given)
+    click.echo(f"# Written by `odyssey k8s`.\n{batch.text(made)}")
