@@ -11,7 +11,7 @@ from kernels.gpu.fingerprint import fingerprint, fingerprint_scratch
 from kernels.gpu.launch import StepContext
 from kernels.gpu.reduce import fixed_squares, largest, tree_sum_strided
 from kernels.lanes import BytePtr, IntPtr, LongPtr, Ptr
-from kernels.op import addresses, describe
+from kernels.op import addresses, describe, write_text
 from max.gpu.host import DeviceContext
 from runtime.gpu import Gpu, GpuStepPtr
 from runtime.gpu_ops import gpu_ops
@@ -20,12 +20,8 @@ comptime GpuPtr = Pointer[Gpu, MutUntrackedOrigin]
 
 
 def _fail(error: BytePtr, size: Int, e: Error) -> Int:
-    var text = String(e)
-    var bytes = text.as_bytes()
-    var n = min(len(bytes), size - 1)
-    for i in range(n):
-        error[unsafe_offset=i] = bytes[i]
-    error[unsafe_offset=n] = 0
+    var n = write_text(String(e), error, size - 1)
+    error[unsafe_offset=min(n, size - 1)] = 0
     return -1
 
 
@@ -88,11 +84,7 @@ def odyssey_gpu_close(gpu: GpuPtr) abi("C"):
 @export
 def odyssey_gpu_name(gpu: GpuPtr, text: BytePtr, size: Int) abi("C") -> Int:
     """Writes the name of the device."""
-    var name = gpu[].compute.name()
-    var bytes = name.as_bytes()
-    for i in range(min(len(bytes), size)):
-        text[unsafe_offset=i] = bytes[i]
-    return len(bytes)
+    return write_text(gpu[].compute.name(), text, size)
 
 
 @export

@@ -76,7 +76,7 @@ struct Forward(Channels):
 def _forward[T: Channel](of: T, a: Forward):
     var c = of.number()
     var C = a.z.C
-    var count = of.count()
+    var count = Float32(max(of.samples() * a.z.P, 1))  # numbers of the channel that count
     var m = a.mean[unsafe_offset=c]
     var inverse: Float32
     if a.again:
@@ -160,7 +160,7 @@ def _backward[T: Channel](of: T, a: Backward):
     if of.leads():
         a.db[unsafe_offset=c] = sums.s[0]
         a.dw[unsafe_offset=c] = sums.t[0] * inverse
-    var part = 1 / of.count() if a.train else Float32(0)
+    var part = 1 / Float32(max(of.samples() * a.z.P, 1)) if a.train else Float32(0)
     var by = Gradient(m, inverse, weight, sums.s[0] * part, sums.t[0] * part)
 
     @always_inline

@@ -251,22 +251,7 @@ def _fits(T: Int, cb: Int, qb: Int) -> Bool:
 @always_inline
 def _spread_piece[
     T: Int, cb: Int, qb: Int
-](
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    carry: Ptr,
-    K: Int,
-    part: Int,
-    parts: Int,
-    r0: Int,
-    r1: Int,
-    dx_channel: Int,
-    dy_channel: Int,
-    dy_row: Int,
-    w_input: Int,
-    w_channel: Int,
-):
+](dx: Ptr, dy: Ptr, w: Ptr, carry: Ptr, size: Conv, P: Int, Q: Int, part: Int, parts: Int, r0: Int, r1: Int):
     """Spreads rows r0..r1 of the kernel for cb input channels; dy points at the row that meets r = 0, dy and w at the
     first k of `part`.
 
@@ -274,7 +259,8 @@ def _spread_piece[
     """
     comptime n = qb + T - 1
     var saved = unsafe_stack_allocation[2 * cb * qb * LANES, F32, alignment=64]()
-    var start = cut(K, part)
+    var start = cut(size.K, part)
+    var dx_channel = size.H * size.W * LANES
 
     @always_inline
     def chain(p: Int, parts: Int) {imm}:
@@ -283,16 +269,16 @@ def _spread_piece[
         comptime for c in range(cb):
             comptime for i in range(T - 1):
                 acc[c * n + i] = load(old, (c * (T - 1) + i) * LANES)
-        for k in range(cut(K, part + p) - start, cut(K, part + p + 1) - start):
+        for k in range(cut(size.K, part + p) - start, cut(size.K, part + p + 1) - start):
             for r in range(r0, r1):
-                var d = dy.unsafe_offset(k * dy_channel - r * dy_row)
-                var wr = w.unsafe_offset(k * w_channel + r * T)
+                var d = dy.unsafe_offset((k * P - r) * Q * LANES)
+                var wr = w.unsafe_offset((k * size.C * size.R + r) * T)
                 var v = Array[Vec, qb](fill=Vec(0))
                 comptime for q in range(qb):
                     v[q] = load(d, q * LANES)
                 comptime for c in range(cb):
                     comptime for t in range(T):
-                        var wt = splat(wr, c * w_input + t)
+                        var wt = splat(wr, c * size.R * T + t)
                         comptime for q in range(qb):
                             acc[c * n + q + t] = madd(v[q], wt, acc[c * n + q + t])
         comptime for c in range(cb):
@@ -334,21 +320,9 @@ def _spread_row[T: Int, cb: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int
         comptime qb = materialize[PIECES]()[i]
         comptime if _fits(T, cb, qb):
             while q + qb <= Q:
+                var at = q * LANES
                 _spread_piece[T, cb, qb](
-                    dx.unsafe_offset(q * LANES),
-                    dy.unsafe_offset(q * LANES),
-                    w,
-                    carry,
-                    size.K,
-                    part,
-                    parts,
-                    r0,
-                    r1,
-                    channel,
-                    P * Q * LANES,
-                    Q * LANES,
-                    size.R * T,
-                    size.taps(),
+                    dx.unsafe_offset(at), dy.unsafe_offset(at), w, carry, size, P, Q, part, parts, r0, r1
                 )
                 q += qb
     for c in range(cb):
@@ -499,14 +473,8 @@ def conv2d_backward_input_any[L: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part
     # As for stride 1, all rows share the weights of some channels, or two strides of rows do.
     var block = size.H if size.y() * L <= CACHED else 2 * size.S
     for g in range(size.G):
-        var of = _Gather[L](
-            dx.unsafe_offset(g * size.x() * L),
-            dy.unsafe_offset(g * held * size.P() * size.Q() * L),
-            w,
-            size,
-            part,
-            parts,
-        )
+        var dyg = dy.unsafe_offset(g * held * size.P() * size.Q() * L)
+        var of = _Gather[L](dx.unsafe_offset(g * size.x() * L), dyg, w, size, part, parts)
         for h in range(0, size.H, block):
             for c in range(0, size.C, KB):
                 gather_rows(of, size, c, h, min(h + block, size.H))
@@ -524,11 +492,7 @@ def conv2d_backward_input(
 
     With `parts` of 1 or 2 it writes their node of the sum only, for tensor parallelism.
     """
-    if size.S == 1 and size.T == 5:
-        _backward_input_spread[5](dx, dy, w, size, part, parts)
-    elif size.S == 1 and size.T == 3:
-        _backward_input_spread[3](dx, dy, w, size, part, parts)
-    elif size.S == 1 and size.T == 1:
-        _backward_input_spread[1](dx, dy, w, size, part, parts)
-    else:
-        conv2d_backward_input_any[LANES](dx, dy, w, size, part, parts)
+    comptime for T in range(1, 6, 2):
+        if size.S == 1 and size.T == T:
+            return _backward_input_spread[T](dx, dy, w, size, part, parts)
+    conv2d_backward_input_any[LANES](dx, dy, w, size, part, parts)

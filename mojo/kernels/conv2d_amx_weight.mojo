@@ -87,15 +87,17 @@ def _two(x: Ptr, at: Int, apart: Int, both: Bool) -> SIMD[BF16, 2 * LANES]:
 def _pack_dy(
     y: HalfPtr,  # (vectors of K, vector_step) tiles: n of (16, 32)
     bias: Ptr,  # (K, L), added to
-    dy: Ptr,  # (K, plane, L) of a group
-    K: Int,
-    plane: Int,
+    dy: Ptr,  # (K, P Q, L) of a group
+    size: Conv,
     n: Int,
     apart: Int,  # floats to the second of two places
     both: Bool,
     vector_step: Int,
 ):
     """Packs dy, and adds it up for the gradient of the bias, not rounded."""
+    var K = size.K
+    var plane = size.P() * size.Q()
+    var group = size.y() * LANES
     for v in range(vectors_of(K)):
         for i0 in range(0, n, BLOCK):
             for k in range(LANES):
@@ -118,14 +120,16 @@ def _pack_dy(
 
 def _pack_x(
     y: HalfPtr,  # (vectors of C, vector_step) tiles: n of (16 pairs of samples, 16, 2)
-    x: Ptr,  # (C, plane, L) of a group
-    C: Int,
-    plane: Int,
+    x: Ptr,  # (C, H W, L) of a group
+    size: Conv,
     n: Int,
     apart: Int,  # floats to the second of two places
     both: Bool,
     vector_step: Int,
 ):
+    var C = size.C
+    var plane = size.H * size.W
+    var group = size.x() * LANES
     for v in range(vectors_of(C)):
         for i in range(n):
             var a = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
@@ -139,40 +143,29 @@ def _pack_x(
 
 
 @no_inline
-def _weight_block[
-    mb: Int, nb: Int
-](
-    sums: Ptr,  # (mb, nb, taps, 16, 16); of the first tap
-    dy: HalfPtr,
-    dy_vector: Int,
-    x: HalfPtr,
-    x_vector: Int,
-    taps: Int,
-    pairs: Int,
-    dy_pair: Int,
-    x_pair: Int,
-    P: Int,
-    Q: Int,
-    S: Int,
-    W: Int,
-):
-    """The sums of a tap over all packed pixels."""
+def _weight_block[mb: Int, nb: Int](sums: Ptr, dy: HalfPtr, x: HalfPtr, of: _Weights, pairs: Int, rows: Int):
+    """The sums (mb, nb, taps, 16, 16) of one tap, over all packed pixels: `rows` rows of `pairs` pairs of groups."""
+    var size = of.size
+    var Q = size.Q()
+    var taps = size.R * size.T
+    var dy_pair = of.steps(rows)
+    var x_pair = of.pixels(rows)
     comptime for c in range(mb * nb):
         zero_tile[c]()
     for j in range(pairs):
-        for p in range(P):
+        for p in range(rows):
             var a = dy.unsafe_offset((j * dy_pair + p * Q) * TILE)
-            var b = x.unsafe_offset((j * x_pair + p * S * W) * TILE)
+            var b = x.unsafe_offset((j * x_pair + p * size.S * size.W) * TILE)
             for _ in range(Q):
                 comptime for n in range(nb):
-                    load_tile[4 + n](b.unsafe_offset(n * x_vector * TILE))
+                    load_tile[4 + n](b.unsafe_offset(n * pairs * x_pair * TILE))
                 comptime for m in range(mb):
                     comptime A = 4 + nb + m % (4 - nb)
-                    load_tile[A](a.unsafe_offset(m * dy_vector * TILE))
+                    load_tile[A](a.unsafe_offset(m * pairs * dy_pair * TILE))
                     comptime for n in range(nb):
                         multiply[m * nb + n, A, 4 + n]()
                 a = a.unsafe_offset(TILE)
-                b = b.unsafe_offset(S * TILE)
+                b = b.unsafe_offset(size.S * TILE)
     comptime for c in range(mb * nb):
         store_tile[c](sums.unsafe_offset(c * taps * SUMS))
 
@@ -242,34 +235,17 @@ def conv2d_backward_weight_amx(
             for j in range(pairs):
                 var g = j0 + j
                 var both = p0 + of.height() < P
-                var dy_apart = of.height() * Q
-                var x_apart = of.height() * size.S * size.W
+                var dy_apart = of.height() * Q * LANES
+                var x_apart = of.height() * size.S * size.W * LANES
                 if not of.of_rows():
                     g *= 2
                     both = g + 1 < size.G
-                    dy_apart = size.y()
-                    x_apart = size.x()
-                _pack_dy(
-                    dyp.unsafe_offset(j * steps * TILE),
-                    bias,
-                    dy.unsafe_offset((g * size.y() + p0 * Q) * LANES),
-                    size.K,
-                    P * Q,
-                    steps,
-                    dy_apart * LANES,
-                    both,
-                    pairs * steps,
-                )
-                _pack_x(
-                    xp.unsafe_offset(j * pixels * TILE),
-                    x.unsafe_offset((g * size.x() + p0 * size.S * size.W) * LANES),
-                    size.C,
-                    size.H * size.W,
-                    pixels,
-                    x_apart * LANES,
-                    both,
-                    pairs * pixels,
-                )
+                    dy_apart = size.y() * LANES
+                    x_apart = size.x() * LANES
+                var dyg = dy.unsafe_offset((g * size.y() + p0 * Q) * LANES)
+                _pack_dy(dyp.unsafe_offset(j * steps * TILE), bias, dyg, size, steps, dy_apart, both, pairs * steps)
+                var from_ = x.unsafe_offset((g * size.x() + p0 * size.S * size.W) * LANES)
+                _pack_x(xp.unsafe_offset(j * pixels * TILE), from_, size, pixels, x_apart, both, pairs * pixels)
 
             @always_inline
             def block[mb: Int, nb: Int](v: Int, u: Int) {imm}:
@@ -282,17 +258,10 @@ def conv2d_backward_weight_amx(
                     _weight_block[mb, nb](
                         sums.unsafe_offset(tap * SUMS),
                         dyp.unsafe_offset(v * pairs * steps * TILE),
-                        pairs * steps,
                         xp.unsafe_offset((u * pairs * pixels + at) * TILE),
-                        pairs * pixels,
-                        taps,
+                        of,
                         pairs,
-                        steps,
-                        pixels,
                         rows,
-                        Q,
-                        size.S,
-                        size.W,
                     )
                 comptime for m in range(mb):
                     comptime for n in range(nb):
@@ -312,14 +281,10 @@ def conv2d_backward_weight_amx(
             var inputs = vectors_of(size.C)
             for v in range(0, outputs, 2):
                 for u in range(0, inputs, 2):
-                    if v + 1 < outputs and u + 1 < inputs:
-                        block[2, 2](v, u)
-                    elif v + 1 < outputs:
-                        block[2, 1](v, u)
-                    elif u + 1 < inputs:
-                        block[1, 2](v, u)
-                    else:
-                        block[1, 1](v, u)
+                    comptime for mb in range(1, 3):
+                        comptime for nb in range(1, 3):
+                            if min(outputs - v, 2) == mb and min(inputs - u, 2) == nb:
+                                block[mb, nb](v, u)
             p0 += rows
     end()
     if begins:

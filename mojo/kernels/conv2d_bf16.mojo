@@ -291,24 +291,12 @@ def input_scratch(size: Conv) -> Int:
 @no_inline
 def _spread_piece[
     T: Int, cb: Int, qb: Int
-](
-    dx: Ptr,
-    dy: HalfPtr,
-    w: HalfPtr,
-    pairs: Int,
-    r0: Int,
-    r1: Int,
-    dx_channel: Int,
-    dy_channel: Int,
-    dy_row: Int,
-    w_channel: Int,
-    w_pair: Int,
-    goes_on: Bool,
-):
+](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv, pairs: Int, plane: Int, Q: Int, r0: Int, r1: Int, goes_on: Bool):
     """Writes qb + T - 1 pixels of dx, to the first T - 1 of which the piece before has given its part if it `goes_on`.
-    Takes rows r0..r1 of the kernel; dy points at the row that meets r = 0. Strides of dy in vectors.
+    Takes rows r0..r1 of the kernel; dy (pairs, plane, L, 2) points at the row that meets r = 0.
     """
     comptime n = qb + T - 1
+    var dx_channel = size.H * size.W * LANES
     var acc = Array[Vec, cb * n](fill=Vec(0))
     if goes_on:
         comptime for c in range(cb):
@@ -316,14 +304,14 @@ def _spread_piece[
                 acc[c * n + i] = load(dx, c * dx_channel + i * LANES)
     for k in range(pairs):
         for r in range(r0, r1):
-            var d = dy.unsafe_offset((k * dy_channel - r * dy_row) * 2 * LANES)
-            var wr = w.unsafe_offset(2 * (k * w_pair + r * T))
+            var d = dy.unsafe_offset((k * plane - r * Q) * 2 * LANES)
+            var wr = w.unsafe_offset(2 * (k * size.R + r) * T)
             var v = Array[Pair, qb](fill=Pair(0))
             comptime for q in range(qb):
                 v[q] = load_pair(d, q)
             comptime for t in range(T):
                 comptime for c in range(cb):
-                    var wt = splat_pair(wr, c * w_channel + t)
+                    var wt = splat_pair(wr, c * pairs * size.R * T + t)
                     comptime for q in range(qb):
                         acc[c * n + q + t] = dot2(acc[c * n + q + t], v[q], wt)
     comptime for c in range(cb):
@@ -337,9 +325,10 @@ def _spread[T: Int](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv):
     var P = size.P()
     var Q = size.Q()
     var pairs = (size.K + 1) // 2
+    var plane = _plane(size)
     var short = Q <= _longest(T, 3)
     # All rows of dx take the weights of some channels one after the other, if the dy of a group stays in the cache.
-    var block = size.H if pairs * _plane(size) * 4 * LANES <= CACHED else 1
+    var block = size.H if pairs * plane * 4 * LANES <= CACHED else 1
 
     @always_inline
     def channels[cb: Int](c: Int, h: Int) {imm}:
@@ -353,14 +342,12 @@ def _spread[T: Int](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv):
                         dx.unsafe_offset(((c * size.H + h) * size.W + q) * LANES),
                         dy.unsafe_offset((h * Q + q) * 2 * LANES),
                         w.unsafe_offset(2 * c * pairs * size.R * T),
+                        size,
                         pairs,
+                        plane,
+                        Q,
                         max(0, h - P + 1),
                         min(size.R, h + 1),
-                        size.H * size.W * LANES,
-                        _plane(size),
-                        Q,
-                        pairs * size.R * T,
-                        size.R * T,
                         i > 0,
                     )
 
@@ -439,13 +426,8 @@ def conv2d_backward_input_bf16(
         var dyg = dy.unsafe_offset(g * size.y() * LANES)
         var dxg = dx.unsafe_offset(g * size.x() * LANES)
         for k in range(0, size.K, 2):
-            pack_neighbours(
-                dyp.unsafe_offset(k * plane * LANES),
-                dyg.unsafe_offset(k * pixels * LANES),
-                1,
-                min(2, size.K - k),
-                pixels,
-            )
+            var to = dyp.unsafe_offset(k * plane * LANES)
+            pack_neighbours(to, dyg.unsafe_offset(k * pixels * LANES), 1, min(2, size.K - k), pixels)
         var spread = False
         comptime for T in range(1, 6, 2):
             if size.S == 1 and size.T == T:

@@ -7,8 +7,8 @@ are faster for layers without either; these are one form for both layouts, and e
 
 from .conv2d import Conv, KB, QB, TB
 from .lanes import F32, LANES, Ptr, in_tiles_and_ones, load, madd, store
-from .op import Op, call
-from .record import Record
+from .lowp import bias_gradient
+from .op import Op, by_layout, call
 
 
 @fieldwise_init
@@ -86,7 +86,7 @@ def _forward_tile[L: Int, kb: Int, qb: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: G
 
 
 def forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
-    """Computes y = x * w + b."""
+    """Computes y (G, K, P, Q, L) = x (G, C, H, W, L) * w (K, C / groups, R, T) + b (K)."""
     var P = s.P()
     var Q = s.Q()
     var taps = s.inputs() * s.R * s.T
@@ -163,14 +163,10 @@ def backward_weight[L: Int](dw: Ptr, dy: Ptr, x: Ptr, s: General):
         in_tiles_and_ones[KB](s.outputs(), channels)
 
 
-def _bias[L: Int](db: Ptr, dy: Ptr, s: General):
-    var plane = s.P() * s.Q()
-    for k in range(s.K):
-        var sum = SIMD[F32, L](0)
-        for g in range(s.G):
-            for i in range(plane):
-                sum += load[L](dy, ((g * s.K + k) * plane + i) * L)
-        db[unsafe_offset=k] += sum.reduce_add()
+def _weight[L: Int](dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, s: General):
+    """Adds the gradients of weights and bias, summed over samples and pixels; db is (K), the others as in `forward`."""
+    backward_weight[L](dw, dy, x, s)
+    bias_gradient[L](db, dy, s.G, s.K, s.P() * s.Q())
 
 
 @always_inline
@@ -198,6 +194,7 @@ def _input_tile[L: Int, cb: Int](dx: Ptr, dy: Ptr, w: Ptr, h: Int, i: Int, s: Ge
 
 
 def _input[L: Int](dx: Ptr, dy: Ptr, w: Ptr, s: General):
+    """Writes the gradient of the (padded) input."""
     var taps = s.inputs() * s.R * s.T
     for g in range(s.G):
         for j in range(s.groups):
@@ -216,65 +213,23 @@ def _input[L: Int](dx: Ptr, dy: Ptr, w: Ptr, s: General):
             in_tiles_and_ones[KB](s.inputs(), channels)
 
 
-def conv2d_general_forward(
-    y: Ptr,  # (G, K, P, Q, L)
-    x: Ptr,  # (G, C, H, W, L)
-    w: Ptr,  # (K, C / groups, R, T)
-    b: Ptr,  # (K)
-    size: General,
-    r: Record,
-):
-    """Computes y = x * w + b."""
-    if r.rows():
-        forward[1](y, x, w, b, size)
-    else:
-        forward[LANES](y, x, w, b, size)
-
-
-def conv2d_general_backward_weight(
-    dw: Ptr,  # (K, C / groups, R, T), added to
-    db: Ptr,  # (K), added to
-    dy: Ptr,  # (G, K, P, Q, L)
-    x: Ptr,  # (G, C, H, W, L)
-    size: General,
-    r: Record,
-):
-    """Adds the gradients of weights and bias, summed over samples and pixels."""
-    if r.rows():
-        backward_weight[1](dw, dy, x, size)
-        _bias[1](db, dy, size)
-    else:
-        backward_weight[LANES](dw, dy, x, size)
-        _bias[LANES](db, dy, size)
-
-
-def conv2d_general_backward_input(
-    dx: Ptr,  # (G, C, H, W, L)
-    dy: Ptr,  # (G, K, P, Q, L)
-    w: Ptr,  # (K, C / groups, R, T)
-    size: General,
-    r: Record,
-):
-    """Writes the gradient of the (padded) input."""
-    if r.rows():
-        _input[1](dx, dy, w, size)
-    else:
-        _input[LANES](dx, dy, w, size)
-
-
 def ops() -> List[Op]:
     """The ops of this file. D: from one tap to the next."""
     return [
-        Op("conv2d_general_forward", "y; x, w, b; G, C, H, W, K, R, T, S, D, groups", call[conv2d_general_forward]),
+        Op(
+            "conv2d_general_forward",
+            "y; x, w, b; G, C, H, W, K, R, T, S, D, groups",
+            by_layout[call[forward[LANES]], call[forward[1]]],
+        ),
         Op(
             "conv2d_general_backward_weight",
             "+dw, +db; dy, x; G, C, H, W, K, R, T, S, D, groups",
-            call[conv2d_general_backward_weight],
+            by_layout[call[_weight[LANES]], call[_weight[1]]],
             "sums",
         ),
         Op(
             "conv2d_general_backward_input",
             "dx; dy, w; G, C, H, W, K, R, T, S, D, groups",
-            call[conv2d_general_backward_input],
+            by_layout[call[_input[LANES]], call[_input[1]]],
         ),
     ]

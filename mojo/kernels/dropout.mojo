@@ -52,16 +52,8 @@ struct Bits(Cells):
         return Self(r.int(i - 5), r.int(i - 4), Float32(1) / (1 - p), p, r.int(i - 2), r.int(i - 1))
 
     @always_inline
-    def planes(self) -> Int:
-        return self.G
-
-    @always_inline
-    def rows(self) -> Int:
-        return 1
-
-    @always_inline
-    def columns(self) -> Int:
-        return ceildiv(self.F, 8)
+    def shape(self) -> Tuple[Int, Int, Int]:
+        return self.G, 1, ceildiv(self.F, 8)
 
     @always_inline
     def apply[L: Int](self, c: Cell[L], y: Ptr, x: Ptr, mask: SIMD[U8, L]):

@@ -3,10 +3,9 @@
 Also padding, which is a copy here so that convolution never meets a border.
 """
 
-from std.math import ceildiv, iota
-from std.sys import masked_load, masked_store
+from std.math import ceildiv
 
-from .lanes import F32, LANES, BytePtr, IntPtr, LongPtr, Ptr, Vec, in_tiles_and_ones, load, store
+from .lanes import F32, LANES, IntPtr, LongPtr, Ptr, Vec, first, in_tiles_and_ones, load, load_first, store, store_first
 from .op import Op, by_layout, call
 from .record import Context, Record
 
@@ -22,20 +21,14 @@ def transpose[dtype: DType](mut a: Array[SIMD[dtype, LANES], LANES]):
             a[2 * i + 1] = z.slice[LANES, offset=LANES]()
 
 
-def input[L: Int](y: Ptr, G: Int, F: Int, C: Int, r: Record):
+def input[of: def[dtype: DType](Ptr, Int, Int, Int, Context) thin](y: Ptr, G: Int, F: Int, C: Int, r: Record):
     """Lane n of y (G, F, L) becomes row rows[n] of the data set, times scale plus shift, per channel (F / C features
     each); lanes without a sample become 0.
     """
-    comptime if L == 1:
-        if r.context[].bytes:
-            _input_in_rows[DType.uint8](y, G, F, C, r.context[])
-        else:
-            _input_in_rows[F32](y, G, F, C, r.context[])
+    if r.context[].bytes:
+        of[DType.uint8](y, G, F, C, r.context[])
     else:
-        if r.context[].bytes:
-            _input_in_lanes[DType.uint8](y, G, F, C, r.context[])
-        else:
-            _input_in_lanes[F32](y, G, F, C, r.context[])
+        of[F32](y, G, F, C, r.context[])
 
 
 def _input_in_lanes[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
@@ -43,9 +36,8 @@ def _input_in_lanes[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
     var plane = F // C
     for g in range(G):
         var valid = min(max(Int(ctx.valid) - g * LANES, 0), LANES)
-        var live = iota[F32, LANES]().lt(Float32(valid))
-        var f = 0
-        while f < F:
+        var live = first(valid)
+        for f in range(0, F, LANES):
             var n = min(LANES, F - f)
             var a = Array[SIMD[dtype, LANES], LANES](fill=0)
             comptime for l in range(LANES):
@@ -62,7 +54,6 @@ def _input_in_lanes[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
                 var v = a[i].cast[F32]() * ctx.scale[unsafe_offset=c]
                 v += ctx.shift[unsafe_offset=c]
                 store(y, (g * F + f + i) * LANES, live.select(v, Vec(0)))
-            f += LANES
 
 
 def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
@@ -104,25 +95,23 @@ def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
     """Writes rows x (N, F) into lanes y (G, F, L); lanes from N on become 0."""
     for g in range(ceildiv(N, LANES)):
         var valid = min(N - g * LANES, LANES)
-        var f = 0
-        while f < F:
+        for f in range(0, F, LANES):
             var n = min(LANES, F - f)
             var a = Array[Vec, LANES](fill=0)
             comptime for l in range(LANES):
                 if l < valid:
-                    a[l] = _load_part(x, (g * LANES + l) * F + f, n)
+                    var at = (g * LANES + l) * F + f
+                    a[l] = load(x, at) if n == LANES else load_first(x, at, n)
             transpose(a)
             for i in range(n):
                 store(y, (g * F + f + i) * LANES, a[i])
-            f += LANES
 
 
 def unpack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
     """Writes the first N lanes of x (G, F, L) into rows y (N, F)."""
     for g in range(ceildiv(N, LANES)):
         var valid = min(N - g * LANES, LANES)
-        var f = 0
-        while f < F:
+        for f in range(0, F, LANES):
             var n = min(LANES, F - f)
             var a = Array[Vec, LANES](fill=0)
             comptime for i in range(LANES):
@@ -135,29 +124,14 @@ def unpack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
                     if n == LANES:
                         store(y, at, a[l])
                     else:
-                        masked_store[LANES](a[l], y.unsafe_offset(at), iota[F32, LANES]().lt(Float32(n)))
-            f += LANES
+                        store_first(y, at, a[l], n)
 
 
-@always_inline
-def _load_part(x: Ptr, at: Int, n: Int) -> Vec:
-    if n == LANES:
-        return load(x, at)
-    return masked_load[LANES](x.unsafe_offset(at), iota[F32, LANES]().lt(Float32(n)), Vec(0))
-
-
-def take_features(
-    y: Ptr,  # (G, n, L)
-    x: Ptr,  # (G, F, L)
-    G: Int,
-    F: Int,
-    first: Int,
-    n: Int,
-):
-    """Copies features first .. first + n - 1 of every sample."""
+def take_features(y: Ptr, x: Ptr, G: Int, F: Int, start: Int, n: Int):
+    """Copies features start .. start + n - 1 of every sample of x (G, F, L) to y (G, n, L)."""
     for g in range(G):
         for i in range(n):
-            store(y, (g * n + i) * LANES, load(x, (g * F + first + i) * LANES))
+            store(y, (g * n + i) * LANES, load(x, (g * F + start + i) * LANES))
 
 
 def pad_forward[
@@ -174,23 +148,22 @@ def pad_forward[
     """Copies x into a frame of zeros."""
     var wide = W + 2 * pw
     var at = 0
-    for plane in range(planes):
-        for _ in range(ph * wide):
+
+    @always_inline
+    def zeros(n: Int) {mut at, imm y}:
+        for _ in range(n):
             store[L](y, at, SIMD[F32, L](0))
             at += L
+
+    for plane in range(planes):
+        zeros(ph * wide)
         for h in range(H):
-            for _ in range(pw):
-                store[L](y, at, SIMD[F32, L](0))
-                at += L
+            zeros(pw)
             for i in range(W):
                 store[L](y, at, load[L](x, ((plane * H + h) * W + i) * L))
                 at += L
-            for _ in range(pw):
-                store[L](y, at, SIMD[F32, L](0))
-                at += L
-        for _ in range(ph * wide):
-            store[L](y, at, SIMD[F32, L](0))
-            at += L
+            zeros(pw)
+        zeros(ph * wide)
 
 
 def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
@@ -199,17 +172,14 @@ def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int,
     for plane in range(planes):
         for h in range(H):
             for i in range(W):
-                store[L](
-                    dx,
-                    ((plane * H + h) * W + i) * L,
-                    load[L](dy, ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L),
-                )
+                var from_ = ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L
+                store[L](dx, ((plane * H + h) * W + i) * L, load[L](dy, from_))
 
 
 def ops() -> List[Op]:
     """The ops of this file."""
     return [
-        Op("input", "y; ; G, F, C", by_layout[call[input[LANES]], call[input[1]]]),
+        Op("input", "y; ; G, F, C", by_layout[call[input[_input_in_lanes]], call[input[_input_in_rows]]]),
         Op("array", "y; ; G, F, T, k, rest", by_layout[call[array[LANES]], call[array[1]]]),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),
         Op("unpack_rows", "y; x; N, F", call[unpack_rows]),

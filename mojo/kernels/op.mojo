@@ -28,7 +28,7 @@ channel - or the rule of an optimizer is declared once for all devices: `Device`
 
 from std.memory import Layout, alloc
 
-from .lanes import BytePtr, F32, LANES, LongPtr, Ptr, Vec, first, load, load_part, store, store_part
+from .lanes import BytePtr, F32, LANES, LongPtr, Ptr, Vec, first, in_tiles_and_ones, load, load_part, store, store_part
 from .record import Arguments, ContextPtr, Record, sizes_of
 from .views import (
     Cell,
@@ -37,6 +37,7 @@ from .views import (
     Channels,
     Of1,
     Of2,
+    OfCell,
     OfLoss,
     OfChannels,
     OfNumber,
@@ -86,11 +87,7 @@ struct OpOf[Run: Copyable & Deinitable](Copyable):
 
     def __init__(out self, name: StaticString, run: Self.Run, scratch: Scratch = no_scratch):
         """Of another device, for an op that the CPU's table declares."""
-        self.name = name
-        self.roles = ""
-        self.run = run.copy()
-        self.traits = ""
-        self.scratch = scratch
+        self = Self(name, "", run, scratch=scratch)
 
 
 comptime Op = OpOf[Kernel]  # one op of the CPU
@@ -141,24 +138,18 @@ trait Device:
         ...
 
     @staticmethod
-    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int = 4]() -> Self.Run:
+    def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:
         """`operands` arguments, then what Z reads: f of every place. A GPU's thread has `wide` samples, 1 or 4."""
         ...
 
     @staticmethod
-    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, *, cpu: Kernel]() -> Self.Run:
+    def cells[Z: Cells, f: OfCell[Z], operands: Int, *, cpu: Kernel]() -> Self.Run:
         """The same, but on a CPU its own kernel."""
         ...
 
     @staticmethod
     def either[
-        Z: Cells,
-        f: def[L: Int](Cell[L], Z) thin,
-        test: def(Z) thin -> Bool,
-        Y: Cells,
-        g: def[L: Int](Cell[L], Y) thin,
-        operands: Int,
-        cpu: Kernel,
+        Z: Cells, f: OfCell[Z], test: def(Z) thin -> Bool, Y: Cells, g: OfCell[Y], operands: Int, cpu: Kernel
     ]() -> Self.Run:
         """The same: f of every place of Z if Z passes the test, else g of those of Y; but on a CPU its own kernel."""
         ...
@@ -211,22 +202,16 @@ struct Cpu(Device):
         return by_layout[_losses[f, operands, LANES], _losses[f, operands, 1]]
 
     @staticmethod
-    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int = 4]() -> Self.Run:
+    def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:
         return by_layout[each_cell[Z, f, operands, LANES], each_cell[Z, f, operands, 1]]
 
     @staticmethod
-    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, *, cpu: Kernel]() -> Self.Run:
+    def cells[Z: Cells, f: OfCell[Z], operands: Int, *, cpu: Kernel]() -> Self.Run:
         return cpu
 
     @staticmethod
     def either[
-        Z: Cells,
-        f: def[L: Int](Cell[L], Z) thin,
-        test: def(Z) thin -> Bool,
-        Y: Cells,
-        g: def[L: Int](Cell[L], Y) thin,
-        operands: Int,
-        cpu: Kernel,
+        Z: Cells, f: OfCell[Z], test: def(Z) thin -> Bool, Y: Cells, g: OfCell[Y], operands: Int, cpu: Kernel
     ]() -> Self.Run:
         return cpu
 
@@ -272,37 +257,34 @@ def _columns[f: OfTerm, operands: Int, L: Int](r: Record):
 @always_inline
 def map1[f: Of1](y: Ptr, x: Ptr, n: Int):
     """Computes y = f(x); n may be any number."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, f[LANES](load(x, i)))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = f[1](SIMD[F32, 1](x[unsafe_offset=i]))
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, f[w](load[w](x, i)))
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 @always_inline
 def map_number[f: OfNumber](y: Ptr, x: Ptr, a: Float32, n: Int):
     """Computes y = f(x, a)."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, f[LANES](load(x, i), a))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = f[1](SIMD[F32, 1](x[unsafe_offset=i]), a)
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, f[w](load[w](x, i), a))
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 @always_inline
 def map2[f: Of2](y: Ptr, a: Ptr, b: Ptr, n: Int):
     """Computes y = f(a, b)."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, f[LANES](load(a, i), load(b, i)))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = f[1](SIMD[F32, 1](a[unsafe_offset=i]), SIMD[F32, 1](b[unsafe_offset=i]))
-        i += 1
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, f[w](load[w](a, i), load[w](b, i)))
+
+    in_tiles_and_ones[LANES](n, some)
 
 
 @fieldwise_init
@@ -342,7 +324,7 @@ def _losses[f: OfLoss, operands: Int, L: Int](r: Record):
     r.ptr(1).unsafe_store(0, s)
 
 
-def each_cell[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, L: Int](r: Record):
+def each_cell[Z: Cells, f: OfCell[Z], operands: Int, L: Int](r: Record):
     """Computes f of every place."""
     var i = operands + 1
     var z = Z.read(r, i)
@@ -360,11 +342,12 @@ def each_cell[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, L: Int](
         0,
         L,
     )
-    for plane in range(z.planes()):
+    var planes, rows, columns = z.shape()
+    for plane in range(planes):
         cell.plane = plane
-        for row in range(z.rows()):
+        for row in range(rows):
             cell.row = row
-            for column in range(z.columns()):
+            for column in range(columns):
                 cell.column = column
                 f[L](cell, z)
                 cell.at += 1
@@ -387,10 +370,6 @@ struct _Channel(Channel):
     @always_inline
     def samples(self) -> Int:
         return self.live
-
-    @always_inline
-    def count(self) -> Float32:
-        return Float32(max(self.live * self.z.P, 1))
 
     @always_inline
     def leads(self) -> Bool:
@@ -504,7 +483,11 @@ def call[Ts: TypeList[Trait=AnyType, ...], //, f: def(* args: * Ts) thin](r: Rec
 
 def describe[Run: Copyable & Deinitable, //](ops: List[OpOf[Run]], op: Int, text: BytePtr, size: Int) -> Int:
     """Writes an op's name, roles and traits, each with an end of line (at most `size` bytes); returns the length."""
-    var line = String(ops[op].name, ops[op].roles, ops[op].traits, sep="\n")
+    return write_text(String(ops[op].name, ops[op].roles, ops[op].traits, sep="\n"), text, size)
+
+
+def write_text(line: String, text: BytePtr, size: Int) -> Int:
+    """Writes the first `size` bytes of a line; returns how many it has."""
     var bytes = line.as_bytes()
     for i in range(min(len(bytes), size)):
         text[unsafe_offset=i] = bytes[i]

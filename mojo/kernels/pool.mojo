@@ -61,16 +61,11 @@ struct Pool[backward: Bool](Cells):
         return Self(s, r.int(i - 1) != 0, s.P(), s.Q(), divisor(s.S))
 
     @always_inline
-    def planes(self) -> Int:
-        return self.s.planes
-
-    @always_inline
-    def rows(self) -> Int:
-        return self.s.H if Self.backward else self.P
-
-    @always_inline
-    def columns(self) -> Int:
-        return self.s.W if Self.backward else self.Q
+    def shape(self) -> Tuple[Int, Int, Int]:
+        comptime if Self.backward:
+            return self.s.planes, self.s.H, self.s.W
+        else:
+            return self.s.planes, self.P, self.Q
 
     @always_inline
     def corner[L: Int](self, c: Cell[L]) -> Int:

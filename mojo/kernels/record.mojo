@@ -66,13 +66,29 @@ comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]  # a context that the
 trait Source:
     """What has the arguments of an op: a record on the CPU, a launch on a GPU. The first argument is number 1."""
 
-    def int(self, i: Int) -> Int:
-        """Argument i as a size."""
+    def number(self, i: Int) -> Int64:
+        """Argument i as it stands there; 0: the header."""
         ...
 
+    @always_inline
+    def int(self, i: Int) -> Int:
+        """Argument i as a size."""
+        return Int(self.number(i))
+
+    @always_inline
     def float(self, i: Int) -> Float32:
         """Argument i as a float."""
-        ...
+        return bitcast[DType.float32](UInt32(self.number(i) & 0xFFFFFFFF))
+
+    @always_inline
+    def dtype(self) -> Int:
+        """FP32, TF32, BF16 or FP16."""
+        return Int((self.number(0) >> DTYPE) & 0xFF)
+
+    @always_inline
+    def ptr(self, i: Int) -> Ptr:
+        """The operand that is argument i, as float32; on a GPU that of the first shard."""
+        return Ptr(unsafe_from_address=self.address(i))
 
     def address(self, i: Int) -> Int:
         """Where the operand that is argument i lies."""
@@ -130,17 +146,8 @@ struct Record(Argument, Source):
         return 1 if self.rows() else LANES
 
     @always_inline
-    def dtype(self) -> Int:
-        """FP32, TF32, BF16 or FP16."""
-        return Int((self.at[] >> DTYPE) & 0xFF)
-
-    @always_inline
-    def int(self, i: Int) -> Int:
-        return Int(self.at[unsafe_offset=i])
-
-    @always_inline
-    def float(self, i: Int) -> Float32:
-        return bitcast[DType.float32](UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF))
+    def number(self, i: Int) -> Int64:
+        return self.at[unsafe_offset=i]
 
     @always_inline
     def address(self, i: Int) -> Int:
@@ -154,11 +161,6 @@ struct Record(Argument, Source):
     @always_inline
     def run(self) -> Int:
         return Int(self.context)
-
-    @always_inline
-    def ptr(self, i: Int) -> Ptr:
-        """The operand that is argument i, as float32."""
-        return Ptr(unsafe_from_address=self.address(i))
 
 
 # --- the arguments of a kernel, by the types it declares ------------------------------------------------------------------

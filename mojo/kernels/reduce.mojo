@@ -7,7 +7,7 @@ owns a subtree.
 
 from std.utils.numerics import inf
 
-from .lanes import F32, LANES, LongPtr, Ptr, Vec, first, load, load_first, madd, store
+from .lanes import F32, LANES, LongPtr, Ptr, Vec, first, in_tiles_and_ones, load, load_first, store
 from .op import Op, by_layout, call
 from .record import Record
 
@@ -32,20 +32,14 @@ def _tree_node[w: Int](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[F32, w
     return _tree[w](buffers, lo, left, i) + _tree[w](buffers, lo + left, n - left, i)
 
 
-def tree_sum(
-    y: Ptr,
-    buffers: LongPtr,  # addresses of n buffers of `size` floats
-    n: Int,
-    size: Int,
-):
-    """Sums n buffers along the tree. y may be any of them."""
-    var i = 0
-    while i + LANES <= size:
-        store(y, i, _tree[LANES](buffers, 0, n, i))
-        i += LANES
-    while i < size:
-        store[1](y, i, _tree[1](buffers, 0, n, i))
-        i += 1
+def tree_sum(y: Ptr, buffers: LongPtr, n: Int, size: Int):
+    """Sums n buffers of `size` floats, at these addresses, along the tree. y may be any of them."""
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        store[w](y, i, _tree[w](buffers, 0, n, i))
+
+    in_tiles_and_ones[LANES](size, some)
 
 
 def largest(y: Ptr, x: Ptr, n: Int):
@@ -97,11 +91,8 @@ def is_finite(x: Ptr, n: Int) -> Bool:
         var v = load(x, i)
         acc += v - v
         i += LANES
-    var s = acc.reduce_add()
-    while i < n:
-        s += x[unsafe_offset=i] - x[unsafe_offset=i]
-        i += 1
-    return s == 0
+    var tail = load_first(x, i, n - i)
+    return (acc + (tail - tail)).reduce_add() == 0
 
 
 @always_inline

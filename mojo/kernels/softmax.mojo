@@ -172,16 +172,8 @@ struct Classes(Cells):
         return Self(r.int(i - 2), r.int(i - 1))
 
     @always_inline
-    def planes(self) -> Int:
-        return self.G
-
-    @always_inline
-    def rows(self) -> Int:
-        return 1
-
-    @always_inline
-    def columns(self) -> Int:
-        return self.F
+    def shape(self) -> Tuple[Int, Int, Int]:
+        return self.G, 1, self.F
 
 
 @always_inline

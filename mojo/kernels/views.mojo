@@ -109,17 +109,12 @@ struct Cell[L: Int](TrivialRegisterPassable):
 trait Cells(Argument):
     """The sizes of an op that computes places of planes; what needs a division is computed when they are read."""
 
-    def planes(self) -> Int:
-        """How many planes, those of all samples or groups."""
+    def shape(self) -> Tuple[Int, Int, Int]:
+        """How many planes, those of all samples or groups; rows and columns of one."""
         ...
 
-    def rows(self) -> Int:
-        """Rows of a plane."""
-        ...
 
-    def columns(self) -> Int:
-        """Columns of a plane."""
-        ...
+comptime OfCell[Z: Cells] = def[L: Int](Cell[L], Z) thin
 
 
 trait Rule(TrivialRegisterPassable):
@@ -153,16 +148,11 @@ struct Weights[R: Rule](TrivialRegisterPassable):
     @staticmethod
     def read[S: Source](r: S) -> Self:
         """The arguments of an op: w, states, g, samples, n and the fields of the rule."""
-
-        @always_inline
-        def ptr(i: Int) {imm r} -> Ptr:
-            return Ptr(unsafe_from_address=r.address(i))
-
         comptime g = 2 + Self.R.STATES
-        var states = StaticTuple[Ptr, Self.R.STATES](fill=ptr(1))
+        var states = StaticTuple[Ptr, Self.R.STATES](fill=r.ptr(1))
         comptime for i in range(Self.R.STATES):
-            states[i] = ptr(2 + i)
-        return Self(ptr(1), states, ptr(g), ptr(g + 1), r.int(g + 2), sizes_of[Self.R](r, g + 3))
+            states[i] = r.ptr(2 + i)
+        return Self(r.ptr(1), states, r.ptr(g), r.ptr(g + 1), r.int(g + 2), sizes_of[Self.R](r, g + 3))
 
     @always_inline
     def step[L: Int, whole: Bool = True](self, i: Int, mean: Float32):
@@ -259,10 +249,6 @@ trait Channel(TrivialRegisterPassable):
 
     def samples(self) -> Int:
         """Samples that count."""
-        ...
-
-    def count(self) -> Float32:
-        """Numbers of the channel that count, at least 1."""
         ...
 
     def leads(self) -> Bool:

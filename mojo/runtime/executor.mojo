@@ -85,31 +85,23 @@ def run_program(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, 
 
 @always_inline
 def _replay(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
-    ctx[].stopped = 0
     if Int(ctx[].times):
-        return _replay_timed(table, program, records, bases, ctx)
+        return _replayed[True](table, program, records, bases, ctx)
+    return _replayed[False](table, program, records, bases, ctx)
+
+
+def _replayed[timed: Bool](table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
+    ctx[].stopped = 0
     var stopped = Pointer(to=ctx[].stopped)
+    var begun = Int(perf_counter_ns()) if timed else 0
     for i in range(records):
         var r = Record(program.unsafe_offset(i * RECORD), bases, ctx)
         kernel_of[Kernel](table, r.code())(r)
+        comptime if timed:
+            var now = Int(perf_counter_ns())
+            Times(ctx[].times).note(Int(ctx[].first), i, begun, now)
+            begun = now
         if stopped.unsafe_load[volatile=True]():  # kernels write it
-            return i
-    return -1
-
-
-@no_inline
-def _replay_timed(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
-    var stopped = Pointer(to=ctx[].stopped)
-    var times = Times(ctx[].times)
-    var first = Int(ctx[].first)
-    var begun = Int(perf_counter_ns())
-    for i in range(records):
-        var r = Record(program.unsafe_offset(i * RECORD), bases, ctx)
-        kernel_of[Kernel](table, r.code())(r)
-        var now = Int(perf_counter_ns())
-        times.note(first, i, begun, now)
-        begun = now
-        if stopped.unsafe_load[volatile=True]():
             return i
     return -1
 

@@ -20,10 +20,9 @@ from std.sys import CompilationTarget, llvm_intrinsic
 from std.time import perf_counter_ns
 from std.utils.numerics import isnan
 
-from kernels.lanes import BytePtr, F32, LANES, Ptr, Vec, in_tiles_and_ones, load, store
+from kernels.lanes import BytePtr, F32, LANES, LongPtr, Ptr, Vec, in_tiles_and_ones, load, store
 from kernels.reduce import split
 
-comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
 comptime WordPtr = Pointer[UInt32, MutUntrackedOrigin]
 
 comptime DONE = 0  # all ranks are here and their headers agree
@@ -195,15 +194,10 @@ def _combine[dtype: DType, op: Int, w: Int](a: SIMD[dtype, w], b: SIMD[dtype, w]
         return a + b
     elif op == 1:
         return a * b
-    elif op == 2:
-        var m = a.lt(b).select(b, a)
+    else:
+        var m = (a.lt(b) if op == 2 else b.lt(a)).select(b, a)
         comptime if dtype.is_floating_point():
             m = isnan(b).select(b, m)  # NaN wins
-        return m
-    else:
-        var m = b.lt(a).select(b, a)
-        comptime if dtype.is_floating_point():
-            m = isnan(b).select(b, m)
         return m
 
 
@@ -227,18 +221,9 @@ def _reduce_all[dtype: DType, op: Int](y: Int, buffers: LongPtr, n: Int, count: 
     in_tiles_and_ones[LANES](count, some)
 
 
-comptime TYPES: List[DType] = [
-    DType.float32,
-    DType.float64,
-    DType.int8,
-    DType.int16,
-    DType.int32,
-    DType.int64,
-    DType.uint8,
-    DType.uint16,
-    DType.uint32,
-    DType.uint64,
-]
+comptime TYPES: List[DType] = [.float32, .float64, .int8, .int16, .int32, .int64, .uint8, .uint16, .uint32, .uint64]
+
+comptime FEW: List[Int] = [2, 3, 4, 8]  # ranks that most nodes have
 
 
 def reduce_buffers(
@@ -251,15 +236,10 @@ def reduce_buffers(
 ):
     """Reduces n buffers along the tree into y, which may be any of them."""
     if dtype == 0 and op == 0:
-        var to = Ptr(unsafe_from_address=y)
-        if n == 2:
-            return _sum_few[2](to, buffers, count)
-        elif n == 3:
-            return _sum_few[3](to, buffers, count)
-        elif n == 4:
-            return _sum_few[4](to, buffers, count)
-        elif n == 8:
-            return _sum_few[8](to, buffers, count)
+        comptime for i in range(len(FEW)):
+            comptime few = materialize[FEW]()[i]
+            if n == few:
+                return _sum_few[few](Ptr(unsafe_from_address=y), buffers, count)
     comptime for t in range(len(TYPES)):
         comptime for o in range(4):
             if dtype == t and op == o:

@@ -71,17 +71,23 @@ def _score(s: Attention, q: Ptr, k: Ptr, mask_: Operand, n: Int, h: Int, t: Int,
     return score + of_shard(mask_)[unsafe_offset=s.mask(n, h) + at]
 
 
-def _forward(
-    y_: Operand,
-    lse_: Operand,
-    q_: Operand,
-    k_: Operand,
-    v_: Operand,
-    mask_: Operand,
-    sent: Sent[Attention],
-    ctx: StepContextPtr,
-):
-    var s = sent.sizes
+@fieldwise_init
+struct _Forward(TrivialRegisterPassable):
+    """The arguments of `attention_forward`, in the order of the record."""
+
+    var y: Operand
+    var lse: Operand
+    var q: Operand
+    var k: Operand
+    var v: Operand
+    var mask: Operand
+    var scratch: Operand  # the CPU's
+    var s: Attention
+
+
+def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
+    var a = sent.sizes
+    var s = a.s
     var H = s.H
     var D = s.D
     var tokens = s.N * s.T
@@ -90,8 +96,8 @@ def _forward(
     var h = whose[1]
     if not whose[2]:
         return
-    var y = of_shard(y_).unsafe_offset(_at(H * D, h * D, token))
-    var lse = of_shard(lse_).unsafe_offset(_at(H, h, token))
+    var y = of_shard(a.y).unsafe_offset(_at(H * D, h * D, token))
+    var lse = of_shard(a.lse).unsafe_offset(_at(H, h, token))
     _fill(y, D)
     lse[] = 0
     if token >= tokens:
@@ -102,17 +108,17 @@ def _forward(
     var t = token % s.T
     var first = n * s.S
     var keys = min(s.S, t + s.past + 1)
-    var q = of_shard(q_).unsafe_offset(_at(of, h * D, token))
-    var k = of_shard(k_)
-    var v = of_shard(v_)
+    var q = of_shard(a.q).unsafe_offset(_at(of, h * D, token))
+    var k = of_shard(a.k)
+    var v = of_shard(a.v)
     var most = -inf[F32]()
     for j in range(first, first + keys):
         var kj = k.unsafe_offset(_at(of, third + h * D, j))
-        most = max(most, _score(s, q, kj, mask_, n, h, t, j - first))
+        most = max(most, _score(s, q, kj, a.mask, n, h, t, j - first))
     var total = Float32(0)
     for j in range(first, first + keys):
         var kj = k.unsafe_offset(_at(of, third + h * D, j))
-        var score = _score(s, q, kj, mask_, n, h, t, j - first)
+        var score = _score(s, q, kj, a.mask, n, h, t, j - first)
         if s.masks != 0 and score == HIDDEN:
             continue
         var p = exp(score - most)
@@ -126,24 +132,28 @@ def _forward(
         y[unsafe_offset=d * LANES] *= 1 / total
 
 
-def _backward[
-    keys: Bool
-](
-    dq_: Operand,
-    dk_: Operand,
-    dv_: Operand,
-    dy_: Operand,
-    y_: Operand,
-    lse_: Operand,
-    q_: Operand,
-    k_: Operand,
-    v_: Operand,
-    mask_: Operand,
-    sent: Sent[Attention],
-    ctx: StepContextPtr,
-):
+@fieldwise_init
+struct _Backward(TrivialRegisterPassable):
+    """The arguments of `attention_backward`."""
+
+    var dq: Operand
+    var dk: Operand
+    var dv: Operand
+    var dy: Operand
+    var y: Operand
+    var lse: Operand
+    var q: Operand
+    var k: Operand
+    var v: Operand
+    var mask: Operand
+    var scratch: Operand
+    var s: Attention
+
+
+def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr):
     """The gradient of a query, or with `keys` of a key and its value."""
-    var s = sent.sizes
+    var a = sent.sizes
+    var s = a.s
     var H = s.H
     var D = s.D
     var mine = s.S if keys else s.T
@@ -154,9 +164,9 @@ def _backward[
         return
     var third = H * D if s.fused != 0 else 0
     var of = H * D + 2 * third
-    var dq = of_shard(dq_).unsafe_offset(_at(of, h * D, token))
-    var dk = of_shard(dk_).unsafe_offset(_at(of, third + h * D, token))
-    var dv = of_shard(dv_).unsafe_offset(_at(of, 2 * third + h * D, token))
+    var dq = of_shard(a.dq).unsafe_offset(_at(of, h * D, token))
+    var dk = of_shard(a.dk).unsafe_offset(_at(of, third + h * D, token))
+    var dv = of_shard(a.dv).unsafe_offset(_at(of, 2 * third + h * D, token))
     comptime if keys:
         _fill(dk, D)
         _fill(dv, D)
@@ -175,13 +185,13 @@ def _backward[
     for other in range(start, end):
         var i = n * s.T + (other if keys else own)
         var j = n * s.S + (own if keys else other)
-        var dy = of_shard(dy_).unsafe_offset(_at(H * D, h * D, i))
-        var y = of_shard(y_).unsafe_offset(_at(H * D, h * D, i))
-        var lse = of_shard(lse_)[unsafe_offset=_at(H, h, i)]
-        var q = of_shard(q_).unsafe_offset(_at(of, h * D, i))
-        var k = of_shard(k_).unsafe_offset(_at(of, third + h * D, j))
-        var v = of_shard(v_).unsafe_offset(_at(of, 2 * third + h * D, j))
-        var score = _score(s, q, k, mask_, n, h, i - n * s.T, j - n * s.S)
+        var dy = of_shard(a.dy).unsafe_offset(_at(H * D, h * D, i))
+        var y = of_shard(a.y).unsafe_offset(_at(H * D, h * D, i))
+        var lse = of_shard(a.lse)[unsafe_offset=_at(H, h, i)]
+        var q = of_shard(a.q).unsafe_offset(_at(of, h * D, i))
+        var k = of_shard(a.k).unsafe_offset(_at(of, third + h * D, j))
+        var v = of_shard(a.v).unsafe_offset(_at(of, 2 * third + h * D, j))
+        var score = _score(s, q, k, a.mask, n, h, i - n * s.T, j - n * s.S)
         if s.masks != 0 and score == HIDDEN:
             continue
         var p = exp(score - lse)
@@ -194,51 +204,31 @@ def _backward[
             _add(dq, ds, k, D)
 
 
-def attention_forward(queue: Queue, r: Launch) raises:
-    """Arguments as the CPU's."""
-    var s = sizes_of[Attention](r, 8)
-    var lanes = (s.N * s.T + LANES - 1) // LANES * LANES
-    queue.enqueue_function[_forward](
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.op(5),
-        r.op(6),
-        Sent(s),
-        r.context,
-        grid_dim=(blocks(lanes * s.H, THREADS), r.shards),
-        block_dim=THREADS,
+def _enqueue[
+    T: TrivialRegisterPassable, kernel: def(Sent[T], StepContextPtr) thin
+](q: Queue, r: Launch, lanes: Int) raises:
+    """A thread for each of `lanes`."""
+    q.enqueue_function[kernel](
+        Sent(sizes_of[T](r, 1)), r.context, grid_dim=(blocks(lanes, THREADS), r.shards), block_dim=THREADS
     )
 
 
 @always_inline
-def _enqueue[keys: Bool](queue: Queue, r: Launch, s: Attention) raises:
-    var mine = s.S if keys else s.T
-    var lanes = (s.N * mine + LANES - 1) // LANES * LANES
-    queue.enqueue_function[_backward[keys]](
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.op(5),
-        r.op(6),
-        r.op(7),
-        r.op(8),
-        r.op(9),
-        r.op(10),
-        Sent(s),
-        r.context,
-        grid_dim=(blocks(lanes * s.H, THREADS), r.shards),
-        block_dim=THREADS,
-    )
+def _lanes(tokens: Int, H: Int) -> Int:
+    return (tokens + LANES - 1) // LANES * LANES * H
 
 
-def attention_backward(queue: Queue, r: Launch) raises:
+def attention_forward(q: Queue, r: Launch) raises:
+    """Arguments as the CPU's."""
+    var s = sizes_of[Attention](r, 8)
+    _enqueue[_Forward, _forward](q, r, _lanes(s.N * s.T, s.H))
+
+
+def attention_backward(q: Queue, r: Launch) raises:
     """Arguments as the CPU's."""
     var s = sizes_of[Attention](r, 12)
-    _enqueue[False](queue, r, s)
-    _enqueue[True](queue, r, s)
+    _enqueue[_Backward, _backward[False]](q, r, _lanes(s.N * s.T, s.H))
+    _enqueue[_Backward, _backward[True]](q, r, _lanes(s.N * s.S, s.H))
 
 
 def ops() -> List[GpuOp]:

@@ -32,10 +32,6 @@ struct _Block(Channel):
         return self.live
 
     @always_inline
-    def count(self) -> Float32:
-        return Float32(max(self.live * self.z.P, 1))
-
-    @always_inline
     def leads(self) -> Bool:
         return thread_idx.x == 0
 

@@ -20,7 +20,7 @@ from .conv2d_direct import correlate
 from .conv2d_mma import correlate_mma, worth_it
 from .conv2d_mma_weight import pieces_mma, weight_gradient_mma, worth_it_for_weights
 from .conv2d_tiles import PADDED, PLAIN, POOLED, Shape
-from .conv2d_weight import STRANDS, pieces, weight_gradient
+from .conv2d_weight import Gradients, STRANDS, pieces, weight_gradient
 from .launch import BF16, FP32, Operand, Queue
 
 comptime NONE = Operand(0, 0)
@@ -145,8 +145,9 @@ def conv2d_backward_weight[
     if fold > STRANDS:
         raise Error("conv2d_backward_weight: ", fold, " shards for one buffer; at most ", STRANDS)
     var s = Shape.forward(size, precision, False)
+    var of = Gradients(shards, fold, dw, db, dy, x, scratch, accumulate)
     comptime if _on_tensor_cores[precision]():
         if s.D * s.groups == 1 and worth_it_for_weights(s):
-            weight_gradient_mma[precision](q, shards, fold, dw, db, dy, x, scratch, s, accumulate)
+            weight_gradient_mma[precision](q, of, s)
             return
-    weight_gradient[precision != FP32](q, shards, fold, dw, db, dy, x, scratch, s, accumulate)
+    weight_gradient[precision != FP32](q, of, s)

@@ -175,10 +175,7 @@ def _direct[
                     """What the tile needs of row r of the channel at xp."""
                     var xr = xp.unsafe_offset(r * x_row)
                     comptime for j in range(M):
-                        comptime if form == PADDED:
-                            if UInt32(row + r) < UInt32(s.H) and UInt32(column + j) < UInt32(s.W):
-                                v[r * M + j] = rounded[low](xr[unsafe_offset=j * LANES], s.precision)
-                        else:
+                        if form != PADDED or (UInt32(row + r) < UInt32(s.H) and UInt32(column + j) < UInt32(s.W)):
                             v[r * M + j] = rounded[low](xr[unsafe_offset=j * LANES], s.precision)
 
                 # A small tile has few warps beside it that work while it waits: it loads a channel ahead.
@@ -316,23 +313,15 @@ def correlate[
         return fits[T, 2, 2](1)
 
     var done = False
-    if shape.S == 1 and shape.R == shape.T:
-        comptime if form == POOLED:
-            if shape.PR == 2 and shape.PT == 2 and shape.PS == 2:
-                if shape.T == 3:
-                    done = known[3]()
-                elif shape.T == 5:
-                    done = known[5]()
-        else:
-            if shape.T == 3:
-                done = known[3]()
-            elif shape.T == 5:
-                done = known[5]()
+    if shape.S == 1 and shape.R == shape.T and (form != POOLED or (shape.PR == 2 and shape.PT == 2 and shape.PS == 2)):
+        if shape.T == 3:
+            done = known[3]()
+        elif shape.T == 5:
+            done = known[5]()
     comptime if form != POOLED:
         if not done and large:
             done = fits[0, 8, 4](WARPS)
         if not done:
             done = fits[0, 2, 1](1)
-    if done:
-        return
-    correlate_any[form, low](q, shards, y, argmax, x, w, b, shape)
+    if not done:
+        correlate_any[form, low](q, shards, y, argmax, x, w, b, shape)

@@ -12,8 +12,8 @@ from max.gpu.primitives.warp import shuffle_xor
 from ..lanes import F32, LANES, Ptr
 from .conv2d_mma import ROWS, TERMS, factors, kind, multiply
 from .conv2d_tiles import Shape, Sizes, split
-from .conv2d_weight import launch_sums
-from .launch import Operand, Queue
+from .conv2d_weight import Gradients, launch_sums, tiles_and_piece
+from .launch import Queue
 
 comptime TAP_TILES = 4  # tiles of 8 taps of a warp
 
@@ -30,15 +30,9 @@ def _weights[
     var lane = thread_idx.x % WARP_SIZE
     var t = lane % 4
     var row = lane // 4
-    var warp = thread_idx.x // WARP_SIZE
-    var k_warp = split(warp, s.k_warps)
-    var tap_warp = split(warp, s.chunk)
-    var block = block_idx.y
-    comptime KT = ROWS * 16
-    comptime TT = TAP_TILES * 8
-    var k_first = (split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp) * KT
-    var tap_first = (block * s.chunk + tap_warp) * TT
-    var piece = block_idx.x * s.pixel_warps + warp
+    var k_tile, tap_tile, piece = tiles_and_piece(s, ceildiv(s.K, ROWS * 16))
+    var k_first = k_tile * ROWS * 16
+    var tap_first = tap_tile * TAP_TILES * 8
     var taps = s.C * s.R * s.T
     if k_first >= s.K or tap_first >= taps or piece >= s.pieces:
         return
@@ -115,24 +109,11 @@ def pieces_mma(s: Shape) -> Int:
     return ceildiv(s.G * s.P, rows_of_a_piece(s))
 
 
-def weight_gradient_mma[
-    precision: Int
-](
-    q: Queue,
-    shards: Int,
-    fold: Int,
-    dw: Operand,
-    db: Operand,
-    dy: Operand,
-    x: Operand,
-    scratch: Ptr,
-    shape: Shape,
-    accumulate: Bool,
-) raises:
+def weight_gradient_mma[precision: Int](q: Queue, of: Gradients, shape: Shape) raises:
     """Two launches, as weight_gradient of conv2d_weight.mojo."""
     var s = shape
     s.pieces = pieces_mma(s)
     s.units = rows_of_a_piece(s)
     var tiles_k = ceildiv(s.K, ROWS * 16)
     var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
-    launch_sums[_weights[precision]](q, shards, fold, dw, db, dy, x, scratch, s, tiles_k, tiles_tap, accumulate)
+    launch_sums[_weights[precision]](q, of, s, tiles_k, tiles_tap)

@@ -89,6 +89,17 @@ def pieces(s: Shape) -> Int:
 
 
 @always_inline
+def tiles_and_piece(s: Shape, tiles_k: Int) -> Tuple[Int, Int, Int]:
+    """The tiles of this thread's warp, of the `tiles_k` of output channels and of those of taps, and its piece."""
+    var warp = thread_idx.x // WARP_SIZE
+    var k_warp = split(warp, s.k_warps)
+    var tap_warp = split(warp, s.chunk)
+    var block = block_idx.y
+    var k = split(block, ceildiv(tiles_k, s.k_warps)) * s.k_warps + k_warp
+    return k, block * s.chunk + tap_warp, block_idx.x * s.pixel_warps + warp
+
+
+@always_inline
 def _store[
     n: Int, //, KT: Int, TT: Int
 ](partial: Ptr, sums: Array[Float32, n], s: Shape, k: Int, last: Int, tap: Int, taps: Int):  # (K, taps) and then (K)
@@ -115,13 +126,8 @@ def _sums[T: Int, KT: Int, low: Bool](scratch: Ptr, dy: Ptr, dy_step: Int64, x: 
     var shard = block_idx.z
     var lane = thread_idx.x % LANES
     var team = thread_idx.x % WARP_SIZE // LANES
-    var warp = thread_idx.x // WARP_SIZE
-    var k_warp = split(warp, s.k_warps)
-    var c_warp = split(warp, s.chunk)
-    var block = block_idx.y
-    var k = (split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp) * KT
-    var c = block * s.chunk + c_warp
-    var piece = block_idx.x * s.pixel_warps + warp
+    var tile, c, piece = tiles_and_piece(s, ceildiv(s.K, KT))
+    var k = tile * KT
     if k >= s.K or c >= s.C or piece >= s.pieces:
         return
     var taps = s.C * TT
@@ -186,17 +192,12 @@ def _sums_any[low: Bool](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: 
     var shard = block_idx.z
     var lane = thread_idx.x % LANES
     var team = thread_idx.x % WARP_SIZE // LANES
-    var warp = thread_idx.x // WARP_SIZE
-    var k_warp = split(warp, s.k_warps)
-    var c_warp = split(warp, s.chunk)
-    var block = block_idx.y
     var tiles = ceildiv(s.outputs(), ANY_K)
-    var group = split(block, ceildiv(s.groups * tiles, s.k_warps)) * s.k_warps + k_warp
+    var group, tile, piece = tiles_and_piece(s, s.groups * tiles)
     var k = split(group, tiles) * ANY_K
     k += group * s.outputs()
     var last = (group + 1) * s.outputs()
-    var tap = (block * s.chunk + c_warp) * ANY_TAPS
-    var piece = block_idx.x * s.pixel_warps + warp
+    var tap = tile * ANY_TAPS
     var taps = s.taps()
     if group >= s.groups or tap >= taps or piece >= s.pieces:
         return
@@ -307,20 +308,21 @@ def spread_warps(mut s: Shape, shards: Int, tiles_k: Int, tiles_of_taps: Int):
     s.pixel_warps = warps // (s.k_warps * s.chunk)
 
 
-def weight_gradient[
-    low: Bool
-](
-    q: Queue,
-    shards: Int,
-    fold: Int,
-    dw: Operand,
-    db: Operand,
-    dy: Operand,
-    x: Operand,
-    scratch: Ptr,
-    shape: Shape,
-    accumulate: Bool,
-) raises:
+@fieldwise_init
+struct Gradients(TrivialRegisterPassable):
+    """The operands of a gradient of weights, as conv2d_backward_weight of conv2d.mojo has them."""
+
+    var shards: Int
+    var fold: Int
+    var dw: Operand
+    var db: Operand
+    var dy: Operand
+    var x: Operand
+    var scratch: Ptr  # (shards, pieces, weights + biases)
+    var accumulate: Bool
+
+
+def weight_gradient[low: Bool](q: Queue, of: Gradients, shape: Shape) raises:
     """Two launches; `shape` is that of the convolution."""
     var s = shape
     s.pieces = pieces(s)
@@ -330,7 +332,7 @@ def weight_gradient[
 
     @always_inline
     def launch[kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin]() raises {imm}:
-        launch_sums[kernel](q, shards, fold, dw, db, dy, x, scratch, s, tiles_k, tiles_tap, accumulate)
+        launch_sums[kernel](q, of, s, tiles_k, tiles_tap)
 
     if not known(s):
         launch[_sums_any[low]]()
@@ -344,46 +346,36 @@ def weight_gradient[
 
 def launch_sums[
     kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin
-](
-    q: Queue,
-    shards: Int,
-    fold: Int,
-    dw: Operand,
-    db: Operand,
-    dy: Operand,
-    x: Operand,
-    scratch: Ptr,  # (shards, pieces, weights + biases)
-    shape: Shape,  # with its pieces and units
-    tiles_k: Int,
-    tiles_tap: Int,
-    accumulate: Bool,
-) raises:
-    """Sums of pieces by `kernel`, in warps that are chosen here, then of these to gradients of buffers."""
+](q: Queue, of: Gradients, shape: Shape, tiles_k: Int, tiles_tap: Int) raises:
+    """Sums of pieces by `kernel`, in warps that are chosen here, then of these to gradients of buffers. `shape` has its
+    pieces and units.
+    """
     var s = shape
-    spread_warps(s, shards, tiles_k, tiles_tap)
+    spread_warps(s, of.shards, tiles_k, tiles_tap)
+    var blocks = ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk)
     q.enqueue_function[kernel](
-        scratch,
-        dy.ptr(),
-        dy.step(),
-        x.ptr(),
-        x.step(),
+        of.scratch,
+        of.dy.ptr(),
+        of.dy.step(),
+        of.x.ptr(),
+        of.x.step(),
         s.pack(),
-        grid_dim=(ceildiv(s.pieces, s.pixel_warps), ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk), shards),
+        grid_dim=(ceildiv(s.pieces, s.pixel_warps), blocks, of.shards),
         block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
     )
     var weights = s.K * s.taps()
     q.enqueue_function[_add_pieces](
-        dw.ptr(),
-        dw.step(),
-        db.ptr(),
-        db.step(),
-        scratch,
+        of.dw.ptr(),
+        of.dw.step(),
+        of.db.ptr(),
+        of.db.step(),
+        of.scratch,
         Int32(s.pieces),
         Int32(weights),
         Int32(weights + s.K),
-        Int32(fold),
-        Int32(shards),
-        Int32(1 if accumulate else 0),
-        grid_dim=(ceildiv(weights + s.K, WARP_SIZE), ceildiv(shards, fold)),
+        Int32(of.fold),
+        Int32(of.shards),
+        Int32(of.accumulate),
+        grid_dim=(ceildiv(weights + s.K, WARP_SIZE), ceildiv(of.shards, of.fold)),
         block_dim=STRANDS * WARP_SIZE,
     )

@@ -15,13 +15,13 @@ from ..views import (
     Channel,
     Channels,
     Of1,
+    OfCell,
     Of2,
     OfLoss,
     OfNumber,
     OfRow,
     OfShared,
     OfTerm,
-    Row,
     Rule,
     Shard,
     Weights,
@@ -67,22 +67,16 @@ struct OnGpu(Device):
         return enqueue_losses[f, operands]
 
     @staticmethod
-    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int = 4]() -> Self.Run:
+    def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:
         return _enqueue_cells[Z, f, operands, wide]
 
     @staticmethod
-    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, *, cpu: Kernel]() -> Self.Run:
+    def cells[Z: Cells, f: OfCell[Z], operands: Int, *, cpu: Kernel]() -> Self.Run:
         return _enqueue_cells[Z, f, operands, 4]
 
     @staticmethod
     def either[
-        Z: Cells,
-        f: def[L: Int](Cell[L], Z) thin,
-        test: def(Z) thin -> Bool,
-        Y: Cells,
-        g: def[L: Int](Cell[L], Y) thin,
-        operands: Int,
-        cpu: Kernel,
+        Z: Cells, f: OfCell[Z], test: def(Z) thin -> Bool, Y: Cells, g: OfCell[Y], operands: Int, cpu: Kernel
     ]() -> Self.Run:
         return _enqueue_either[Z, f, test, Y, g, operands]
 
@@ -220,7 +214,7 @@ struct _Grid(TrivialRegisterPassable):
     var by_columns: UInt64
 
 
-def _cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, wide: Int](sent: Sent[_Grid], z: Sent[Z]):
+def _cells[Z: Cells, f: OfCell[Z], wide: Int](sent: Sent[_Grid], z: Sent[Z]):
     var grid = sent.sizes
     var i = small_index()
     if i >= grid.threads:
@@ -248,13 +242,14 @@ def _cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, wide: Int](sent: Sent[_Gri
     )
 
 
-def _enqueue_cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int](q: Queue, r: Launch) raises:
+def _enqueue_cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int](q: Queue, r: Launch) raises:
     comptime if wide == 4:
         comptime for i in range(operands):
             in_lanes(r.op(1 + i))
     var i = operands + 1
     var z = Z.read(r, i)
-    var n = quads(z.planes() * z.rows() * z.columns()) * (4 // wide)
+    var planes, rows, columns = z.shape()
+    var n = quads(planes * rows * columns) * (4 // wide)
     var grid = _Grid(
         r.op(1),
         r.op(min(2, operands)),
@@ -262,10 +257,10 @@ def _enqueue_cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wid
         r.op(min(4, operands)),
         r.context,
         UInt32(n),
-        UInt32(z.rows()),
-        UInt32(z.columns()),
-        divisor(z.rows()),
-        divisor(z.columns()),
+        UInt32(rows),
+        UInt32(columns),
+        divisor(rows),
+        divisor(columns),
     )
     q.enqueue_function[_cells[Z, f, wide]](
         Sent(grid), Sent(z), grid_dim=(blocks(n, THREADS), r.shards), block_dim=THREADS
@@ -273,12 +268,7 @@ def _enqueue_cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wid
 
 
 def _enqueue_either[
-    Z: Cells,
-    f: def[L: Int](Cell[L], Z) thin,
-    test: def(Z) thin -> Bool,
-    Y: Cells,
-    g: def[L: Int](Cell[L], Y) thin,
-    operands: Int,
+    Z: Cells, f: OfCell[Z], test: def(Z) thin -> Bool, Y: Cells, g: OfCell[Y], operands: Int
 ](q: Queue, r: Launch) raises:
     var i = operands + 1
     if test(Z.read(r, i)):

@@ -1,5 +1,6 @@
 """kernels/gather.mojo on a GPU: a thread has one number of the result; gradients are added in the CPU's order."""
 
+from std.utils import StaticTuple
 from std.utils.numerics import nan
 
 from max.gpu import block_idx
@@ -9,12 +10,11 @@ from .launch import GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 
 
-def _rows[backward: Bool](y_: Operand, x_: Operand, rows_: Operand, n_: Int64, V: Int64, F_: Int64):
-    """Number i of the result: of row i // F of what was taken, or of the table's gradient."""
-    var n = Int(n_)
-    var F = Int(F_)
+def _rows[backward: Bool](y_: Operand, x_: Operand, rows_: Operand, sizes: StaticTuple[Int64, 3]):
+    """Number i of the result: of row i // F of what was taken, or of the table's gradient. sizes: n, V, F."""
+    var n, V, F = Int(sizes[0]), Int(sizes[1]), Int(sizes[2])
     var i = index()
-    if i >= (Int(V) if backward else n) * F:
+    if i >= (V if backward else n) * F:
         return
     var x = of_shard(x_)
     var rows = rows_.ints_at(block_idx.y)
@@ -26,25 +26,15 @@ def _rows[backward: Bool](y_: Operand, x_: Operand, rows_: Operand, n_: Int64, V
     else:
         var row = Int(rows[unsafe_offset=i // F])
         s = nan[F32]()
-        if 0 <= row < Int(V):
+        if 0 <= row < V:
             s = x[unsafe_offset=row * F + i % F]
     of_shard(y_)[unsafe_offset=i] = s
 
 
 def _enqueue[backward: Bool](q: Queue, r: Launch) raises:
-    var y = r.op(1)
-    var x = r.op(2)
-    var rows = r.op(3)
-    var of_result = r.int(5) if backward else r.int(4)
+    var n = (r.int(5) if backward else r.int(4)) * r.int(6)
     q.enqueue_function[_rows[backward]](
-        y,
-        x,
-        rows,
-        Int64(r.int(4)),
-        Int64(r.int(5)),
-        Int64(r.int(6)),
-        grid_dim=(blocks(of_result * r.int(6), THREADS), r.shards),
-        block_dim=THREADS,
+        r.op(1), r.op(2), r.op(3), r.ints[3](4), grid_dim=(blocks(n, THREADS), r.shards), block_dim=THREADS
     )
 
 

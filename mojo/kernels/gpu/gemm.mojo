@@ -35,7 +35,7 @@ from max.gpu.globals import MAX_THREADS_PER_BLOCK_METADATA
 from max.gpu.memory import external_memory
 
 from ..lanes import LANES, Ptr
-from .gemm_results import bias_gradient, column_at, write_all, write_quad
+from .gemm_results import Results, bias_gradient, write_all, write_quad
 from .gemm_tiles import (
     ALIGNED,
     CHUNK,
@@ -146,6 +146,8 @@ def product[
                 flags,
             )
             return
+
+    var to = Results(out, bias, rows, columns, G, y_step, flags)
 
     # which chunks this team walks
     var chunks = G if op == WEIGHT else (terms + 15) // 16
@@ -357,19 +359,7 @@ def product[
                     )
                 else:
                     write_all[op, precision, size](
-                        out,
-                        bias,
-                        acc,
-                        lane,
-                        row0 + warp_row,
-                        column0 + warp_column,
-                        rows,
-                        columns,
-                        G,
-                        y_step,
-                        run == 0,
-                        run + 1 == n,
-                        flags,
+                        to, acc, lane, row0 + warp_row, column0 + warp_column, run == 0, run + 1 == n
                     )
                     comptime for q in range(T.QUADS):
                         acc[q] = Quad(0)
@@ -381,21 +371,7 @@ def product[
 
     comptime if size == LARGE:
         comptime if op == WEIGHT:
-            write_all[op, precision, size](
-                out,
-                bias,
-                acc,
-                lane,
-                row0 + warp_row,
-                column0 + warp_column,
-                rows,
-                columns,
-                G,
-                y_step,
-                True,
-                True,
-                flags,
-            )
+            write_all[op, precision, size](to, acc, lane, row0 + warp_row, column0 + warp_column, True, True)
     else:
         # each team's sums to its own part of shared memory, then every thread adds some of them over the teams
         comptime for q in range(T.QUADS):
@@ -415,18 +391,8 @@ def product[
                 comptime for i in range(1, TEAMS):
                     if U(i) < n:
                         s += v[i]
-            write_quad[op, precision, size](
-                out,
-                bias,
-                s,
-                row0 + U(row_of[op, precision, size](q, lane)),
-                column_at[op](column0 + U(column_of[op, precision, size](q, lane)), rows, columns, G, y_step),
-                rows,
-                columns,
-                True,
-                True,
-                flags,
-            )
+            var at = to.at[op](column0 + U(column_of[op, precision, size](q, lane)))
+            write_quad[op, precision, size](to, s, row0 + U(row_of[op, precision, size](q, lane)), at, True, True)
             q += Int(teams)
 
 

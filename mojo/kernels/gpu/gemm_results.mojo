@@ -21,123 +21,85 @@ from .gemm_tiles import (
 )
 
 
-@always_inline
-def column_at[op: Int](column: U, rows: U, columns: U, G: U, step: Int) -> Int:
-    """Where a column begins in the results; -1 if there is none."""
-    comptime if op == WEIGHT:
-        return Int(column) if column < columns else -1
-    else:
-        if column >= columns * 16:
-            return -1
-        return group_at(column // 16, G, rows, step) + Int(column % 16)
+@fieldwise_init
+struct Results(TrivialRegisterPassable):
+    """Where the results of a product go, and what is done to them."""
+
+    var y: Ptr  # FORWARD, INPUT: y of the first shard; WEIGHT: dw of the buffer
+    var bias: Ptr
+    var rows: U
+    var columns: U
+    var G: U
+    var step: Int
+    var flags: U
+
+    @always_inline
+    def at[op: Int](self, column: U) -> Int:
+        """Where a column begins in the results; -1 if there is none."""
+        comptime if op == WEIGHT:
+            return Int(column) if column < self.columns else -1
+        else:
+            if column >= self.columns * 16:
+                return -1
+            return group_at(column // 16, self.G, self.rows, self.step) + Int(column % 16)
 
 
 @always_inline
-def _write[
-    op: Int, width: Int
-](
-    y: Ptr,
-    bias: Ptr,
-    v: SIMD[F32, width],
-    row: U,
-    at: Int,  # column_at
-    rows: U,
-    columns: U,
-    first: Bool,
-    last: Bool,
-    flags: U,
-):
+def _write[op: Int, width: Int](to: Results, v: SIMD[F32, width], row: U, at: Int, first: Bool, last: Bool):
     """Writes `width` neighbouring results of a row."""
-    if row >= rows or at < 0:
+    if row >= to.rows or at < 0:
         return
     comptime if op == WEIGHT:
-        var p = y.unsafe_offset(Int(row * columns) + at)
-        if flags & U(ALIGNED) != 0:
+        var p = to.y.unsafe_offset(Int(row * to.columns) + at)
+        if to.flags & U(ALIGNED) != 0:
             var s = v
-            if flags & U(ACCUMULATE) != 0:
+            if to.flags & U(ACCUMULATE) != 0:
                 s += p.unsafe_load[width=width, alignment=4 * width]()
             p.unsafe_store[alignment=4 * width](0, s)
         else:
             comptime for j in range(width):
-                if U(at + j) < columns:
+                if U(at + j) < to.columns:
                     var s = v[j]
-                    if flags & U(ACCUMULATE) != 0:
+                    if to.flags & U(ACCUMULATE) != 0:
                         s += p[unsafe_offset=j]
                     p[unsafe_offset=j] = s
     else:
-        var p = y.unsafe_offset(at + Int(row * 16))
+        var p = to.y.unsafe_offset(at + Int(row * 16))
         var s = v
         if not first:
             s = p.unsafe_load[width=width, alignment=4 * width]() + v
         if last:
             comptime if op == FORWARD:
-                s += bias[unsafe_offset=Int(row)]
-                if flags & U(RELU) != 0:
+                s += to.bias[unsafe_offset=Int(row)]
+                if to.flags & U(RELU) != 0:
                     s = s.lt(0).select(SIMD[F32, width](0), s)
         p.unsafe_store[alignment=4 * width](0, s)
 
 
 @always_inline
-def write_quad[
-    op: Int, precision: Int, size: Int
-](
-    y: Ptr,  # FORWARD, INPUT: y of the first shard; WEIGHT: dw of the buffer
-    bias: Ptr,
-    v: Quad,
-    row: U,
-    at: Int,
-    rows: U,
-    columns: U,
-    first: Bool,  # there is no sum to go on from
-    last: Bool,  # the sum is complete
-    flags: U,
-):
-    """Writes four sums of a thread, which begin at `row` and at the column that is `at`."""
+def write_quad[op: Int, precision: Int, size: Int](to: Results, v: Quad, row: U, at: Int, first: Bool, last: Bool):
+    """Writes four sums of a thread, which begin at `row` and at the column that is `at`. first: there is no sum to go on
+    from; last: the sum is complete.
+    """
     comptime if Tile[op, precision, size].TENSOR:
         comptime for h in range(2):
-            _write[op, 2](
-                y, bias, SIMD[F32, 2](v[2 * h], v[2 * h + 1]), row + U(8 * h), at, rows, columns, first, last, flags
-            )
+            _write[op, 2](to, SIMD[F32, 2](v[2 * h], v[2 * h + 1]), row + U(8 * h), at, first, last)
     else:
-        _write[op, 4](y, bias, v, row, at, rows, columns, first, last, flags)
+        _write[op, 4](to, v, row, at, first, last)
 
 
 @always_inline
 def write_all[
     op: Int, precision: Int, size: Int, quads: Int
-](
-    y: Ptr,
-    bias: Ptr,
-    acc: Array[Quad, quads],
-    lane: Int,
-    row0: U,  # the warp's first
-    column0: U,
-    rows: U,
-    columns: U,
-    G: U,
-    step: Int,
-    first: Bool,
-    last: Bool,
-    flags: U,
-):
-    """Writes all sums of a thread."""
+](to: Results, acc: Array[Quad, quads], lane: Int, row0: U, column0: U, first: Bool, last: Bool):
+    """Writes all sums of a thread; row0 and column0 are the warp's first."""
     comptime T = Tile[op, precision, size]
     var at = Array[Int, T.ACROSS](fill=0)
     comptime for j in range(T.ACROSS):
-        at[j] = column_at[op](column0 + U(column_of[op, precision, size](j, lane)), rows, columns, G, step)
+        at[j] = to.at[op](column0 + U(column_of[op, precision, size](j, lane)))
     comptime for q in range(quads):
-        write_quad[op, precision, size](
-            y,
-            bias,
-            acc[q],
-            row0 + U(row_of[op, precision, size](q, lane)),
-            at[q % T.ACROSS],
-            rows,
-            columns,
-            first,
-            last,
-            flags,
-        )
+        var row = row0 + U(row_of[op, precision, size](q, lane))
+        write_quad[op, precision, size](to, acc[q], row, at[q % T.ACROSS], first, last)
 
 
 @always_inline

@@ -19,6 +19,7 @@ from .quads import THREADS, of_shard
 
 comptime MOST_THREADS = 512  # of a block
 comptime FEW = 32  # classes: up to here 4 threads per lane, beyond 16
+comptime Stats = SIMD[F32, 4]  # sum of losses, samples, right predictions, 0; counts are exact up to 2^24
 
 
 @always_inline
@@ -172,56 +173,39 @@ def _losses[f: OfLoss, K: Int](sent: Sent[Rows], scaled: Int32, ctx: StepContext
     var rows = sent.sizes
     var team = Threads[K]()
     rows.number = ctx[].loss_scale if scaled == 1 else 1
-    var loss = Float32(0)
-    var count = Int32(0)
-    var right = Int32(0)
+    var sums = Stats(0)
     for first in range(0, rows.G, block_dim.x // (LANES * K)):
         if first > 0:
             barrier()  # before shared memory is written again
         var g = first + thread_idx.x // (LANES * K)
         var one = f(team, rows.row(block_idx.y, g, thread_idx.x % LANES))
         if team.part() == 0 and g < rows.G:
-            loss += one.loss[0]
-            count += Int32(one.counts[0])
-            right += Int32(one.right[0])
-    _write_stats[K](of_shard(rows.a), loss, count, right)
+            sums += Stats(one.loss[0], Float32(Int32(one.counts[0])), Float32(Int32(one.right[0])), 0)
+    _write_stats[K](of_shard(rows.a), sums)
 
 
 @always_inline
-def _write_stats[K: Int](stats: Ptr, loss: Float32, count: Int32, right: Int32):
+def _write_stats[K: Int](stats: Ptr, mine: Stats):
     """Adds the lanes and groups of the threads with part 0."""
-    comptime ROOM = MOST_THREADS // K
-    var losses = unsafe_stack_allocation[ROOM, Float32, address_space=AddressSpace.SHARED]()
-    var counts = unsafe_stack_allocation[ROOM, Int32, address_space=AddressSpace.SHARED]()
-    var rights = unsafe_stack_allocation[ROOM, Int32, address_space=AddressSpace.SHARED]()
+    var all = unsafe_stack_allocation[MOST_THREADS // K, Stats, address_space=AddressSpace.SHARED]()
     var t = thread_idx.x
     var lane = t % LANES
     var part = t // LANES % K
     var i = t // (LANES * K) * LANES + lane
     if part == 0:
-        losses[unsafe_offset=i] = loss
-        counts[unsafe_offset=i] = count
-        rights[unsafe_offset=i] = right
+        all[unsafe_offset=i] = mine
     barrier()
     comptime for round in range(4):
         comptime half = LANES >> (round + 1)
         if part == 0 and lane < half:
-            losses[unsafe_offset=i] += losses[unsafe_offset=i + half]
-            counts[unsafe_offset=i] += counts[unsafe_offset=i + half]
-            rights[unsafe_offset=i] += rights[unsafe_offset=i + half]
+            all[unsafe_offset=i] += all[unsafe_offset=i + half]
         barrier()
     if t == 0:
-        var sum = losses[unsafe_offset=0]
-        var samples = counts[unsafe_offset=0]
-        var correct = rights[unsafe_offset=0]
+        var sums = all[unsafe_offset=0]
         for g in range(1, block_dim.x // (LANES * K)):
-            sum += losses[unsafe_offset=g * LANES]
-            samples += counts[unsafe_offset=g * LANES]
-            correct += rights[unsafe_offset=g * LANES]
-        stats[unsafe_offset=0] = sum
-        stats[unsafe_offset=1] = Float32(samples)
-        stats[unsafe_offset=2] = Float32(correct)
-        stats[unsafe_offset=3] = 0
+            sums += all[unsafe_offset=g * LANES]
+        comptime for j in range(4):
+            stats[unsafe_offset=j] = sums[j]
 
 
 def enqueue_losses[f: OfLoss, operands: Int](q: Queue, r: Launch) raises:

@@ -18,14 +18,13 @@ alone, never on `shards`, `fold`, the grid or the device's size. No atomics on f
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
-from std.memory import bitcast
 from std.utils import StaticTuple
 
 from max.gpu.host import DeviceContext
 
 from ..lanes import BytePtr, IntPtr, LongPtr, Ptr
 from ..op import OpOf
-from ..record import Argument, Arguments, BF16, DTYPE, FP16, FP32, OFFSET, SPACES, Source, TF32
+from ..record import Argument, Arguments, BF16, FP16, FP32, OFFSET, SPACES, Source, TF32
 
 comptime Queue = DeviceContext
 
@@ -58,11 +57,6 @@ struct Operand(Argument, DevicePassable):
         return Ptr(unsafe_from_address=self.address)
 
     @always_inline
-    def ints(self) -> IntPtr:
-        """The first shard's int32 numbers."""
-        return IntPtr(unsafe_from_address=self.address)
-
-    @always_inline
     def at(self, shard: Int) -> Ptr:
         """The floats of a shard."""
         return self.ptr().unsafe_offset(shard * self.stride)
@@ -70,7 +64,7 @@ struct Operand(Argument, DevicePassable):
     @always_inline
     def ints_at(self, shard: Int) -> IntPtr:
         """The int32 numbers of a shard."""
-        return self.ints().unsafe_offset(shard * self.stride)
+        return IntPtr(unsafe_from_address=self.address).unsafe_offset(shard * self.stride)
 
     @always_inline
     def step(self) -> Int64:
@@ -152,25 +146,16 @@ struct Launch(Copyable, Source):
     var flag: Int  # address of an int32: 1 while all numbers checked were finite
 
     @always_inline
-    def dtype(self) -> Int:
-        """FP32, TF32, BF16 or FP16."""
-        return Int((self.at[] >> DTYPE) & 0xFF)
-
-    @always_inline
-    def int(self, i: Int) -> Int:
-        return Int(self.at[unsafe_offset=i])
+    def number(self, i: Int) -> Int64:
+        return self.at[unsafe_offset=i]
 
     @always_inline
     def ints[n: Int](self, first: Int) -> StaticTuple[Int64, n]:
         """Arguments `first` to first + n - 1 as a kernel takes them."""
         var numbers = StaticTuple[Int64, n](fill=0)
         for i in range(n):
-            numbers[i] = Int64(self.int(first + i))
+            numbers[i] = self.number(first + i)
         return numbers
-
-    @always_inline
-    def float(self, i: Int) -> Float32:
-        return bitcast[DType.float32](UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF))
 
     @always_inline
     def address(self, i: Int) -> Int:
@@ -189,11 +174,6 @@ struct Launch(Copyable, Source):
     def op(self, i: Int) -> Operand:
         """Argument i as an operand that walks over the shards."""
         return Operand(self.address(i), self.stride(i))
-
-    @always_inline
-    def ptr(self, i: Int) -> Ptr:
-        """Argument i as an operand that there is once."""
-        return Ptr(unsafe_from_address=self.address(i))
 
     @always_inline
     def ok(self) -> IntPtr:

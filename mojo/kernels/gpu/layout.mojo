@@ -6,7 +6,7 @@ and written in whole sectors of 32 bytes (uint8: a sector serves four warps), la
 
 from max.gpu import block_idx
 
-from ..lanes import F32, LANES, IntPtr, Ptr
+from ..lanes import F32, LANES, IntPtr
 from .launch import blocks, call, GpuOp, Operand, Queue, StepContextPtr
 from .quads import QUADS, THREADS, Four, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 
@@ -158,38 +158,41 @@ def unpack_rows(q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int) r
     _enqueue_rows[False](q, shards, x, y, N, F)
 
 
-def _pad_forward(
-    y: Operand, x: Operand, n: UInt32, H: Int32, W: Int32, ph: Int32, pw: Int32, by_high: UInt64, by_wide: UInt64
-):
+def _pad[
+    back: Bool
+](y: Operand, x: Operand, n: UInt32, H: Int32, W: Int32, ph: Int32, pw: Int32, by_rows: UInt64, by_columns: UInt64):
+    """H x W numbers into a frame of zeros, or if `back` out of it; divisors of the rows and columns of y."""
     var i = small_index()
     if i >= n:
         return
     var at = i // UInt32(QUADS)
-    var row = divide(at, by_wide)
-    var w = Int32(at - row * UInt32(W + 2 * pw)) - pw
-    var plane = divide(row, by_high)
-    var h = Int32(row - plane * UInt32(H + 2 * ph)) - ph
+    var row = divide(at, by_columns)
+    var plane = divide(row, by_rows)
     var v = Four(0)
-    if h >= 0 and h < H and w >= 0 and w < W:
-        v = load4(of_shard(x), Int((Int32(plane) * H + h) * W + w) * LANES + Int(i % UInt32(QUADS)) * 4)
+    comptime if back:
+        var h = Int32(row) - Int32(plane) * H + ph
+        var w = Int32(at) - Int32(row) * W + pw
+        var from_ = (Int32(plane) * (H + 2 * ph) + h) * (W + 2 * pw) + w
+        v = load4(of_shard(x), Int(from_) * LANES + Int(i % UInt32(QUADS)) * 4)
+    else:
+        var h = Int32(row - plane * UInt32(H + 2 * ph)) - ph
+        var w = Int32(at - row * UInt32(W + 2 * pw)) - pw
+        if h >= 0 and h < H and w >= 0 and w < W:
+            v = load4(of_shard(x), Int((Int32(plane) * H + h) * W + w) * LANES + Int(i % UInt32(QUADS)) * 4)
     store4(of_shard(y), 4 * Int(i), v)
 
 
-def pad_forward(
-    q: Queue,
-    shards: Int,
-    y: Operand,  # (G, C, H + 2 ph, W + 2 pw, L)
-    x: Operand,  # (G, C, H, W, L)
-    planes: Int,  # G * C
-    H: Int,
-    W: Int,
-    ph: Int,
-    pw: Int,
-) raises:
-    """Copies x into a frame of zeros."""
+@always_inline
+def _enqueue_pad[
+    back: Bool
+](q: Queue, shards: Int, y: Operand, x: Operand, planes: Int, H: Int, W: Int, ph: Int, pw: Int) raises:
     in_lanes(y, x)
-    var n = quads(planes * (H + 2 * ph) * (W + 2 * pw))
-    q.enqueue_function[_pad_forward](
+    var high = H + 2 * ph
+    var wide = W + 2 * pw
+    var n = quads(planes * high * wide)
+    comptime if back:
+        n = quads(planes * H * W)
+    q.enqueue_function[_pad[back]](
         y,
         x,
         UInt32(n),
@@ -197,47 +200,21 @@ def pad_forward(
         Int32(W),
         Int32(ph),
         Int32(pw),
-        divisor(H + 2 * ph),
-        divisor(W + 2 * pw),
+        divisor(H if back else high),
+        divisor(W if back else wide),
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
 
 
-def _pad_backward(
-    dx: Operand, dy: Operand, n: UInt32, H: UInt32, W: UInt32, ph: UInt32, pw: UInt32, by_H: UInt64, by_W: UInt64
-):
-    var i = small_index()
-    if i >= n:
-        return
-    var at = i // UInt32(QUADS)
-    var row = divide(at, by_W)
-    var w = at - row * W
-    var plane = divide(row, by_H)
-    var h = row - plane * H
-    var from_ = (plane * (H + 2 * ph) + h + ph) * (W + 2 * pw) + w + pw
-    var v = load4(of_shard(dy), Int(from_) * LANES + Int(i % UInt32(QUADS)) * 4)
-    store4(of_shard(dx), 4 * Int(i), v)
+def pad_forward(q: Queue, shards: Int, y: Operand, x: Operand, planes: Int, H: Int, W: Int, ph: Int, pw: Int) raises:
+    """Copies x (planes, H, W, L) into a frame of zeros, y (planes, H + 2 ph, W + 2 pw, L); planes: G * C."""
+    _enqueue_pad[False](q, shards, y, x, planes, H, W, ph, pw)
 
 
 def pad_backward(q: Queue, shards: Int, dx: Operand, dy: Operand, planes: Int, H: Int, W: Int, ph: Int, pw: Int) raises:
-    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L)."""
-    in_lanes(dx, dy)
-    _ = quads(planes * (H + 2 * ph) * (W + 2 * pw))
-    var n = quads(planes * H * W)
-    q.enqueue_function[_pad_backward](
-        dx,
-        dy,
-        UInt32(n),
-        UInt32(H),
-        UInt32(W),
-        UInt32(ph),
-        UInt32(pw),
-        divisor(H),
-        divisor(W),
-        grid_dim=(blocks(n, THREADS), shards),
-        block_dim=THREADS,
-    )
+    """Copies the inside of the frame dy to dx."""
+    _enqueue_pad[True](q, shards, dx, dy, planes, H, W, ph, pw)
 
 
 def ops() -> List[GpuOp]:

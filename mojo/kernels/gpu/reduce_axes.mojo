@@ -38,39 +38,24 @@ def _reduce[
 
 
 def _enqueue[f: Of2, start: Float32](q: Queue, r: Launch) raises:
-    var y = r.op(1)
-    var x = r.op(2)
+    var grid = blocks(r.int(3) * r.int(4) * r.int(5), THREADS)
     q.enqueue_function[_reduce[f, start]](
-        y,
-        x,
-        r.ints[6](3),
-        r.ints[6](9),
-        grid_dim=(blocks(r.int(3) * r.int(4) * r.int(5), THREADS), r.shards),
-        block_dim=THREADS,
+        r.op(1), r.op(2), r.ints[6](3), r.ints[6](9), grid_dim=(grid, r.shards), block_dim=THREADS
     )
 
 
-def _argmax(y_: Operand, x_: Operand, before: Int64, n: Int64, behind: Int64):
+def _argmax(y_: Operand, x_: Operand, sizes: StaticTuple[Int64, 3]):
+    var before, n, behind = Int(sizes[0]), Int(sizes[1]), Int(sizes[2])
     var i = index()
-    if i >= Int(before) * Int(behind):
+    if i >= before * behind:
         return
-    var at = (i // Int(behind)) * Int(n) * Int(behind) + i % Int(behind)
-    var x = of_shard(x_).unsafe_offset(at)
-    y_.ints_at(block_idx.y)[unsafe_offset=i] = argmax(x, Int(n), Int(behind))
+    var x = of_shard(x_).unsafe_offset(i // behind * n * behind + i % behind)
+    y_.ints_at(block_idx.y)[unsafe_offset=i] = argmax(x, n, behind)
 
 
 def _enqueue_argmax(q: Queue, r: Launch) raises:
-    var y = r.op(1)
-    var x = r.op(2)
-    q.enqueue_function[_argmax](
-        y,
-        x,
-        Int64(r.int(3)),
-        Int64(r.int(4)),
-        Int64(r.int(5)),
-        grid_dim=(blocks(r.int(3) * r.int(5), THREADS), r.shards),
-        block_dim=THREADS,
-    )
+    var grid = blocks(r.int(3) * r.int(5), THREADS)
+    q.enqueue_function[_argmax](r.op(1), r.op(2), r.ints[3](3), grid_dim=(grid, r.shards), block_dim=THREADS)
 
 
 def ops() -> List[GpuOp]:
