@@ -97,7 +97,6 @@ def _pack_dy(
     """Packs dy, and adds it up for the gradient of the bias, not rounded."""
     var K = size.K
     var plane = size.P() * size.Q()
-    var group = size.y() * LANES
     for v in range(vectors_of(K)):
         for i0 in range(0, n, BLOCK):
             for k in range(LANES):
@@ -129,7 +128,6 @@ def _pack_x(
 ):
     var C = size.C
     var plane = size.H * size.W
-    var group = size.x() * LANES
     for v in range(vectors_of(C)):
         for i in range(n):
             var a = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
@@ -144,7 +142,7 @@ def _pack_x(
 
 @no_inline
 def _weight_block[mb: Int, nb: Int](sums: Ptr, dy: HalfPtr, x: HalfPtr, of: _Weights, pairs: Int, rows: Int):
-    """The sums (mb, nb, taps, 16, 16) of one tap, over all packed pixels: `rows` rows of `pairs` pairs of groups."""
+    """The sums (mb, nb, taps, 16, 16) of one tap, over all packed pixels: `rows` rows of `pairs` units."""
     var size = of.size
     var Q = size.Q()
     var taps = size.R * size.T

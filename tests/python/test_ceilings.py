@@ -16,16 +16,16 @@ ROOT = build.source_root()
 #: Lines of code (no blanks, comments, docstrings): what there was when the borders were drawn, and 3 %. "mojo" is
 #: all of the Mojo face.
 CEILINGS = {
-    "core": 31_738,
-    "kernels": 11_765,
-    "torch": 3_782,
+    "core": 30_999,
+    "kernels": 11_419,
+    "torch": 3_785,
     "mojo": 1_100,
-    "view": 1_253,
-    "tune": 408,
-    "jobs": 230,
+    "view": 1_219,
+    "tune": 410,
+    "jobs": 241,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 72_015, 600
+ALL_LINES, FILE_LINES = 70_000, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
