@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def main() -> None:
         values[:] = np.random.default_rng(0).standard_normal(floats, np.float32)
         taken = microseconds(fingerprint.Runs([(values.ctypes.data, floats, 0)]), max(3, 20_000_000 // floats // 10))
         print(f"fingerprint of {floats:>10,} floats  {taken:9.2f} us  {4 * floats / taken / 1e3:5.1f} GB/s")
-    with tempfile.TemporaryDirectory() as folder, StepLog(Path(folder) / "steps.log", 1) as log:
+    with tempfile.TemporaryDirectory() as folder, closing(StepLog(Path(folder) / "steps.log", 1)) as log:
         steps = iter(range(1, 1 << 40))
 
         def append() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -244,12 +245,12 @@ def test_build_prints_the_path(odyssey_command, monkeypatch, tmp_path):
 
 def test_build_makes_a_folder(odyssey_command, monkeypatch, tmp_path):
     seen = []
-    sizes = {"kernels": 1 << 20, "run-time libraries": 3 << 20, "package": 1 << 19, "dependencies": 0}
-    made = pack.Packed(tmp_path / "out", 7, sizes)
+    made = SimpleNamespace(files={"libodyssey.so": (4 << 20, "1f"), "odyssey": (1 << 19, "2e")})
     monkeypatch.setattr(pack, "pack", lambda output, **kwargs: seen.append((output, kwargs)) or made)
+    monkeypatch.chdir(tmp_path)
     done = odyssey_command("build", "--target", "sm_90", "--target", "sm_80", "--output", "x", "--with-dependencies")
-    assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
-    assert done.err == "odyssey: 4.5 MiB in 7 files (kernels 1.0, run-time libraries 3.0, package 0.5)\n"
+    assert (done.code, done.out) == (0, f"{tmp_path / 'x'}\n")
+    assert done.err == "odyssey: 4.5 MiB in 2 files\n"
     assert seen == [(pathlib.Path("x"), {"target_cpu": None, "accelerators": ("sm_90", "sm_80"), "dependencies": True})]
 
 
