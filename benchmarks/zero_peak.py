@@ -34,8 +34,7 @@ def rank(options: Any) -> None:
     ids = np.random.default_rng(0).integers(0, options.vocabulary, (12, options.tokens)).astype(np.int32)
     batches = data.DataLoader(data.arrays(ids, np.roll(ids, -1, 1).astype(np.int64)), batch_size=4)
     zero = 3 if world.size > 1 else 0
-    settings = {"threads": 1, "shard_size": 1, "zero": zero, "bucket_size_mb": 25}
-    trainer = DistributedTrainer(model, optim.Adam(lr=1e-4), comm=world, **settings)
+    trainer = DistributedTrainer(model, optim.Adam(lr=1e-4), comm=world, threads=1, shard_size=1, zero=zero)
     trainer.fit(batches, epochs=1)
     weights = trainer.weights_sha256()
     everyone = world.all_gather(np.array([sum(trainer.memory().values()), peak()], np.int64))

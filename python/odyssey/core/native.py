@@ -299,6 +299,11 @@ def address(structure: ctypes.Structure) -> int:
     return ctypes.addressof(structure)
 
 
+def copied(start: int, size: int) -> bytes:
+    """A copy of `size` bytes."""
+    return ctypes.string_at(start, size)
+
+
 def float_at(address: int) -> float:
     """A float that somebody else keeps."""
     return ctypes.c_float.from_address(address).value

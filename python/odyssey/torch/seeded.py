@@ -7,7 +7,6 @@ seeded, as all are from then on. Not for generators that a data set has of its o
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from ..core import native
 from .shards import generator, seed_of
 
 Key = tuple[int, int]  # of a sample: epoch, index
@@ -111,7 +111,7 @@ def _numpy_state() -> tuple[Any, Any]:
     if type(bits) is not np.random.MT19937:
         state = np.random.get_state(legacy=False)
         return repr(state), state
-    words = ctypes.string_at(bits.ctypes.state_address, 4 * 625)  # a Mersenne twister has 624, and its place in them
+    words = native.copied(bits.ctypes.state_address, 4 * 625)  # a Mersenne twister has 624, and its place in them
     if _seen[0] != (words, 0, 0.0):  # with half of a pair of normal numbers left, drawing may leave its memory as it is
         state = np.random.get_state()
         _seen = (words, *state[3:]), state
