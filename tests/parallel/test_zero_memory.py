@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from parallel.test_offload import in_a_file
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey import functional as F
 from odyssey.comm import mock
-from odyssey.core import offload
+from odyssey.core import native, offload
 from odyssey.parallel import zero as zeros
 
 IMAGES = {"lenet5": (1, 28, 28), "mlp": (1, 28, 28), "convnet": (1, 28, 28), "resnet18": (3, 16, 16)}
@@ -228,3 +229,10 @@ def test_built_in_models_on_many_ranks(name):
     for ranks in (5, 12) if name in TEXTS else (5, 6, 8, 10, 12, 16):
         for zero in (2, 3):
             assert set(mock.run(ranks, trained, zero)) == {one}, (ranks, zero)
+
+
+def test_what_is_given_back_is_whole_pages_of_the_array_alone():
+    whole = np.ones(1 << 20, np.float32)
+    native.discard(whole[1000:-1000])
+    assert whole[:1000].all() and whole[-1000:].all()
+    assert not whole[3000:-3000].any() or sys.platform != "linux"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -292,6 +294,14 @@ def trim() -> None:
     """Gives memory that was freed back to the system, which the C library (glibc) keeps in the middle of its heap."""
     if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):
         give_back(ctypes.c_size_t(0))
+
+
+def discard(array: np.ndarray) -> None:
+    """Gives the whole pages of a contiguous array that nobody reads again back to the system, where that is Linux."""
+    start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if size > 0 and sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def address(structure: ctypes.Structure) -> int:

@@ -62,8 +62,11 @@ class Parts:
         self.whole = everything and sum(p.n for b in buckets for p in b.pieces) == arena.size
         self.partitioned = stage == 3 and comm.size > 1
         if self.partitioned:
-            cuts = zip(buckets, self.own, strict=True)
-            self._store = [self._cut(arena.params, b, *own, arena.make) for b, own in cuts]
+            self._store = []
+            for bucket, own in zip(buckets, self.own, strict=True):
+                self._store.append(self._cut(arena.params, bucket, *own, arena.make))
+                for piece in bucket.pieces:  # not to have all parameters and this rank's part at once
+                    native.discard(arena.params[piece.lo : piece.lo + piece.n])
             self.kept = kept([b.floats for b in buckets])
             self._shared = max((b.floats for i, b in enumerate(buckets) if i not in self.kept), default=0)
             self._slots: list[np.ndarray] = []  # of those that are kept, in order, then of the others
