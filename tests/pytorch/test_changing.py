@@ -183,3 +183,13 @@ def test_a_forward_that_counts_its_calls_is_refused():
 def test_another_structure_is_refused_by_name(change, says):
     with pytest.raises(ConfigError, match=says):
         fitted(at(2, change))
+
+
+def test_an_older_checkpoint_leaves_settings_as_they_are(tmp_path):
+    trainer = fitted(at(4, set_gain))
+    snapshot = trainer.state({})
+    del snapshot.values["changed"], snapshot.values["optimizer"]["names"]
+    other = made()
+    other.module.gain = 7.0
+    other.load(snapshot, "an older one")
+    assert other.module.gain == 7.0 and other.steps == 9

@@ -287,13 +287,15 @@ class TrainerState(Sharing):
         resume.check(saved, now, name)
         tensors = self._weights_of(snapshot, name)
         try:
-            changed = values["changed"]
-            norm, modules, trained = changed["clip_norm"], changed["modules"], changed["trained"] or self._first
-            if set(trained) != set(self._trained):
-                self.optimizer.state.clear()  # it is replaced below
-                self._arrange(list(trained))
+            norm, modules = self.clip_norm, None
+            if changed := values.get("changed"):  # 0.2.0 kept none: settings are left as they are
+                norm, modules, trained = changed["clip_norm"], changed["modules"], changed["trained"] or self._first
+                if set(trained) != set(self._trained):
+                    self.optimizer.state.clear()  # it is replaced below
+                    self._arrange(list(trained))
             groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
-            self._regroup(groups, values["optimizer"]["names"])
+            if "names" in values["optimizer"]:
+                self._regroup(groups, values["optimizer"]["names"])
             with self.shards.holding():  # strides of states are those of parameters
                 state = self._state_of({**arrays.get("optimizer", {}), **numbers})
             scheduler, scheduled = values["scheduler"], int(values["scheduled"])
@@ -313,7 +315,8 @@ class TrainerState(Sharing):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), scheduler))
         self._scheduled = scheduled
-        self._built.restore(modules, name)
+        if modules is not None:
+            self._built.restore(modules, name)
         self.clip_norm = None if norm is None else float(norm)
         self._orders.load(arrays.get("generators", {}), name)
         self.shard_size, self.steps = size, snapshot.step
