@@ -211,7 +211,10 @@ def test_input_and_labels() raises:
                             scale=scale,
                             shift=scale + 8,
                         )
-                        cpu_layout.input[L](lab.ptr(y + s * ys), G, F, C, r)
+                        comptime if L == 1:
+                            cpu_layout.input[cpu_layout._input_in_rows](lab.ptr(y + s * ys), G, F, C, r)
+                        else:
+                            cpu_layout.input[cpu_layout._input_in_lanes](lab.ptr(y + s * ys), G, F, C, r)
                         cpu_layout.array[L](lab.ints(labels + s * ls), G, 1, 1, 0, -1, r)
                     gpu_layout.input(q, shards, lab.op(y, ys), G, F, C, ctx)
                     gpu_layout.array(q, shards, lab.op(labels, ls), G, 1, 1, 0, -1, ctx)

@@ -130,7 +130,8 @@ class Gpu:
         self._library.call("open", number, ctypes.addressof(out))
         self.number, self._handle = number, out.value
         text = ctypes.create_string_buffer(256)
-        self.name = text.raw[: self._library.name(self._handle, text, 256)].decode(errors="replace")
+        length = self._library.name(self._handle, text, 256)
+        self.name = text.raw[:length].decode(errors="replace")
 
     def close(self) -> None:
         """Gives it back; nothing may use its memory any more."""
