@@ -1,11 +1,12 @@
 """One whole optimizer step on a GPU against PyTorch on the same GPU: eager, compiled, and as a CUDA graph.
 
-Ours: the next batch of a data.DataLoader over MNIST, which lies on the device as uint8, and
-DistributedTrainer.train_step on it: numbers of the samples, gathering, normalising, forward, backward, sums of shards,
-SGD with momentum, and the loss on the host. PyTorch: the same from a float32 data set that lies on the device
-normalised: index_select, zero_grad, forward, loss, backward, SGD step (fused), and loss.item(). "compiled" is
-torch.compile of the whole step's forward and loss; "graph" is the compiled step, gathering and optimizer included,
-captured once as a CUDA graph and replayed; only the indices are copied in. TF32 is off unless --precision says so.
+Ours: the next batch of a data.DataLoader over MNIST (of ResNet-18 and GPT: of random samples), which lies on the device
+as it is stored, and DistributedTrainer.train_step on it: numbers of the samples, gathering, normalising, forward,
+backward, sums of shards, SGD with momentum (GPT: AdamW), and the loss on the host. PyTorch: the same from a data set
+that lies on the device normalised: index_select, zero_grad, forward, loss, backward, the optimizer's step (fused), and
+loss.item(). "compiled" is torch.compile of the whole step's forward and loss; "graph" is the compiled step, gathering
+and optimizer included, captured once as a CUDA graph and replayed; only the indices are copied in. TF32 is off unless
+--precision says so.
 
 The sides take turns in one process. A time is the median over all steps of a host clock around a step that ends with
 the loss on the host; a ratio is the median over the turns of theirs to ours. "host us" is what our Python and Mojo take
@@ -21,25 +22,29 @@ from collections.abc import Callable
 from typing import Any
 
 import common
+import models
 import nets
 from step import Step, block, endless
 
 RATE, MOMENTUM = 0.001, 0.9
 KINDS = ("eager", "compiled", "graph")
+LARGE = {"resnet18": "64,512", "gpt": "8,64"}  # networks of benchmarks/models.py, on its random samples, and batches
 
 
 def make_ours(options: Any, batch: int, dataset: Any) -> tuple[Step, Any, Any]:
     """A step of odyssey, the trainer and the model."""
     from odyssey import DistributedTrainer, data, nn, optim
 
-    model = nn.models.build(options.model)
+    if options.model in nets.MODELS:
+        model = nn.models.build(options.model)
+    else:
+        model = models.our_model(options.model)
+    optimizer: Any = optim.SGD(lr=RATE, momentum=MOMENTUM)
+    if options.model == "gpt":
+        optimizer = optim.AdamW(lr=1e-4, weight_decay=0.1)
+        optimizer.undecayed = optim.vectors
     trainer = DistributedTrainer(
-        model,
-        optim.SGD(lr=RATE, momentum=MOMENTUM),
-        backend="local",
-        device="gpu",
-        shard_size=options.shard_size,
-        precision=options.precision,
+        model, optimizer, backend="local", device="gpu", shard_size=options.shard_size, precision=options.precision
     )
     batches = endless(data.DataLoader(dataset, batch_size=batch, shuffle=True, drop_last=True))
     return lambda: trainer.train_step(next(batches)), trainer, model
@@ -52,16 +57,25 @@ def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) ->
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
     device = torch.device("cuda")
-    net = nets.torch_model(options.model).to(device)
-    net.load_state_dict({key: torch.from_numpy(value) for key, value in model.state_dict().items()})
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+    gpt = options.model == "gpt"
+    net: Any = nets.torch_gpt(models.VOCABULARY, models.CONTEXT) if gpt else nets.torch_model(options.model)
+    net = net.to(device)
+    if options.model in nets.MODELS:
+        net.load_state_dict({key: torch.from_numpy(value) for key, value in model.state_dict().items()})
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+    if gpt:
+        groups = [
+            {"params": [p for p in net.parameters() if (p.ndim > 1) == m], "weight_decay": 0.1 * m} for m in (1, 0)
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True, capturable=True)
     x, y = dataset.gather(np.arange(len(dataset)))
     images, labels = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
+    loss = getattr(net, "loss", lambda a, b: torch.nn.functional.cross_entropy(a.flatten(0, -2), b.flatten()))
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
 
     def loss_of(index: Any) -> Any:
         with torch.autocast("cuda", dtype=narrow, enabled=narrow is not None):
-            return net.loss(net(images.index_select(0, index)), labels.index_select(0, index))
+            return loss(net(images.index_select(0, index)), labels.index_select(0, index))
 
     forward = loss_of if kind == "eager" else torch.compile(loss_of)
     rng = np.random.default_rng(0)
@@ -165,6 +179,19 @@ def host_time(trainer: Any, step: Step, steps: int) -> float:
     return common.median(enqueued) * 1e-9
 
 
+def flops(name: str, model: Any) -> float:
+    """Float operations of one sample, forward and backward: those of products (as benchmarks/models.py counts)."""
+    if name in nets.MODELS:
+        return nets.flops(name, model)
+    _, trainer, dataset = models.ours(name, 8, 1, "fp32", 8)
+    from odyssey.core import native
+
+    table = native.library().ops
+    lanes = 8.0 * (models.CONTEXT if name == "gpt" else 1)
+    records = trainer._train.record(8, dataset.form)
+    return sum(models.operations(record, table[record.op].sizes, lanes) for record in records) / 8
+
+
 def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[str, Any]:
     """One row."""
     ours, trainer, model = make_ours(options, batch, dataset)
@@ -188,7 +215,7 @@ def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[st
     for _ in range(options.rounds):
         for key, step in sides.items():
             rounds[key].append(block(step, lengths[key]))
-    row: dict[str, Any] = {"batch": batch, "flops_per_sample": nets.flops(options.model, model)}
+    row: dict[str, Any] = {"batch": batch, "flops_per_sample": flops(options.model, model)}
     for key, turns in rounds.items():
         row[key] = {"seconds": common.spread([t for one in turns for t in one])}
         row[key]["tflops"] = row["flops_per_sample"] * batch / row[key]["seconds"]["median"] * 1e-12
@@ -221,8 +248,8 @@ def show(rows: list[dict[str, Any]], peak: dict[str, float], kinds: list[str]) -
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--model", choices=nets.MODELS, default="lenet5", help="which network")
-    parser.add_argument("--batches", default="64,1024,8192", help="batch sizes")
+    parser.add_argument("--model", choices=(*nets.MODELS, *LARGE), default="lenet5", help="which network")
+    parser.add_argument("--batches", help="batch sizes (default: 64,1024,8192; resnet18 64,512; gpt 8,64)")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="fp32", help="of products")
     parser.add_argument("--shard-size", type=int, help="samples of a shard of ours, instead of the default")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
@@ -231,7 +258,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="forms of PyTorch")
     parser.add_argument("--no-torch", action="store_true", help="only ours")
     options = parser.parse_args()
-    batches = [int(word) for word in options.batches.split(",")]
+    batches = [int(word) for word in (options.batches or LARGE.get(options.model, "64,1024,8192")).split(",")]
 
     from odyssey import data
     from odyssey.core.gpu_native import Gpu
@@ -239,7 +266,11 @@ def main() -> None:
     emulated = "ODYSSEY_EMULATED_GPUS" in os.environ
     kinds = [] if options.no_torch or emulated or not torch_on_gpu() else options.kinds.split(",")
     facts = {**common.machine(), "gpu": Gpu(0).name, "emulated": emulated}
-    dataset = data.load("mnist", train=True)
+    if options.model in LARGE:
+        x, y = models.samples(options.model, max(batches))
+        dataset = data.arrays(x, y, **({} if options.model == "gpt" else {"classes": 10}))
+    else:
+        dataset = data.load("mnist", train=True)
     peak = peaks(options) if kinds else {}
     print(f"{common.machine_line(facts)}, {facts['gpu']}{' (emulated: times mean nothing)' if emulated else ''}")
     if peak:
