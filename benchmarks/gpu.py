@@ -27,6 +27,7 @@ import nets
 from step import Step, block, endless
 
 RATE, MOMENTUM = 0.001, 0.9
+LANES = 16  # of a group, all of which hold a sample or token of 16 samples
 KINDS = ("eager", "compiled", "graph")
 LARGE = {"resnet18": "64,512", "gpt": "8,64"}  # networks of benchmarks/models.py, on its random samples, and batches
 
@@ -118,6 +119,7 @@ def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) ->
         graph.replay()
         return loss.item()
 
+    replay.reads = body  # type: ignore[attr-defined]  # the graph reads memory of what only `body` refers to
     return replay
 
 
@@ -183,13 +185,12 @@ def flops(name: str, model: Any) -> float:
     """Float operations of one sample, forward and backward: those of products (as benchmarks/models.py counts)."""
     if name in nets.MODELS:
         return nets.flops(name, model)
-    _, trainer, dataset = models.ours(name, 8, 1, "fp32", 8)
+    _, trainer, dataset = models.ours(name, LANES, 1, "fp32", LANES)
     from odyssey.core import native
 
     table = native.library().ops
-    lanes = 8.0 * (models.CONTEXT if name == "gpt" else 1)
-    records = trainer._train.record(8, dataset.form)
-    return sum(models.operations(record, table[record.op].sizes, lanes) for record in records) / 8
+    records = trainer._train.record(LANES, dataset.form)
+    return sum(models.operations(record, table[record.op].sizes, LANES) for record in records) / LANES
 
 
 def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def torch_gpt(
             self.lm_head.weight = self.transformer.wte.weight
 
         def forward(self, ids: Any) -> Any:
-            x = self.transformer.wte(ids) + self.transformer.wpe(arange(ids.shape[1]))
+            x = self.transformer.wte(ids) + self.transformer.wpe(arange(ids.shape[1], device=ids.device))
             x = self.transformer.drop(x)
             for block in self.transformer.h:
                 x = block(x)
