@@ -1,6 +1,6 @@
 """A record: one op of a program, with its arguments; and what a run of a program brings to it.
 
-A record is RECORD int64 numbers: a header and the arguments. The header has the op's code in its low 16 bits (its place
+A record is RECORD int64 numbers: a header, the arguments and at the end one for timelines. The header has the op's code in its low 16 bits (its place
 in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of lanes (lanes.mojo), 1 << 17 if sums
 begin with it, and in the bits from 24 on how the operands of products are rounded. An argument is a size, a float (its 32 bits) or an operand: a
 byte offset in the low 56 bits and a space in the high 8. A space is an entry of the table of base addresses that comes
@@ -19,7 +19,7 @@ from std.memory import bitcast
 
 from .lanes import BytePtr, IntPtr, LANES, LongPtr, Ptr
 
-comptime RECORD = 24  # numbers of a record
+comptime RECORD = 25  # numbers of a record; the last is the host's, for timelines
 comptime CODES = 1 << 16  # more than there are ops; the bits of a header from here on say more about the record
 comptime ROWS = 16  # the bit of the header that says: the activations are in rows, one sample per group
 comptime BEGINS = 17  # the bit of the header that says: sums that the record adds to begin with it

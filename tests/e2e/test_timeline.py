@@ -167,6 +167,12 @@ def test_figures_of_ops(layout, rows):
     assert op.flops == 2 * 3 * rows * 20 * 30
 
 
+def test_no_argument_stands_where_timelines_are_told_the_bytes():
+    lib = native.library()
+    most = max(lib.ops.values(), key=lambda op: len(op.outputs) + len(op.inputs) + len(op.sizes))
+    assert 1 + len(most.outputs) + len(most.inputs) + len(most.sizes) < lib.record, most.name
+
+
 def test_a_torch_module(launch):
     pytest.importorskip("torch", reason="not installed (extra torch)")
     (launch.folder / "program.py").write_text(

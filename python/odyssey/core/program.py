@@ -317,7 +317,7 @@ def serialize(
             used = [a for i, a in enumerate(r.args) if i != r.declared.scratch]
             moved = sum(a.nbytes for a in used if isinstance(a, Slot))
             moved += sum(sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena)
-            row[-1] = moved << 1 | (r.phase == "backward")  # for timelines, of ops that have not so many arguments
+            row[-1] = moved << 1 | (r.phase == "backward")  # for timelines
         row[: len(r.args) + 1] = encode(lib or own, r.op, r.args, operand, r.layout, r.dtype)
     return table
 
