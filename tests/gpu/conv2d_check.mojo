@@ -531,6 +531,10 @@ def run() raises:
         Case("thin", 1, 2, 3, 4, 3, 3, 3, 1),
         Case("point", 1, 3, 5, 5, 5, 5, 5, 1),
         Case("seven", 1, 3, 13, 13, 8, 7, 7, 2),
+        Case("strided", 1, 17, 13, 19, 34, 3, 3, 2),
+        Case("gaps", 2, 18, 10, 17, 33, 1, 1, 2),
+        Case("three", 1, 16, 16, 15, 9, 5, 4, 3),
+        Case("uneven", 1, 3, 11, 10, 4, 2, 1, 3),
         Case("groups", 2, 6, 8, 10, 9, 3, 2, 1, 1, 3),
         Case("depthwise", 1, 7, 9, 11, 7, 3, 3, 1, 1, 7),
         Case("multiplier", 1, 3, 9, 8, 6, 3, 3, 2, 1, 3),
@@ -573,7 +577,7 @@ def run() raises:
         check_pooled[FP16](q, cases[0], 1, 2, 2, 2)
         check_pooled[TF32](q, cases[2], 1, 2, 2, 2)
     if wanted("low"):
-        for i in [0, 3, 4, 5]:
+        for i in [0, 3, 4, 5, 10, 11, 12]:
             ref c = cases[i]
             check_values[BF16](q, c, 1)
             check_values[FP16](q, c, 1)

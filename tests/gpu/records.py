@@ -282,6 +282,8 @@ def cases() -> Iterator[Case]:
             yield from conv(2, 6, 14, 14, 16, 5, 5, 1, form, fold)
         yield from conv(1, 8, 9, 7, 12, 3, 3, 1, form)
         yield from conv(2, 3, 8, 11, 7, 3, 2, 2, form)
+        yield from conv(1, 17, 11, 13, 34, 3, 3, 2, form)
+        yield from conv(1, 33, 9, 12, 18, 1, 1, 2, form)
     yield from conv(2, 1, 32, 32, 6, 5, 5, 1)
     yield from conv(1, 1, 1, 1, 1, 1, 1, 1)
     yield from conv(1, 32, 12, 12, 64, 3, 3, 1)

@@ -82,6 +82,8 @@ def conv2d_relu_maxpool_forward[
     s.PS = PS
     s.P = (s.P - PR) // PS + 1
     s.Q = (s.Q - PT) // PS + 1
+    s.YP = s.P
+    s.YQ = s.Q
     correlate[POOLED, precision != FP32](q, shards, y, argmax, x, w, b, s)
 
 
@@ -96,23 +98,18 @@ def conv2d_backward_input[
     size: General,
 ) raises:
     """Writes the gradient of the (padded) input."""
-    var s = Shape.forward(size, precision, False)
-    if size.S * size.D * size.groups != 1:
-        gather_input[precision != FP32](q, shards, dx, dy, w, s)
+    var of = Shape.forward(size, precision, False)
+    if size.D * size.groups != 1:
+        gather_input[precision != FP32](q, shards, dx, dy, w, of)
         return
-    s.C = size.K
-    s.H = s.P
-    s.W = s.Q
-    s.K = size.C
-    s.P = size.H
-    s.Q = size.W
-    s.pad_rows = size.R - 1
-    s.pad_columns = size.T - 1
-    comptime if _on_tensor_cores[precision]():
-        if worth_it(s):
-            correlate_mma[precision, True](q, shards, dx, dy, w, NONE, s)
-            return
-    correlate[PADDED, precision != FP32](q, shards, dx, NONE, dy, w, NONE, s)
+    for row in range(min(size.S, size.H)):
+        for column in range(min(size.S, size.W)):  # phases
+            var s = of.phase(row, column)
+            comptime if _on_tensor_cores[precision]():
+                if worth_it(s):
+                    correlate_mma[precision, True](q, shards, dx, dy, w, NONE, s)
+                    continue
+            correlate[PADDED, precision != FP32](q, shards, dx, NONE, dy, w, NONE, s)
 
 
 def conv2d_backward_weight_scratch(shards: Int, fold: Int, size: General) -> Int:

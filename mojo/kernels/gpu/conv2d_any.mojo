@@ -1,8 +1,8 @@
 """Correlation on a GPU for sizes that no other kernel takes, groups of channels and dilation among them: one output a
 thread, everything from global memory.
 
-Sums have the order of conv2d_direct.mojo. Here too is the gradient of the input for strides above 1, groups and dilation,
-where each pixel gathers the taps that used it.
+Sums have the order of conv2d_direct.mojo. Here too is the gradient of the input for groups and dilation, where each pixel
+gathers the taps that used it.
 """
 
 from std.utils.numerics import isnan
@@ -30,7 +30,7 @@ def _sum_at[
                 var i = q * s.S + t * s.D - s.pad_columns
                 var wi = (k * inputs + c) * taps + r * s.T + t
                 comptime if padded:  # of one group
-                    wi = (c * s.K + k) * taps + taps - 1 - r * s.T - t
+                    wi = (c * s.K + k) * s.WR * s.WT + s.turned(r, t)
                     if not (UInt32(h) < UInt32(s.H) and UInt32(i) < UInt32(s.W)):
                         continue
                 sum = rounded[low](
@@ -67,6 +67,7 @@ def _each[
     else:
         comptime padded = form == PADDED
         var v = _sum_at[padded, low](xp, w, Float32(0) if padded else b[unsafe_offset=k], s, n, k, p, q)
+        out = (((n * s.K + k) * s.YP * s.YQ) + s.pixel(p, q)) * LANES + lane
         y[unsafe_offset=shard * Int(y_step) + out] = at_least(v, 0) if s.relu != 0 else v
 
 

@@ -6,7 +6,8 @@ that all its threads share. Every sum is one chain: the bias (0 in a gradient), 
 columns of the kernel in order, whatever the tile.
 
 The gradient of the input of a convolution with stride 1 is a correlation too: of dy, with R - 1 rows and T - 1 columns
-of zeros around, and the weights turned by 180 degrees, output and input channels swapped (`PADDED`).
+of zeros around, and the weights turned by 180 degrees, output and input channels swapped (`PADDED`). With stride S it is
+one of these for each of S x S phases (Shape.phase).
 """
 
 from std.math import ceildiv
@@ -70,8 +71,9 @@ def _share_weights[
         if there:
             comptime if turned:
                 var c = tap
-                var t = split(c, taps)
-                v = w[unsafe_offset=((c_first + c) * s.K + k_first + k + 1) * taps - 1 - t]
+                var t = split(c, s.T)
+                var r = split(c, s.R)
+                v = w[unsafe_offset=((c_first + c) * s.K + k_first + k) * s.WR * s.WT + s.turned(r, t)]
             else:
                 v = w[unsafe_offset=((k_first + k) * s.C + c_first) * taps + tap]
         to[unsafe_offset=tap * KS + k] = rounded[low](v, s.precision)
@@ -225,8 +227,8 @@ def _direct[
             c_first += s.chunk
 
         var held = s.K - k_first if there else 0
-        var plane = s.P * s.Q * LANES
-        var out = (g * s.K + k_first) * plane + (p_first * s.Q + q_first) * LANES + lane
+        var plane = s.YP * s.YQ * LANES
+        var out = (g * s.K + k_first) * plane + s.pixel(p_first, q_first) * LANES + lane
         var yp = y.unsafe_offset(shard * Int(y_step) + out)
         var ap = argmax
         comptime if form == POOLED:
@@ -248,7 +250,7 @@ def _direct[
                     ap = ap.unsafe_offset(plane)
                 else:
                     comptime for j in range(QT):
-                        yp[unsafe_offset=j * LANES] = at_least(acc[k * QT + j], least)
+                        yp[unsafe_offset=j * s.step * LANES] = at_least(acc[k * QT + j], least)
                 yp = yp.unsafe_offset(plane)
 
 
@@ -273,6 +275,7 @@ def correlate[
             return False
         s.k_warps = k_warps
         s.pixel_warps = max(1, WARPS // 2 // k_warps)
+        s.chunk = max(1, min(s.C, SHARED_FLOATS // (one * k_warps)))
         var units = s.G * s.P * ceildiv(s.Q, across)
         var across_k = ceildiv(s.K, k_warps * KT)
         while s.pixel_warps > 1 and blocks(units, s.pixel_warps * TEAMS) * across_k * shards < 2 * MULTIPROCESSORS:

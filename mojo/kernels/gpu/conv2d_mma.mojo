@@ -96,8 +96,7 @@ def _share_factors[
 ):
     """Copies the block's weights of `held` steps as fragments, and where the pixels of their taps are."""
     comptime STEP = ROWS * WARP_SIZE * 8
-    var area = s.R * s.T
-    var taps = s.C * area
+    var taps = s.C * s.R * s.T
     # `while`: a range whose step is not known checks its sign each time.
     var i = thread_idx.x
     while i < held * TERMS:
@@ -124,8 +123,9 @@ def _share_factors[
                     if k < s.K and tap < taps:
                         comptime if padded:
                             var c = tap
-                            var within = split(c, area)
-                            a[4 * h + 2 * r + e] = w[unsafe_offset=(c * s.K + k) * area + area - 1 - within]
+                            var column = split(c, s.T)
+                            var row = split(c, s.R)
+                            a[4 * h + 2 * r + e] = w[unsafe_offset=(c * s.K + k) * s.WR * s.WT + s.turned(row, column)]
                         else:
                             a[4 * h + 2 * r + e] = w[unsafe_offset=k * taps + tap]
         var f = factors[precision, 8](a)
@@ -157,8 +157,7 @@ def _correlate[
     var places = unsafe_stack_allocation[
         MOST_STEPS * TERMS if padded else 1, DType.int32, address_space=AddressSpace.SHARED
     ]()
-    var area = s.R * s.T
-    var taps = s.C * area
+    var taps = s.C * s.R * s.T
     var shard = block_idx.z
     var lane = thread_idx.x % WARP_SIZE
     var t = lane % 4
@@ -255,7 +254,9 @@ def _correlate[
                         if s.relu != 0:
                             v = v.lt(0).select(SIMD[F32, 4](0), v)
                         y.unsafe_offset(
-                            shard * Int(y_step) + (((g * s.K + k) * s.P + p) * s.Q + q_first + j) * LANES + 4 * t
+                            shard * Int(y_step)
+                            + ((g * s.K + k) * s.YP * s.YQ + s.pixel(p, q_first + j)) * LANES
+                            + 4 * t
                         ).unsafe_store[alignment=16](0, v)
 
 

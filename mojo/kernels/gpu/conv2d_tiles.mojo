@@ -6,6 +6,7 @@ to an activation is 64 consecutive bytes.
 """
 
 from std.bit import log2_floor
+from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import get_defined_int, is_nvidia_gpu
 from std.sys._assembly import inlined_assembly
@@ -31,7 +32,7 @@ comptime PLAIN = 0
 comptime PADDED = 1  # the gradient of the input: zeros around, the weights turned
 comptime POOLED = 2  # ReLU, then the maximum of each window; 2 x 2 in conv2d_direct.mojo
 
-comptime FIELDS = 25  # of Shape
+comptime FIELDS = 32  # of Shape
 comptime Sizes = StaticTuple[Int32, FIELDS]
 
 
@@ -67,6 +68,14 @@ struct Shape(TrivialRegisterPassable):
     var units: Int  # of a piece for each team
     var pixel_warps: Int  # warps of a block that differ in their pixels (pieces in conv2d_weight.mojo)
     var tiles: Int  # of pixels that each warp computes, one after the other
+    # Of every stride-th pixel of a gradient with the stride-th taps that reach it (`phase`):
+    var YP: Int  # rows and columns of y in memory
+    var YQ: Int
+    var WR: Int  # rows and columns of w in memory
+    var WT: Int
+    var step: Int  # from one pixel of y, and from one tap, to the next
+    var row: Int  # of the first pixel, and of the first tap
+    var column: Int
 
     @staticmethod
     def forward(size: General, precision: Int, relu: Bool) -> Self:
@@ -88,6 +97,41 @@ struct Shape(TrivialRegisterPassable):
         s.pad_columns = 0
         s.precision = precision
         s.relu = 1 if relu else 0
+        s.YP = s.P
+        s.YQ = s.Q
+        s.row = 0
+        s.column = 0
+        return s
+
+    def phase(self, row: Int, column: Int) -> Self:
+        """The gradient of the input in the pixels from (row, column) on, `S` apart: a correlation of its own with stride 1.
+
+        Dumoulin and Visin, A guide to convolution arithmetic for deep learning (2016), have it as one correlation of a dy
+        with zeros between its pixels; pixels at the same place in a step meet the same taps, and no zeros.
+        """
+        var s = self
+        s.C = self.K
+        s.H = self.P
+        s.W = self.Q
+        s.K = self.C
+        s.P = ceildiv(self.H - row, self.S)
+        s.Q = ceildiv(self.W - column, self.S)
+        s.R = ceildiv(self.R - row, self.S)
+        s.T = ceildiv(self.T - column, self.S)
+        if s.R <= 0 or s.T <= 0:  # no tap: zeros
+            s.C = 0
+            s.R = 1
+            s.T = 1
+        s.pad_rows = s.R - 1
+        s.pad_columns = s.T - 1
+        s.S = 1
+        s.YP = self.H
+        s.YQ = self.W
+        s.WR = self.R
+        s.WT = self.T
+        s.step = self.S
+        s.row = row
+        s.column = column
         return s
 
     @always_inline
@@ -116,6 +160,16 @@ struct Shape(TrivialRegisterPassable):
     def outputs(self) -> Int:
         """Channels of y that read a channel of x."""
         return quotient(self.K, self.groups)
+
+    @always_inline
+    def turned(self, r: Int, t: Int) -> Int:
+        """Which weight of a channel tap (r, t) of a gradient of the input has."""
+        return (self.row + (self.R - 1 - r) * self.step) * self.WT + self.column + (self.T - 1 - t) * self.step
+
+    @always_inline
+    def pixel(self, p: Int, q: Int) -> Int:
+        """Which pixel of y in memory is (p, q)."""
+        return (self.row + p * self.step) * self.YQ + self.column + q * self.step
 
     @always_inline
     def taps(self) -> Int:
