@@ -42,7 +42,6 @@ from .views import (
     OfChannels,
     OfNumber,
     OfRow,
-    OfShared,
     OfTerm,
     Row,
     Rule,
@@ -117,17 +116,12 @@ trait Device:
 
     @staticmethod
     def rows[f: OfRow, operands: Int]() -> Self.Run:
-        """`operands` arguments, then G, F and a number: f of every row (of what is no sample's as well)."""
+        """`operands` arguments, then G, F and a number: f of every row, by teams (also of what is no sample's)."""
         ...
 
     @staticmethod
     def columns[f: OfTerm, operands: Int]() -> Self.Run:
         """The same arguments: adds f(row, i) of all rows to number i of the first operand, for i below F."""
-        ...
-
-    @staticmethod
-    def shared_rows[f: OfShared, operands: Int]() -> Self.Run:
-        """`operands` arguments, then G and F: f of every row, by teams."""
         ...
 
     @staticmethod
@@ -194,10 +188,6 @@ struct Cpu(Device):
         return by_layout[_columns[f, operands, LANES], _columns[f, operands, 1]]
 
     @staticmethod
-    def shared_rows[f: OfShared, operands: Int]() -> Self.Run:
-        return by_layout[_shared_rows[f, operands, LANES], _shared_rows[f, operands, 1]]
-
-    @staticmethod
     def losses[f: OfLoss, operands: Int]() -> Self.Run:
         return by_layout[_losses[f, operands, LANES], _losses[f, operands, 1]]
 
@@ -238,11 +228,6 @@ def _row[L: Int, operands: Int](r: Record, g: Int) -> Row[L]:
         0,
         L,
     )
-
-
-def _rows[f: OfRow, operands: Int, L: Int](r: Record):
-    for g in range(r.int(operands + 1)):
-        f[L](_row[L, operands](r, g))
 
 
 def _columns[f: OfTerm, operands: Int, L: Int](r: Record):
@@ -307,7 +292,7 @@ struct _Alone[samples: Int](Team):
         return (v, place)
 
 
-def _shared_rows[f: OfShared, operands: Int, L: Int](r: Record):
+def _rows[f: OfRow, operands: Int, L: Int](r: Record):
     for g in range(r.int(operands + 1)):
         f(_Alone[L](), _row[L, operands](r, g))
 

@@ -5,55 +5,53 @@ from std.memory import bitcast
 
 from .lanes import F32, Ptr
 from .op import Device, OpOf
-from .views import Row
+from .views import Row, Team
 
 
 # --- layer norm: Ba, Kiros, Hinton 2016. stats are (mean, 1 / standard deviation) of each sample --------------------------
 
 
-def _layer_norm[L: Int](r: Row[L]):
+def _layer_norm[T: Team](team: T, r: Row[T.L]):
     """Arguments y, stats; x, w, b; G, F, eps."""
-    var mean = SIMD[F32, L](0)
-    for f in range(r.F):
+    var mean = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
         mean += r.get(r.c, f, r.F)
-    mean /= Float32(r.F)
-    var square = SIMD[F32, L](0)
-    for f in range(r.F):
+    mean = team.sum(mean) / Float32(r.F)
+    var square = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
         var d = r.get(r.c, f, r.F) - mean
         square += d * d
-    var inverse = 1 / sqrt(square / Float32(r.F) + r.number)
-    r.put(r.b, 0, 2, mean)
-    r.put(r.b, 1, 2, inverse)
-    for f in range(r.F):
+    var inverse = 1 / sqrt(team.sum(square) / Float32(r.F) + r.number)
+    if team.leads(r):
+        r.put(r.b, 0, 2, mean)
+        r.put(r.b, 1, 2, inverse)
+    for f in range(team.part(), r.F, T.K):
         var v = (r.get(r.c, f, r.F) - mean) * inverse
         r.put(r.a, f, r.F, v * r.at(r.d, f) + r.at(r.e, f))
 
 
-@always_inline
-def _normalized[L: Int](r: Row[L], x: Ptr, stats: Ptr, f: Int) -> SIMD[F32, L]:
-    return (r.get(x, f, r.F) - r.get(stats, 0, 2)) * r.get(stats, 1, 2)
-
-
-def _layer_norm_input[L: Int](r: Row[L]):
+def _layer_norm_input[T: Team](team: T, r: Row[T.L]):
     """Arguments dx; dy, x, stats, w; G, F."""
-    var s = SIMD[F32, L](0)
-    var t = SIMD[F32, L](0)
-    for f in range(r.F):
+    var mean = r.get(r.d, 0, 2)
+    var inverse = r.get(r.d, 1, 2)
+    var s = SIMD[F32, T.L](0)
+    var t = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
         var g = r.get(r.b, f, r.F) * r.at(r.e, f)
         s += g
-        t += g * _normalized(r, r.c, r.d, f)
-    s /= Float32(r.F)
-    t /= Float32(r.F)
-    for f in range(r.F):
+        t += g * ((r.get(r.c, f, r.F) - mean) * inverse)
+    s = team.sum(s) / Float32(r.F)
+    t = team.sum(t) / Float32(r.F)
+    for f in range(team.part(), r.F, T.K):
         var g = r.get(r.b, f, r.F) * r.at(r.e, f)
-        var v = g - s - _normalized(r, r.c, r.d, f) * t
-        r.put(r.a, f, r.F, v * r.get(r.d, 1, 2))
+        var v = g - s - (r.get(r.c, f, r.F) - mean) * inverse * t
+        r.put(r.a, f, r.F, v * inverse)
 
 
 @always_inline
 def _layer_norm_weight[L: Int](r: Row[L], f: Int) -> SIMD[F32, L]:
     """Arguments +dw; dy, x, stats; G, F."""
-    return r.get(r.b, f, r.F) * _normalized(r, r.c, r.d, f)
+    return r.get(r.b, f, r.F) * ((r.get(r.c, f, r.F) - r.get(r.d, 0, 2)) * r.get(r.d, 1, 2))
 
 
 @always_inline
@@ -62,18 +60,18 @@ def _layer_norm_bias[L: Int](r: Row[L], f: Int) -> SIMD[F32, L]:
     return r.get(r.b, f, r.F)
 
 
-def _top_k[L: Int](r: Row[L]):
+def _top_k[T: Team](team: T, r: Row[T.L]):
     """Arguments y; x, labels; G, F, k. Of equal numbers the first counts as larger, as in the loss ops."""
-    var label = bitcast[DType.int32, L](r.get(r.c, 0, 1))
-    var mine = SIMD[F32, L](0)
-    for f in range(r.F):
-        mine = label.eq(Int32(f)).select(r.get(r.b, f, r.F), mine)
-    var larger = SIMD[F32, L](0)
-    for f in range(r.F):
+    var label = bitcast[DType.int32, T.L](r.get(r.c, 0, 1))
+    var mine = r.pick(r.b, label)
+    var larger = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
         var v = r.get(r.b, f, r.F)
         var before = label.gt(Int32(f)) & v.eq(mine)
         larger += (v.gt(mine) | before).cast[F32]()
-    r.put(r.a, 0, 1, larger.lt(r.number).cast[F32]())
+    larger = team.sum(larger)
+    if team.leads(r):
+        r.put(r.a, 0, 1, larger.lt(r.number).cast[F32]())
 
 
 def ops[D: Device]() -> List[OpOf[D.Run]]:

@@ -100,14 +100,7 @@ comptime NLL = 2  # writes nothing
 def _at_label[L: Int](r: Row[L], x: Ptr, label: SIMD[I32, L]) -> SIMD[F32, L]:
     """x[label] of each lane, 0 for lanes without a sample. NaN, which the check of a step finds, where there is no such
     class."""
-    var v = label.ge(Int32(r.F)).select(SIMD[F32, L](nan[F32]()), 0)
-    comptime if L == 1:
-        if 0 <= Int(label[0]) < r.F:
-            v = r.get(x, Int(label[0]), r.F)
-    else:
-        for f in range(r.F):
-            v = label.eq(Int32(f)).select(r.get(x, f, r.F), v)
-    return v
+    return label.ge(Int32(r.F)).select(SIMD[F32, L](nan[F32]()), r.pick(x, label))
 
 
 @always_inline
@@ -193,10 +186,10 @@ def _nll_backward[L: Int](c: Cell[L], z: Classes):
 def ops[D: Device]() -> List[OpOf[D.Run]]:
     """The ops of this file."""
     return [
-        OpOf("softmax_forward", "y; x; G, F", D.shared_rows[_softmax, 2]()),
-        OpOf("softmax_backward", "dx; dy, y; G, F", D.shared_rows[_softmax_backward, 3]()),
-        OpOf("log_softmax_forward", "y; x; G, F", D.shared_rows[_log_softmax, 2]()),
-        OpOf("log_softmax_backward", "dx; dy, y; G, F", D.shared_rows[_log_softmax_backward, 3]()),
+        OpOf("softmax_forward", "y; x; G, F", D.rows[_softmax, 2]()),
+        OpOf("softmax_backward", "dx; dy, y; G, F", D.rows[_softmax_backward, 3]()),
+        OpOf("log_softmax_forward", "y; x; G, F", D.rows[_log_softmax, 2]()),
+        OpOf("log_softmax_backward", "dx; dy, y; G, F", D.rows[_log_softmax_backward, 3]()),
         OpOf("cross_entropy_forward", "stats, p; x, labels; G, F", D.losses[_cross_entropy, 4]()),
         OpOf("cross_entropy_backward", "dx; dloss, p, labels; G, F", D.cells[Classes, _cross_entropy_backward, 4]()),
         OpOf("nll_forward", "stats; x, labels; G, F", D.losses[_nll, 3]()),

@@ -46,12 +46,21 @@ struct Row[L: Int](TrivialRegisterPassable):
         store[Self.L](p, i, v)
 
     @always_inline
+    def pick(self, p: Ptr, places: SIMD[DType.int32, Self.L]) -> SIMD[F32, Self.L]:
+        """A feature of F for each sample; 0 where there is no such feature."""
+        var v = SIMD[F32, Self.L](0)
+        comptime for i in range(Self.L):
+            var f = Int(places[i])
+            if 0 <= f < self.F:
+                v[i] = p[unsafe_offset=(self.group * self.F + f) * self.stride + self.lane + i]
+        return v
+
+    @always_inline
     def at(self, p: Ptr, f: Int) -> SIMD[F32, Self.L]:
         """Number f of a parameter, for all samples."""
         return SIMD[F32, Self.L](p[unsafe_offset=f])
 
 
-comptime OfRow = def[L: Int](Row[L]) thin
 comptime OfTerm = def[L: Int](Row[L], Int) thin -> SIMD[F32, L]
 
 
@@ -172,8 +181,8 @@ struct Weights[R: Rule](TrivialRegisterPassable):
 
 
 trait Team(TrivialRegisterPassable):
-    """The threads that share a row of many features: each takes features part(), part() + K, ... What they have found is put
-    together in an order that K alone fixes.
+    """The threads that share a row: each takes features part(), part() + K, ... What they have found is put together in an order
+    that K alone fixes. A GPU's team may find a row without features; it has to call `sum` and `best` all the same.
     """
 
     comptime K: Int  # how many they are; 1 on a CPU
@@ -182,6 +191,11 @@ trait Team(TrivialRegisterPassable):
     def part(self) -> Int:
         """The first feature of this thread."""
         ...
+
+    @always_inline
+    def leads(self, r: Row[Self.L]) -> Bool:
+        """True for the one thread that writes what a row has once."""
+        return self.part() == 0 and r.F > 0
 
     def sum(self, v: SIMD[F32, Self.L]) -> SIMD[F32, Self.L]:
         """The sum over the team."""
@@ -203,7 +217,7 @@ struct Loss[L: Int](TrivialRegisterPassable):
     var right: SIMD[DType.bool, Self.L]  # and is what was predicted
 
 
-comptime OfShared = def[T: Team](T, Row[T.L]) thin
+comptime OfRow = def[T: Team](T, Row[T.L]) thin
 comptime OfLoss = def[T: Team](T, Row[T.L]) thin -> Loss[T.L]
 
 

@@ -214,6 +214,67 @@ def losses(G: int, F: int) -> Iterator[Case]:
     )
 
 
+def normed(G: int, F: int, fold: int = 1) -> Iterator[Case]:
+    """Layer norm with its gradients."""
+    n = G * F * LANES
+    yield Case(
+        f"layer_norm {G}x{F} fold={fold}",
+        [
+            *(w("y", n, "zero"), w("t", 2 * G * LANES, "zero"), w("x", n), p("w", F), p("b", F)),
+            *(w("dx", n, "zero"), w("dy", n), g("dw", F), g("db", F)),
+        ],
+        [
+            ("layer_norm_forward", "y", "t", "x", "w", "b", G, F, 1e-5),
+            ("layer_norm_backward_input", "dx", "dy", "x", "t", "w", G, F),
+            ("layer_norm_backward_weight", "dw", "dy", "x", "t", G, F),
+            ("layer_norm_backward_bias", "db", "dy", G, F),
+        ],
+        fold=fold,
+    )
+
+
+def channels(G: int, C: int, P: int, N: int = -1) -> Iterator[Case]:
+    """Batch norm with its gradients; N: the samples that count."""
+    n = G * C * P * LANES
+    each = [w(name, C, "zero") for name in ("dw", "db")] + [w(name, C) for name in ("w", "b", "m")]
+    for relu in (0, 1):
+        yield Case(
+            f"batch_norm {G}x{C}x{P}, {N} samples, relu={relu}",
+            [
+                *each,
+                w("v", C, "zero"),
+                w("y", n, "zero"),
+                w("t", 3 * C, "zero"),
+                w("x", n),
+                w("dx", n, "zero"),
+                w("dy", n),
+            ],
+            [
+                ("fill", "v", 0.7, C),
+                ("batch_norm_forward", "y", "t", "x", "w", "b", "m", "v", G, C, P, N, 1e-5, 0, 0, relu),
+                ("batch_norm_forward", "y", "t", "x", "w", "b", "m", "v", G, C, P, N, 1e-5, 1, 0, relu),
+                ("batch_norm_backward", "dx", "dw", "db", "dy", "x", "t", "w", "b", G, C, P, N, 1, relu),
+            ],
+        )
+
+
+def rows_of_a_table(n: int, V: int, F: int) -> Iterator[Case]:
+    """Rows by their numbers, of which some are none, and their gradients."""
+    yield Case(
+        f"take {n} of {V}x{F}",
+        [
+            *(w("y", n * F, "zero", True), w("x", V * F), w("i", n), w("j", n), w("k", n, "zero", True)),
+            *(w("dy", n * F), w("dx", V * F, "zero", True)),
+        ],
+        [
+            ("multiply", "j", "i", "i", n),
+            ("scale", "j", "j", V / 2, n),
+            ("to_int32", "k", "j", n),
+            ("take_backward", "dx", "dy", "k", n, V, F),
+        ],
+    )
+
+
 def others() -> Iterator[Case]:
     for C, H in ((1, 28), (3, 9)):
         F = C * H * H
@@ -327,8 +388,14 @@ def cases() -> Iterator[Case]:
         yield from pools(*pool)
     for n in (16, 4096, 1008):
         yield from elementwise(n)
-    for G, F in ((2, 10), (1, 3), (2, 100)):
+    for G, F in ((2, 10), (1, 3), (2, 100), (13, 76), (3, 300)):
         yield from losses(G, F)
+    for G, F, fold in ((2, 10, 1), (5, 128, 4), (11, 200, 8), (1, 7, 2)):
+        yield from normed(G, F, fold)
+    for sizes in ((2, 5, 1), (2, 3, 35), (1, 4, 33, 11), (3, 2, 100, 37), (2, 1, 1200)):
+        yield from channels(*sizes)
+    for sizes in ((50, 7, 5), (700, 19, 300), (3, 40, 1)):
+        yield from rows_of_a_table(*sizes)
     yield from others()
 
 

@@ -1,25 +1,33 @@
-"""Channels (views.Channel) on a GPU: a block computes one of a shard, thread t every 256th number; halves are added, which is not
-the order of the CPU.
+"""Channels (views.Channel) on a GPU: a block computes one of a shard, four neighbouring numbers of a thread at a time; its sums are
+put together as a tree over the threads, which is not the order of the CPU.
+
+A block has as many threads as give each some eight quads, which depends on the sizes of a shard alone: many small channels run
+side by side then, and of large ones so few that what a block reads two or three times stays in the cache.
 """
 
+from std.bit import log2_floor
+from std.math import iota
+from std.memory import unsafe_stack_allocation
 from std.utils import StaticTuple
 
-from max.gpu import barrier, block_idx, thread_idx
+from max.gpu import AddressSpace, barrier, block_idx, thread_idx
+from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES, Ptr
 from ..record import sizes_of
 from ..views import Channel, Channels, OfChannels, Two
 from .launch import Launch, Queue, Sent, StepContextPtr
-from .quads import THREADS, block_sum
+from .quads import QUADS, load4, store4
 
 comptime MOST = 8  # operands
+comptime WARP = 32
 
 
 @fieldwise_init
-struct _Block(Channel):
+struct _Block[threads: Int](Channel):
     """One channel, by all threads of a block."""
 
-    comptime L = 1
+    comptime L = 4
     var z: OfChannels
     var live: Int  # samples that count
 
@@ -38,17 +46,17 @@ struct _Block(Channel):
     @staticmethod
     @always_inline
     def load[whole: Bool](p: Ptr, at: Int, own: Int) -> SIMD[F32, Self.L]:
-        return p[unsafe_offset=at] if own > 0 else 0
+        return Self.own[whole](load4(p, at), own)
 
     @staticmethod
     @always_inline
     def own[whole: Bool](v: SIMD[F32, Self.L], own: Int) -> SIMD[F32, Self.L]:
-        return v if own > 0 else 0
+        return iota[DType.int32, Self.L]().lt(Int32(own)).select(v, SIMD[F32, Self.L](0))
 
     @staticmethod
     @always_inline
     def store[whole: Bool](p: Ptr, at: Int, v: SIMD[F32, Self.L], there: Int):
-        p[unsafe_offset=at] = v[0]
+        store4(p, at, v)
 
     @always_inline
     def fold[B: def[whole: Bool](Int, Int, Two[Self.L]) -> Two[Self.L], //, both: Bool](self, body: B) -> Two[1]:
@@ -59,28 +67,53 @@ struct _Block(Channel):
             sums = body[whole](at, own, sums)
 
         self.each(add)
-        var s = _summed(sums.s[0])
-        return Two[1](s, _summed(sums.t[0]) if both else 0)
+        comptime w = 2 if both else 1
+        var mine = SIMD[F32, w]((sums.s[0] + sums.s[1]) + (sums.s[2] + sums.s[3]))
+        comptime if both:
+            mine[1] = (sums.t[0] + sums.t[1]) + (sums.t[2] + sums.t[3])
+        var all = _summed[Self.threads](mine)
+        return Two[1](all[0], all[w - 1])
 
     @always_inline
     def each[B: def[whole: Bool](Int, Int, Int) -> None, //](self, body: B):
-        var plane = self.z.P * LANES
-        for i in range(thread_idx.x, self.z.G * plane, THREADS):
-            var g = i // plane
-            var own = Int(g * LANES + i % LANES < self.live)
-            body[False]((g * self.z.C + block_idx.x) * plane + i % plane, own, 1)
+        var n = UInt32(self.z.P * QUADS)  # quads of a plane
+        var g = UInt32(thread_idx.x) // n
+        var i = UInt32(thread_idx.x) - g * n
+        var groups = UInt32(Self.threads) // n  # from one quad of this thread to the next
+        var rest = UInt32(Self.threads) - groups * n
+        while g < UInt32(self.z.G):
+            var own = self.live - Int(g) * LANES - Int(i % UInt32(QUADS)) * Self.L
+            var at = (Int(g) * self.z.C + block_idx.x) * self.z.P * LANES + Self.L * Int(i)
+            body[False](at, own, Self.L)
+            g += groups
+            i += rest
+            if i >= n:
+                i -= n
+                g += 1
 
 
 @always_inline
-def _summed(value: Float32) -> Float32:
-    """The sum over the block, for all its threads."""
-    var s = block_sum[THREADS](value)
+def _summed[w: Int, //, threads: Int](mine: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The sums over the block, for all its threads."""
+    comptime WARPS = threads // WARP
+    var v = mine
+    comptime for level in range(5):
+        comptime for i in range(w):
+            v[i] += shuffle_xor(v[i], UInt32(1 << level))
+    var found = unsafe_stack_allocation[WARPS, SIMD[F32, w], address_space=AddressSpace.SHARED]()
+    barrier()  # what an earlier call left there has been read
+    if thread_idx.x % WARP == 0:
+        found[unsafe_offset=thread_idx.x // WARP] = v
     barrier()
-    return s
+    v = found[unsafe_offset=thread_idx.x % WARPS]
+    comptime for level in range(log2_floor(WARPS)):
+        comptime for i in range(w):
+            v[i] += shuffle_xor(v[i], UInt32(1 << level))
+    return v
 
 
 def _channels[
-    A: Channels, f: def[T: Channel](T, A) thin
+    A: Channels, f: def[T: Channel](T, A) thin, threads: Int
 ](sent: Sent[A], strides: Sent[StaticTuple[Int, MOST]], ctx: StepContextPtr):
     var a = sent.sizes
     comptime for i in range(min(MOST, reflect[A].field_count())):
@@ -88,7 +121,7 @@ def _channels[
             ref place = reflect[A].field_ref[i](a)
             Pointer(to=place).unsafe_bitcast[Int]()[] += 4 * block_idx.y * strides.sizes[i]
     var z = a.sizes()
-    f(_Block(z, z.N if z.N >= 0 else ctx[].valid(block_idx.y)), a)
+    f(_Block[threads](z, z.N if z.N >= 0 else ctx[].valid(block_idx.y)), a)
 
 
 def enqueue_channels[A: Channels, f: def[T: Channel](T, A) thin](q: Queue, r: Launch) raises:
@@ -97,6 +130,17 @@ def enqueue_channels[A: Channels, f: def[T: Channel](T, A) thin](q: Queue, r: La
     var strides = StaticTuple[Int, MOST](fill=0)
     for i in range(MOST):
         strides[i] = r.stride(1 + i)
-    q.enqueue_function[_channels[A, f]](
-        Sent(a), Sent(strides), r.context, grid_dim=(a.sizes().C, r.shards), block_dim=THREADS
-    )
+
+    @always_inline
+    def launch[threads: Int]() raises {imm}:
+        q.enqueue_function[_channels[A, f, threads]](
+            Sent(a), Sent(strides), r.context, grid_dim=(a.sizes().C, r.shards), block_dim=threads
+        )
+
+    var quads = a.sizes().G * a.sizes().P * QUADS
+    if quads <= 512:
+        launch[64]()
+    elif quads <= 4096:
+        launch[256]()
+    else:
+        launch[1024]()

@@ -20,17 +20,15 @@ from ..views import (
     OfLoss,
     OfNumber,
     OfRow,
-    OfShared,
     OfTerm,
     Rule,
     Shard,
     Weights,
 )
 from .channels import enqueue_channels
-from .lane_parts import Rows, enqueue_losses, enqueue_shared_rows
+from .lane_parts import enqueue_columns, enqueue_losses, enqueue_rows
 from .launch import Enqueue, GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks, call
 from .quads import THREADS, aligned, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
-from .reduce import tree
 
 
 struct OnGpu(Device):
@@ -52,15 +50,11 @@ struct OnGpu(Device):
 
     @staticmethod
     def rows[f: OfRow, operands: Int]() -> Self.Run:
-        return _enqueue_rows[f, operands]
+        return enqueue_rows[f, operands]
 
     @staticmethod
     def columns[f: OfTerm, operands: Int]() -> Self.Run:
-        return _enqueue_columns[f, operands]
-
-    @staticmethod
-    def shared_rows[f: OfShared, operands: Int]() -> Self.Run:
-        return enqueue_shared_rows[f, operands]
+        return enqueue_columns[f, operands]
 
     @staticmethod
     def losses[f: OfLoss, operands: Int]() -> Self.Run:
@@ -144,55 +138,6 @@ def _enqueue2[f: Of2](q: Queue, r: Launch) raises:
     var u = r.op(2)
     var v = r.op(3)
     q.enqueue_function[_map2[f]](y, u, v, Int64(n), grid_dim=(blocks(n, 4 * THREADS), r.shards), block_dim=THREADS)
-
-
-# --- rows and columns: a thread has a sample, or a feature of all samples of a gradient buffer -----------------------------
-
-
-def _rows[f: OfRow](sent: Sent[Rows]):
-    var rows = sent.sizes
-    var i = index()
-    if i < rows.G * LANES:
-        f[1](rows.row(block_idx.y, i // LANES, i % LANES))
-
-
-def _enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
-    var rows = Rows.read[operands](r)
-    q.enqueue_function[_rows[f]](Sent(rows), grid_dim=(blocks(rows.G * LANES, THREADS), r.shards), block_dim=THREADS)
-
-
-def _columns[f: OfTerm](sent: Sent[Rows], shards: Int32, fold: Int32, accumulate: Int32):
-    var rows = sent.sizes
-    var i = index()
-    if i >= rows.F:
-        return
-    var first = block_idx.y * Int(fold)
-
-    @always_inline
-    def of_shard_(j: Int) {imm} -> SIMD[F32, 1]:
-        var s = Float32(0)
-        for g in range(rows.G):
-            for lane in range(LANES):
-                s += f[1](rows.row(first + j, g, lane), i)[0]
-        return s
-
-    var s = tree[1](of_shard_, min(Int(fold), Int(shards) - first))
-    var y = of_shard(rows.a)
-    if accumulate != 0:
-        s += y[unsafe_offset=i]
-    y[unsafe_offset=i] = s[0]
-
-
-def _enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
-    var rows = Rows.read[operands](r)
-    q.enqueue_function[_columns[f]](
-        Sent(rows),
-        Int32(r.shards),
-        Int32(r.fold),
-        Int32(r.accumulate),
-        grid_dim=(blocks(rows.F, THREADS), ceildiv(r.shards, r.fold)),
-        block_dim=THREADS,
-    )
 
 
 # --- places of planes -----------------------------------------------------------------------------------------------------

@@ -1,100 +1,128 @@
-"""Rows that threads share (views.Team), for softmax and losses: sums and maxima over the threads of a lane, in a fixed order.
+"""Rows that threads share (views.Team), for softmax, layer norm and losses, and sums over rows: in a fixed order.
 
-A lane's F classes are divided among K threads, which take every K-th; K depends on F alone. What the K threads have summed is
-added as a tree over them, so sums are not in the CPU's order, and exp and log differ in a last bit. Counts are the same.
+A thread has four samples side by side, 16 bytes of each feature, and K threads share them: they take every K-th of the F
+features; K depends on F alone. What the K threads have summed is added as a tree over them, so sums are not in the CPU's order,
+and exp and log differ in a last bit. Counts are the same.
 
-Thread t of a block has lane t % L, part t // L % K of its classes, and group t // (L K) of the block. Each function has
-shared memory of its own and one barrier. Two of them that take turns may stand in a loop: before a thread writes again,
-all have passed the barrier of the other.
+Thread t of a block has samples 4 (t % 4) .. + 3, part t // 4 % K of the features, and group t // (4 K) of the block, so 32 threads read
+eight features at once. They exchange what they found by shuffles, the eighths of a team through shared memory.
 """
 
+from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
 from max.gpu import AddressSpace, barrier, block_dim, block_idx, thread_idx
+from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES, Ptr
-from ..views import OfLoss, OfShared, Row, Team
+from ..views import OfLoss, OfRow, OfTerm, Row, Team
 from .launch import Launch, Operand, Queue, Sent, StepContextPtr, blocks
-from .quads import THREADS, of_shard
+from .quads import QUADS, THREADS, Four, in_lanes, of_shard
+from .reduce import tree
 
+comptime QUAD = LANES // QUADS  # samples of a thread
+comptime WARP = 32  # threads that exchange by shuffles, on every GPU
 comptime MOST_THREADS = 512  # of a block
-comptime FEW = 32  # classes: up to here 4 threads per lane, beyond 16
-comptime Stats = SIMD[F32, 4]  # sum of losses, samples, right predictions, 0; counts are exact up to 2^24
+comptime FEW = 128  # features: up to here 16 threads share a row, beyond 64
 
 
 @always_inline
-def first_part[K: Int]() -> Int:
-    """The thread that has part 0 of this thread's lane."""
-    var t = thread_idx.x
-    return t // (LANES * K) * (LANES * K) + t % LANES
+def _across[dtype: DType, //](v: SIMD[dtype, QUAD], distance: Int) -> SIMD[dtype, QUAD]:
+    """What the thread so far away has; distances are powers of two below 32."""
+    var other = v
+    comptime for i in range(QUAD):
+        other[i] = shuffle_xor(v[i], UInt32(distance))
+    return other
 
 
 @always_inline
-def _tree[K: Int](mut v: Array[Float32, K]) -> Float32:
-    comptime half = K // 2
+def _halved[n: Int](mut v: Array[Four, n]) -> Four:
+    """Their sum, halves added to halves."""
+    comptime half = n // 2
     comptime for i in range(half):
         v[i] += v[i + half]
     comptime if half > 1:
-        var rest = Array[Float32, half](fill=0)
+        var rest = Array[Four, half](fill=0)
         comptime for i in range(half):
             rest[i] = v[i]
-        return _tree[half](rest)
+        return _halved[half](rest)
     else:
         return v[0]
 
 
-@always_inline
-def sum_parts[K: Int](value: Float32) -> Float32:
-    """The sum over the parts of a lane, in all its threads."""
-    var shared = unsafe_stack_allocation[MOST_THREADS, Float32, address_space=AddressSpace.SHARED]()
-    shared[unsafe_offset=thread_idx.x] = value
-    barrier()
-    var v = Array[Float32, K](fill=0)
-    comptime for k in range(K):
-        v[k] = shared[unsafe_offset=first_part[K]() + k * LANES]
-    return _tree[K](v)
-
-
-@always_inline
-def best_part[K: Int](value: Float32, place: Int32) -> Tuple[Float32, Int32]:
-    """The largest value over the parts of a lane and its place, the smallest of equals."""
-    var values = unsafe_stack_allocation[MOST_THREADS, Float32, address_space=AddressSpace.SHARED]()
-    var places = unsafe_stack_allocation[MOST_THREADS, Int32, address_space=AddressSpace.SHARED]()
-    values[unsafe_offset=thread_idx.x] = value
-    places[unsafe_offset=thread_idx.x] = place
-    barrier()
-    var best = values[unsafe_offset=first_part[K]()]
-    var at = places[unsafe_offset=first_part[K]()]
-    comptime for k in range(1, K):
-        var v = values[unsafe_offset=first_part[K]() + k * LANES]
-        var p = places[unsafe_offset=first_part[K]() + k * LANES]
-        if v > best or (v == best and p < at):
-            best = v
-            at = p
-    return (best, at)
-
-
 @fieldwise_init
 struct Threads[threads: Int](Team):
-    """Threads of a lane."""
+    """Threads with the same four samples, eight of them in each warp that has a part of the team."""
 
     comptime K = Self.threads
-    comptime L = 1
+    comptime L = QUAD
+    comptime WARPS = Self.K * QUADS // WARP
 
     @always_inline
     def part(self) -> Int:
-        return thread_idx.x // LANES % Self.K
+        return thread_idx.x // QUADS % Self.K
+
+    @staticmethod
+    @always_inline
+    def shared[dtype: DType]() -> Pointer[SIMD[dtype, QUAD], MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
+        """Room for what the warps of a block have found, for each its QUADS quads."""
+        return unsafe_stack_allocation[
+            MOST_THREADS // WARP * QUADS, SIMD[dtype, QUAD], address_space=AddressSpace.SHARED
+        ]()
+
+    @staticmethod
+    @always_inline
+    def slot(warp: Int) -> Int:
+        """Where a warp of the block has what it found for this thread's samples."""
+        return warp * QUADS + thread_idx.x % QUADS
+
+    @staticmethod
+    @always_inline
+    def first() -> Int:
+        """The first warp of this team."""
+        return thread_idx.x // WARP // Self.WARPS * Self.WARPS
 
     @always_inline
     def sum(self, v: SIMD[F32, Self.L]) -> SIMD[F32, Self.L]:
-        return sum_parts[Self.K](v[0])
+        var s = v
+        comptime for level in range(3):
+            s += _across(s, QUADS << level)
+        var found = Self.shared[F32]()
+        barrier()  # what an earlier call left there has been read
+        if thread_idx.x % WARP < QUADS:
+            found[unsafe_offset=Self.slot(thread_idx.x // WARP)] = s
+        barrier()
+        var all = Array[Four, Self.WARPS](fill=0)
+        comptime for k in range(Self.WARPS):
+            all[k] = found[unsafe_offset=Self.slot(Self.first() + k)]
+        return _halved(all)
 
     @always_inline
     def best(
         self, v: SIMD[F32, Self.L], place: SIMD[DType.int32, Self.L]
     ) -> Tuple[SIMD[F32, Self.L], SIMD[DType.int32, Self.L]]:
-        var top = best_part[Self.K](v[0], place[0])
-        return (SIMD[F32, Self.L](top[0]), SIMD[DType.int32, Self.L](top[1]))
+        var best = v
+        var at = place
+
+        @always_inline
+        def take(other: SIMD[F32, Self.L], there: SIMD[DType.int32, Self.L]) {mut best, mut at}:
+            var better = other.gt(best) | (other.eq(best) & there.lt(at))
+            best = better.select(other, best)
+            at = better.select(there, at)
+
+        comptime for level in range(3):
+            take(_across(best, QUADS << level), _across(at, QUADS << level))
+        var values = Self.shared[F32]()
+        var places = Self.shared[DType.int32]()
+        barrier()
+        if thread_idx.x % WARP < QUADS:
+            values[unsafe_offset=Self.slot(thread_idx.x // WARP)] = best
+            places[unsafe_offset=Self.slot(thread_idx.x // WARP)] = at
+        barrier()
+        comptime for k in range(Self.WARPS):
+            var i = Self.slot(Self.first() + k)
+            take(values[unsafe_offset=i], places[unsafe_offset=i])
+        return (best, at)
 
 
 @fieldwise_init
@@ -125,10 +153,10 @@ struct Rows(TrivialRegisterPassable):
         )
 
     @always_inline
-    def row(self, shard: Int, g: Int, lane: Int) -> Row[1]:
-        """A sample of group g; beyond the groups, a row without features."""
+    def row(self, shard: Int, g: Int) -> Row[QUAD]:
+        """This thread's four samples of group g; beyond the groups, rows without features."""
         var there = g < self.G
-        return Row[1](
+        return Row[QUAD](
             self.a.at(shard),
             self.b.at(shard),
             self.c.at(shard),
@@ -137,31 +165,90 @@ struct Rows(TrivialRegisterPassable):
             self.F if there else 0,
             self.number,
             g if there else 0,
-            lane,
+            thread_idx.x % QUADS * QUAD,
             LANES,
         )
 
 
-def _shared_rows[f: OfShared, K: Int](sent: Sent[Rows]):
-    comptime GROUPS = THREADS // (LANES * K)
-    var g = block_idx.x * GROUPS + thread_idx.x // (LANES * K)
-    f(Threads[K](), sent.sizes.row(block_idx.y, g, thread_idx.x % LANES))
+def _rows[f: OfRow, K: Int](sent: Sent[Rows]):
+    comptime GROUPS = THREADS // (QUADS * K)
+    f(Threads[K](), sent.sizes.row(block_idx.y, block_idx.x * GROUPS + thread_idx.x // (QUADS * K)))
 
 
-def enqueue_shared_rows[f: OfShared, operands: Int](q: Queue, r: Launch) raises:
+def enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
     """Computes f of every row."""
     var rows = Rows.read[operands](r)
+    in_lanes(rows.a, rows.b)
 
     @always_inline
     def launch[K: Int]() raises {imm}:
-        q.enqueue_function[_shared_rows[f, K]](
-            Sent(rows), grid_dim=(blocks(rows.G, THREADS // (LANES * K)), r.shards), block_dim=THREADS
+        q.enqueue_function[_rows[f, K]](
+            Sent(rows), grid_dim=(blocks(rows.G, THREADS // (QUADS * K)), r.shards), block_dim=THREADS
         )
 
     if rows.F <= FEW:
-        launch[4]()
-    else:
         launch[16]()
+    else:
+        launch[64]()
+
+
+# --- sums over rows ---------------------------------------------------------------------------------------------------------
+# Eight features of a block: a warp reads them of a group at once, the warps take turns with the groups. Each shard is summed by
+# itself: four samples of a thread, its neighbours', then the warps'.
+
+comptime FEATURES = WARP // QUADS
+comptime STRANDS = THREADS // WARP
+comptime MOST_FOLD = 8  # shards that share a gradient buffer (launch.Launch)
+
+
+def _columns[f: OfTerm](sent: Sent[Rows], shards: Int32, fold: Int32, accumulate: Int32):
+    var rows = sent.sizes
+    var strand = thread_idx.x // WARP
+    var feature = thread_idx.x // QUADS % FEATURES
+    var i = block_idx.x * FEATURES + feature
+    var first = block_idx.y * Int(fold)
+    var n = min(Int(fold), Int(shards) - first)
+    var found = unsafe_stack_allocation[MOST_FOLD * STRANDS * FEATURES, Float32, address_space=AddressSpace.SHARED]()
+    for j in range(n):
+        var s = Four(0)
+        if i < rows.F:
+            for g in range(strand, rows.G, STRANDS):
+                s += f(rows.row(first + j, g), i)
+        var all = (s[0] + s[1]) + (s[2] + s[3])
+        comptime for level in range(2):
+            all += shuffle_xor(all, UInt32(1 << level))
+        if thread_idx.x % QUADS == 0:
+            found[unsafe_offset=(j * STRANDS + strand) * FEATURES + feature] = all
+    barrier()
+    if strand > 0 or thread_idx.x % QUADS > 0 or i >= rows.F:
+        return
+
+    @always_inline
+    def of_shard_(j: Int) {imm} -> SIMD[F32, 1]:
+        var v = Array[Float32, STRANDS](fill=0)
+        comptime for k in range(STRANDS):
+            v[k] = found[unsafe_offset=(j * STRANDS + k) * FEATURES + feature]
+        return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
+
+    var s = tree[1](of_shard_, n)
+    var y = of_shard(rows.a)
+    if accumulate != 0:
+        s += y[unsafe_offset=i]
+    y[unsafe_offset=i] = s[0]
+
+
+def enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
+    """Adds f of all rows, of every shard of a gradient buffer."""
+    var rows = Rows.read[operands](r)
+    in_lanes(rows.b)
+    q.enqueue_function[_columns[f]](
+        Sent(rows),
+        Int32(r.shards),
+        Int32(r.fold),
+        Int32(r.accumulate),
+        grid_dim=(blocks(rows.F, FEATURES), ceildiv(r.shards, r.fold)),
+        block_dim=THREADS,
+    )
 
 
 # --- losses ----------------------------------------------------------------------------------
@@ -173,44 +260,34 @@ def _losses[f: OfLoss, K: Int](sent: Sent[Rows], scaled: Int32, ctx: StepContext
     var rows = sent.sizes
     var team = Threads[K]()
     rows.number = ctx[].loss_scale if scaled == 1 else 1
-    var sums = Stats(0)
-    for first in range(0, rows.G, block_dim.x // (LANES * K)):
-        if first > 0:
-            barrier()  # before shared memory is written again
-        var g = first + thread_idx.x // (LANES * K)
-        var one = f(team, rows.row(block_idx.y, g, thread_idx.x % LANES))
-        if team.part() == 0 and g < rows.G:
-            sums += Stats(one.loss[0], Float32(Int32(one.counts[0])), Float32(Int32(one.right[0])), 0)
-    _write_stats[K](of_shard(rows.a), sums)
-
-
-@always_inline
-def _write_stats[K: Int](stats: Ptr, mine: Stats):
-    """Adds the lanes and groups of the threads with part 0."""
-    var all = unsafe_stack_allocation[MOST_THREADS // K, Stats, address_space=AddressSpace.SHARED]()
-    var t = thread_idx.x
-    var lane = t % LANES
-    var part = t // LANES % K
-    var i = t // (LANES * K) * LANES + lane
-    if part == 0:
-        all[unsafe_offset=i] = mine
+    var group = thread_idx.x // (QUADS * K)
+    var groups = block_dim.x // (QUADS * K)
+    var sums = Array[Four, 3](fill=0)  # losses; samples and right predictions: counts are exact up to 2^24
+    for first in range(0, rows.G, groups):
+        var one = f(team, rows.row(block_idx.y, first + group))
+        if first + group < rows.G:
+            sums[0] += one.loss
+            sums[1] += one.counts.cast[F32]()
+            sums[2] += one.right.cast[F32]()
+    var all = unsafe_stack_allocation[MOST_THREADS // QUADS // K * 3, Float32, address_space=AddressSpace.SHARED]()
+    comptime for i in range(3):
+        sums[i] += _across(sums[i], 2)
+        sums[i] += _across(sums[i], 1)
+        if thread_idx.x % (QUADS * K) == 0:
+            all[unsafe_offset=3 * group + i] = (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3])
     barrier()
-    comptime for round in range(4):
-        comptime half = LANES >> (round + 1)
-        if part == 0 and lane < half:
-            all[unsafe_offset=i] += all[unsafe_offset=i + half]
-        barrier()
-    if t == 0:
-        var sums = all[unsafe_offset=0]
-        for g in range(1, block_dim.x // (LANES * K)):
-            sums += all[unsafe_offset=g * LANES]
-        comptime for j in range(4):
-            stats[unsafe_offset=j] = sums[j]
+    if thread_idx.x < QUAD:
+        var s = Float32(0)
+        if thread_idx.x < 3:
+            for g in range(groups):
+                s += all[unsafe_offset=3 * g + thread_idx.x]
+        of_shard(rows.a)[unsafe_offset=thread_idx.x] = s
 
 
 def enqueue_losses[f: OfLoss, operands: Int](q: Queue, r: Launch) raises:
     """Computes f of every row and sums what it returns, of each shard."""
     var rows = Rows.read[operands](r)
+    in_lanes(rows.b)
 
     @always_inline
     def launch[K: Int]() raises {imm}:
@@ -219,10 +296,10 @@ def enqueue_losses[f: OfLoss, operands: Int](q: Queue, r: Launch) raises:
             Int32(r.int(operands + 3)),
             r.context,
             grid_dim=(1, r.shards),
-            block_dim=min(MOST_THREADS, rows.G * LANES * K),
+            block_dim=min(MOST_THREADS, rows.G * QUADS * K),
         )
 
     if rows.F <= FEW:
-        launch[4]()
-    else:
         launch[16]()
+    else:
+        launch[64]()

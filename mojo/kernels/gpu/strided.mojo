@@ -9,7 +9,7 @@ from ..lanes import F32
 from ..strided import AXES, Strided
 from ..views import Of2
 from .launch import Enqueue, GpuOp, Launch, Operand, Queue, blocks
-from .quads import THREADS, index, of_shard
+from .quads import MOST, THREADS, divide, divisor, index, of_shard, small_index
 from .reduce import tree
 
 
@@ -31,12 +31,23 @@ def _second[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
 comptime Axes = StaticTuple[Int64, AXES]
 
 
-def _pairs[f: Of2](y_: Operand, a_: Operand, b_: Operand, n: Int64, sizes: Axes, y: Axes, a: Axes, b: Axes):
-    """Number i of n: y[.] = f(a[.], b[.]); of each its strides."""
-    var i = index()
-    if i >= Int(n):
+def _pairs[
+    f: Of2
+](
+    y_: Operand,
+    a_: Operand,
+    b_: Operand,
+    n: UInt32,
+    sizes: Axes,
+    by: StaticTuple[UInt64, AXES],
+    y: Axes,
+    a: Axes,
+    b: Axes,
+):
+    """Number i of n: y[.] = f(a[.], b[.]); of each its strides. by: divisors of the sizes."""
+    var rest = small_index()
+    if rest >= n:
         return
-    var rest = UInt32(i)
     var at = Int64(0)
     var u = Int64(0)
     var v = Int64(0)
@@ -44,8 +55,9 @@ def _pairs[f: Of2](y_: Operand, a_: Operand, b_: Operand, n: Int64, sizes: Axes,
         comptime axis = AXES - 1 - j
         var k = Int64(rest)
         comptime if axis > 0:
-            k = Int64(rest % UInt32(sizes[axis]))
-            rest //= UInt32(sizes[axis])
+            var outer = divide(rest, by[axis])
+            k = Int64(rest - outer * UInt32(sizes[axis]))
+            rest = outer
         at += k * y[axis]
         u += k * a[axis]
         v += k * b[axis]
@@ -58,16 +70,19 @@ def _launch[
 ](q: Queue, r: Launch, y: Operand, a: Operand, b: Operand, sizes: Axes, ys: Axes, at_a: Int, at_b: Int) raises:
     """`at_a`, `at_b`: which arguments the strides of a and b begin with."""
     var n = 1
+    var by = StaticTuple[UInt64, AXES](fill=0)
     for i in range(AXES):
         n *= Int(sizes[i])
-    if n >= 1 << 31:
+        by[i] = divisor(max(Int(sizes[i]), 1))
+    if n >= MOST:
         raise Error(t"[gpu] a tensor of {n} floats per shard is too large for one launch; make shard_size smaller")
     q.enqueue_function[_pairs[f]](
         y,
         a,
         b,
-        Int64(n),
+        UInt32(n),
         sizes,
+        by,
         ys,
         r.ints[AXES](at_a),
         r.ints[AXES](at_b),
