@@ -132,6 +132,11 @@ trait Device:
         ...
 
     @staticmethod
+    def losses_scratch[operands: Int]() -> Scratch:
+        """The scratch memory that `losses` wants."""
+        ...
+
+    @staticmethod
     def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:
         """`operands` arguments, then what Z reads: f of every place. A GPU's thread has `wide` samples, 1 or 4."""
         ...
@@ -190,6 +195,10 @@ struct Cpu(Device):
     @staticmethod
     def losses[f: OfLoss, operands: Int]() -> Self.Run:
         return by_layout[_losses[f, operands, LANES], _losses[f, operands, 1]]
+
+    @staticmethod
+    def losses_scratch[operands: Int]() -> Scratch:
+        return no_scratch
 
     @staticmethod
     def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:

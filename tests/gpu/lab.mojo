@@ -24,12 +24,16 @@ from kernels.reduce import split
 from max.gpu.host import DeviceBuffer
 
 
+comptime SCRATCH = 4096  # floats that an op may want
+
+
 struct Lab:
     """`n` floats on both sides, filled with the same numbers in [-4, 4)."""
 
     var q: Queue
     var host: List[Float32]
     var device: DeviceBuffer[F32]
+    var scratch: DeviceBuffer[F32]
     var n: Int
 
     def __init__(out self, q: Queue, n: Int, seed: Int = 1) raises:
@@ -37,6 +41,7 @@ struct Lab:
         self.n = n
         self.host = List[Float32](length=n, fill=0)
         self.device = self.q.enqueue_create_buffer[F32](n)
+        self.scratch = self.q.enqueue_create_buffer[F32](SCRATCH)
         var state = UInt64(seed) * 0x9E3779B97F4A7C15 + 1
         for i in range(n):
             state = state * 6364136223846793005 + 1442695040888963407
@@ -299,7 +304,7 @@ struct Call(Copyable):
             self.shards,
             1,
             False,
-            lab.ptr(0),
+            Ptr(unsafe_from_address=Int(lab.scratch.unsafe_ptr())),
             StepContextPtr(unsafe_from_address=lab.there(max(self.context, 0))),
             lab.there(max(self.flag, 0)),
         )

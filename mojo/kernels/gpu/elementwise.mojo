@@ -8,7 +8,7 @@ from std.math import ceildiv
 from max.gpu import block_idx, grid_dim, thread_idx
 
 from ..lanes import F32, IntPtr, LANES, LongPtr
-from ..op import Device, Kernel
+from ..op import Device, Kernel, Scratch
 from ..views import (
     Cell,
     Cells,
@@ -26,7 +26,7 @@ from ..views import (
     Weights,
 )
 from .channels import enqueue_channels
-from .lane_parts import enqueue_columns, enqueue_losses, enqueue_rows
+from .lane_parts import enqueue_columns, enqueue_losses, enqueue_rows, losses_scratch
 from .launch import Enqueue, GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks, call
 from .quads import THREADS, aligned, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 
@@ -59,6 +59,10 @@ struct OnGpu(Device):
     @staticmethod
     def losses[f: OfLoss, operands: Int]() -> Self.Run:
         return enqueue_losses[f, operands]
+
+    @staticmethod
+    def losses_scratch[operands: Int]() -> Scratch:
+        return losses_scratch[operands]
 
     @staticmethod
     def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:

@@ -11,18 +11,18 @@ eight features at once. They exchange what they found by shuffles, the eighths o
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
-from max.gpu import AddressSpace, barrier, block_dim, block_idx, thread_idx
+from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES, Ptr
+from ..record import Record
 from ..views import OfLoss, OfRow, OfTerm, Row, Team
 from .launch import Launch, Operand, Queue, Sent, StepContextPtr, blocks
-from .quads import QUADS, THREADS, Four, in_lanes, of_shard
+from .quads import QUADS, THREADS, Four, in_lanes, index, of_shard
 from .reduce import tree
 
 comptime QUAD = LANES // QUADS  # samples of a thread
 comptime WARP = 32  # threads that exchange by shuffles, on every GPU
-comptime MOST_THREADS = 512  # of a block
 comptime FEW = 128  # features: up to here 16 threads share a row, beyond 64
 
 
@@ -66,9 +66,7 @@ struct Threads[threads: Int](Team):
     @always_inline
     def shared[dtype: DType]() -> Pointer[SIMD[dtype, QUAD], MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
         """Room for what the warps of a block have found, for each its QUADS quads."""
-        return unsafe_stack_allocation[
-            MOST_THREADS // WARP * QUADS, SIMD[dtype, QUAD], address_space=AddressSpace.SHARED
-        ]()
+        return unsafe_stack_allocation[THREADS // WARP * QUADS, SIMD[dtype, QUAD], address_space=AddressSpace.SHARED]()
 
     @staticmethod
     @always_inline
@@ -252,24 +250,19 @@ def enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
 
 
 # --- losses ----------------------------------------------------------------------------------
-# One block has one shard. It takes as many groups at a time as MOST_THREADS allow; a thread adds what it meets, then
-# lanes are added by halves and groups one after the other.
+# A thread adds what it meets, then lanes are added by halves and groups one after the other. A shard that is more than one block's
+# work has a number of blocks that its size gives; what they found meets in a second launch.
 
 
-def _losses[f: OfLoss, K: Int](sent: Sent[Rows], scaled: Int32, ctx: StepContextPtr):
+def _losses[f: OfLoss, K: Int](sent: Sent[Rows], found: Operand, scaled: Int32, ctx: StepContextPtr):
+    comptime GROUPS = THREADS // (QUADS * K)
     var rows = sent.sizes
-    var team = Threads[K]()
     rows.number = ctx[].loss_scale if scaled == 1 else 1
     var group = thread_idx.x // (QUADS * K)
-    var groups = block_dim.x // (QUADS * K)
-    var sums = Array[Four, 3](fill=0)  # losses; samples and right predictions: counts are exact up to 2^24
-    for first in range(0, rows.G, groups):
-        var one = f(team, rows.row(block_idx.y, first + group))
-        if first + group < rows.G:
-            sums[0] += one.loss
-            sums[1] += one.counts.cast[F32]()
-            sums[2] += one.right.cast[F32]()
-    var all = unsafe_stack_allocation[MOST_THREADS // QUADS // K * 3, Float32, address_space=AddressSpace.SHARED]()
+    var one = f(Threads[K](), rows.row(block_idx.y, block_idx.x * GROUPS + group))
+    # counts are exact up to 2^24
+    var sums = [one.loss, one.counts.cast[F32](), one.right.cast[F32]()]
+    var all = unsafe_stack_allocation[GROUPS * 3, Float32, address_space=AddressSpace.SHARED]()
     comptime for i in range(3):
         sums[i] += _across(sums[i], 2)
         sums[i] += _across(sums[i], 1)
@@ -279,9 +272,24 @@ def _losses[f: OfLoss, K: Int](sent: Sent[Rows], scaled: Int32, ctx: StepContext
     if thread_idx.x < QUAD:
         var s = Float32(0)
         if thread_idx.x < 3:
-            for g in range(groups):
-                s += all[unsafe_offset=3 * g + thread_idx.x]
-        of_shard(rows.a)[unsafe_offset=thread_idx.x] = s
+            for j in range(min(GROUPS, rows.G - block_idx.x * GROUPS)):
+                s += all[unsafe_offset=3 * j + thread_idx.x]
+        of_shard(found)[unsafe_offset=block_idx.x * QUAD + thread_idx.x] = s
+
+
+def _sum_losses(stats: Operand, found: Operand, count: Int32, shards: Int32):
+    var shard = index() // QUAD
+    var i = index() % QUAD
+    if shard < Int(shards):
+        var s = Float32(0)
+        for j in range(Int(count)):
+            s += found.at(shard)[unsafe_offset=j * QUAD + i]
+        stats.at(shard)[unsafe_offset=i] = s
+
+
+def losses_scratch[operands: Int](r: Record, shards: Int, fold: Int) -> Int:
+    """What the blocks of all shards find; of a group, at most a block."""
+    return 4 * QUAD * shards * r.int(operands + 1)
 
 
 def enqueue_losses[f: OfLoss, operands: Int](q: Queue, r: Launch) raises:
@@ -291,13 +299,25 @@ def enqueue_losses[f: OfLoss, operands: Int](q: Queue, r: Launch) raises:
 
     @always_inline
     def launch[K: Int]() raises {imm}:
+        var count = blocks(rows.G, THREADS // (QUADS * K))
+        var found = rows.a if count == 1 else Operand(Int(r.scratch), count * QUAD)
         q.enqueue_function[_losses[f, K]](
             Sent(rows),
+            found,
             Int32(r.int(operands + 3)),
             r.context,
-            grid_dim=(1, r.shards),
-            block_dim=min(MOST_THREADS, rows.G * QUADS * K),
+            grid_dim=(count, r.shards),
+            block_dim=THREADS,
         )
+        if count > 1:
+            q.enqueue_function[_sum_losses](
+                rows.a,
+                found,
+                Int32(count),
+                Int32(r.shards),
+                grid_dim=blocks(r.shards * QUAD, THREADS),
+                block_dim=THREADS,
+            )
 
     if rows.F <= FEW:
         launch[16]()
