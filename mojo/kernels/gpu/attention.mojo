@@ -19,7 +19,6 @@ on the sizes alone. Dropout draws the CPU's numbers.
 
 from std.math import ceildiv, iota
 from std.utils import StaticTuple
-from std.utils.numerics import inf
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 from max.gpu.globals import MAX_THREADS_PER_BLOCK_METADATA
@@ -40,9 +39,7 @@ comptime I = Int32  # indices within a shard: those of 64 bits would take twice 
 comptime SIDE = I(64)
 comptime ROW = SIDE + I(4 if NVIDIA else 0)  # of shared memory; AMD has 64 KB
 comptime TILE = Int(SIDE * ROW)
-comptime TEAM = I(
-    128
-)  # threads of a block; a kernel that names three times as many gets registers for three blocks on an H100
+comptime TEAM = I(128)  # threads of a block; who names three times as many gets registers for three blocks
 comptime ROWS = 8  # of a thread: own tokens
 comptime Sums = Array[Quad, ROWS]
 comptime Numbers = Array[Float32, ROWS]
