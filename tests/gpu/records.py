@@ -38,7 +38,7 @@ class Operand:
     name: str
     floats: int
     space: int = host.WORK
-    fill: str = "normal"  # or "zero", "labels", "positive"
+    fill: str = "normal"  # or "zero", "labels", "positive", "hidden N": some, and every N-th, are -inf
     exact: bool = False
     at: int = 0  # floats from the start of its space
 
@@ -313,23 +313,40 @@ def others() -> Iterator[Case]:
             [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero")],
             [("sum_lanes", "t", "x", -1, 2, F), ("sum_lanes_backward", "dx", "t", -1, 2, F)],
         )
-    drawn = ((0, 17, 17, 0.0, 0), (0, 17, 17, 0.3, 0), (9, 5, 19, 0.6, 15), (40, 7, 40, 0.1, 3), (40, 7, 40, 0.0, 9))
-    for past, t, s, drop, masks in drawn:
-        n, h, d = 3, 2, 6
-        many = [-(-n * tokens // LANES) * LANES for tokens in (t, s, s)]
-        each = [w(name, h * d * size) for name, size in zip(("q", "k", "v"), many, strict=True)]
-        slopes = [w("d" + x.name, x.floats, "zero") for x in each]
-        rest = [w("y", h * d * many[0], "zero"), w("lse", h * many[0], "zero"), w("dy", h * d * many[0])]
-        sizes = (n, t, s, h, d, past, 0, 0.4, drop, 3, 5, masks)
-        yield Case(
-            f"attention {t}x{s} dropout {drop} masks {masks}",
-            [*each, *slopes, *rest, w("m", n * h * t * s), w("s", 1 << 16)],
-            [
-                ("attention_forward", "y", "lse", "q", "k", "v", "m", "s", *sizes),
-                ("attention_backward", "dq", "dk", "dv", "dy", "y", "lse", "q", "k", "v", "m", "s", *sizes),
-            ],
-        )
+    for past, t, s, drop, masks in ((0, 17, 17, 0.0, 0), (0, 17, 17, 0.3, 0), (9, 5, 19, 0.6, 15), (40, 7, 40, 0.1, 3)):
+        yield attention(past, (3, t, s, 2, 6), drop, masks)
+    yield attention(40, (3, 7, 40, 2, 6), 0.0, 9)
+    yield attention(0, (2, 70, 70, 2, 64), 0.2, 0, fused=1)  # several tiles, of which the last are not full
+    yield attention(0, (1, 144, 144, 2, 32), 0.0, 0, fused=1)
+    yield attention(0, (1, 67, 67, 1, 64), 0.0, 3, hidden=67)  # the first query sees no key
+    yield attention(150, (2, 72, 150, 1, 20), 0.3, 15, hidden=72)  # nor does any first query here
+    yield attention(3, (1, 130, 66, 1, 100), 0.1, 9, hidden=130)  # features that are two parts
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
+
+
+def attention(past: int, sizes: tuple[int, ...], drop: float, masks: int, fused: int = 0, hidden: int = 0) -> Case:
+    """Both passes for N, T, S, H, D. hidden: some numbers of the mask are -inf, and every so-manieth is."""
+    n, t, s, h, d = sizes
+    many = [-(-n * tokens // LANES) * LANES for tokens in (t, s, s)]
+    each = [w(name, h * d * size) for name, size in zip(("q", "k", "v"), many, strict=True)]
+    if fused:
+        each = [w("q", 3 * h * d * many[0])]
+    slopes = [w("d" + x.name, x.floats, "zero") for x in each]
+    rest = [w("y", h * d * many[0], "zero"), w("lse", h * many[0], "zero"), w("dy", h * d * many[0])]
+    numbers = (*sizes, past, fused, 0.4, drop, 3, 5, masks)
+    names, to = ([x.name for x in of] * (3 if fused else 1) for of in (each, slopes))
+    tail = (*names, "m", "s", *numbers)
+    return Case(
+        f"attention {'x'.join(map(str, sizes))} past {past} dropout {drop} masks {masks}{' fused' * fused}",
+        [
+            *each,
+            *slopes,
+            *rest,
+            w("m", n * h * t * s, f"hidden {hidden}" if hidden else "normal", True),
+            w("s", 1 << 18),
+        ],
+        [("attention_forward", "y", "lse", *tail), ("attention_backward", *to, "dy", "y", "lse", *tail)],
+    )
 
 
 def cases() -> Iterator[Case]:
@@ -449,8 +466,12 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     params = host.aligned(sizes[host.PARAMS])
     params[:] = rng.standard_normal(len(params))
     for o in case.operands:
-        if o.space == host.WORK and o.fill == "normal":
-            work[:, o.at : o.at + o.floats] = rng.standard_normal((shards, o.floats))
+        if o.space == host.WORK and o.fill.startswith(("normal", "hidden")):
+            numbers = rng.standard_normal((shards, o.floats))
+            if o.fill != "normal":
+                numbers[rng.random(numbers.shape) < 0.3] = -np.inf
+                numbers[:, :: int(o.fill.split()[1])] = -np.inf
+            work[:, o.at : o.at + o.floats] = numbers
     samples = SHARD * shards - 11
     features = max([r[3] for r in case.records if r[0] == "input"], default=4)
     channels = max([r[4] for r in case.records if r[0] == "input"], default=1)

@@ -1,74 +1,346 @@
-"""kernels/attention.mojo on a GPU, in the plainest form: a thread has a query, or a key, of a head, and walks over what it
-sees. Nothing is kept but sums, which are added in the CPU's order; dropout draws the CPU's numbers.
+"""kernels/attention.mojo on a GPU: softmax's blocks in shared memory and registers (Dao 2023, FlashAttention-2).
+
+A block of threads has SIDE queries of a head of a sequence and walks over the keys they see, SIDE at a time: scores as sums in
+registers, the maximum and the sum of exponentials of each query so far, results rescaled when the maximum grows. The backward
+pass computes probabilities again from the saved log of the sum. Its first kernel has queries, as above, and gives dq and
+sum dy y of each query, its second has SIDE keys, walks over the queries that see them and gives dk and dv. No two blocks add to one
+number.
+
+    tile   SIDE tokens of SIDE features in shared memory: row d has feature d of all tokens, as in memory
+    part   SIDE features of a head, the last filled up with zeros. Sums over features walk over all parts; of results
+           a block has one part, grid z
+    own, other  the block's tokens, and those it walks over
+    place  of a thread among the 8 x 4 numbers each has of a tile of own x other tokens or own tokens x features
+
+Two products make all of it: `_outer`, sums over features of two tiles, and `_inner`, sums over the other tokens of probabilities, which
+lie in shared memory row by own token, with a tile. Tiles begin at multiples of SIDE of a sequence, so the order of all sums depends
+on the sizes alone. Dropout draws the CPU's numbers.
 """
 
-from max.gpu import block_idx
-from std.utils.numerics import inf
+from std.math import ceildiv, iota
+from std.utils import StaticTuple
+
+from max.gpu import AddressSpace, barrier, block_idx, thread_idx
+from max.gpu.globals import MAX_THREADS_PER_BLOCK_METADATA
+from max.gpu.host import FuncAttribute
+from max.gpu.memory import external_memory
+from max.gpu.primitives.warp import shuffle_xor
 
 from ..attention_tiles import Attention, HIDDEN, QUERIES
 from ..dropout import stays
 from ..functions import exp_of_vectors as exp, log
-from ..lanes import F32, LANES, Ptr
-from ..record import sizes_of
-from .launch import GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks
-from .quads import THREADS, index, of_shard
+from ..lanes import LANES, Ptr
+from ..record import Record, sizes_of
+from .gemm_tiles import NVIDIA, Quad, SMALL, Shared, meet
+from .launch import GpuOp, Launch, Operand, Queue, Sent, StepContextPtr
+from .quads import load4, of_shard, store4
+
+comptime I = Int32  # indices within a shard: those of 64 bits would take twice the registers
+comptime SIDE = I(64)
+comptime ROW = SIDE + I(4 if NVIDIA else 0)  # of shared memory; AMD has 64 KB
+comptime TILE = Int(SIDE * ROW)
+comptime TEAM = I(128)  # threads of a block; who names three times as many gets registers for three blocks
+comptime ROWS = 8  # of a thread: own tokens
+comptime Sums = Array[Quad, ROWS]
+comptime Numbers = Array[Float32, ROWS]
+
+
+# --- tiles ------------------------------------------------------------------------------
 
 
 @always_inline
-def _at(of: Int, feature: Int, token: Int) -> Int:
+def _at(of: I, feature: I, token: I) -> Int:
     """Where a feature of a token lies in (G, of, L)."""
-    return (token // LANES * of + feature) * LANES + token % LANES
+    return (Int(token // LANES) * Int(of) + Int(feature)) * LANES + Int(token % LANES)
 
 
 @always_inline
-def _dot(a: Ptr, b: Ptr, D: Int) -> Float32:
-    var s = Float32(0)
-    for d in range(D):
-        s = a[unsafe_offset=d * LANES].fma(b[unsafe_offset=d * LANES], s)
-    return s
+def _thread(count: I) -> I:
+    """This thread, in a loop over tiles. The term is 0, which the compiler cannot know: what it computes from the number
+    is computed again for each tile; kept in registers it would take a third of them.
+    """
+    return I(thread_idx.x) + min(count, 0)
 
 
 @always_inline
-def _add(y: Ptr, a: Float32, x: Ptr, D: Int):
-    for d in range(D):
-        var i = d * LANES
-        y[unsafe_offset=i] = a.fma(x[unsafe_offset=i], y[unsafe_offset=i])
+def _row(t: I) -> I:
+    """The first own token of thread t. A warp has 16; a thread four neighbours and the four 8 further on."""
+    return t // 32 * 16 + t // 16 % 2 * 4
 
 
 @always_inline
-def _fill(y: Ptr, D: Int):
-    for d in range(D):
-        y[unsafe_offset=d * LANES] = 0
+def _row_of(i: I) -> I:
+    """How far from `_row` the thread's i-th own token is."""
+    return i % 4 + i // 4 * 8
 
 
 @always_inline
-def _whose(tokens: Int, H: Int) -> Tuple[Int, Int, Bool]:
-    """This thread's token and head, and whether there is such a lane at all."""
-    var i = index()
-    var token = i // (LANES * H) * LANES + i % LANES
-    return token, i // LANES % H, token < (tokens + LANES - 1) // LANES * LANES
+def _column(t: I) -> I:
+    """A thread has four neighbours of 64 other tokens from 4 _column on, or every 16th feature from _column on."""
+    return t % 16
 
 
 @always_inline
-def _factor(s: Attention, ctx: StepContextPtr, token: Int, h: Int, key: Int) -> Float32:
-    """What the probability of a key is multiplied with by dropout, for a token of this shard."""
-    if s.p == 0:
-        return 1
-    var shard = UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size)
-    var stay = stays[1](
-        s.draws(h) + key // 4, shard * UInt32(s.T) + UInt32(token), s.layer, s.p, ctx[].step, ctx[].seed
-    )
-    return Float32(1) / (1 - s.p) if stay[key % 4] else 0
+def _quad(p: Shared, i: I) -> Quad:
+    return p.unsafe_offset(Int(i)).unsafe_load[width=4, alignment=16]()
 
 
 @always_inline
-def _score(s: Attention, q: Ptr, k: Ptr, mask_: Operand, n: Int, h: Int, t: Int, key: Int) -> Float32:
-    """HIDDEN if the mask hides the key."""
-    var score = _dot(q, k, s.D) * s.scale
-    if s.masks == 0:
-        return score
-    var at = key * s.T + t if s.masks & QUERIES else key
-    return score + of_shard(mask_)[unsafe_offset=s.mask(n, h) + at]
+def _put_quad(p: Shared, i: I, v: Quad):
+    p.unsafe_offset(Int(i)).unsafe_store[alignment=16](0, v)
+
+
+@always_inline
+def _own_quad(p: Shared, t: I, i: I) -> Quad:
+    """The numbers of a thread's i-th own token in a tile, row by own token."""
+    return _quad(p, (_row(t) + _row_of(i)) * ROW + 4 * _column(t))
+
+
+@fieldwise_init
+struct _Head(TrivialRegisterPassable):
+    """A head of a sequence of a tensor (G, of, L): its first feature, in group 0, and its first token."""
+
+    var p: Ptr
+    var of: I
+    var token: I
+    var D: I
+
+    @always_inline
+    def part(self, part: I) -> Ptr:
+        return self.p.unsafe_offset(Int(part * SIDE * LANES))
+
+    @always_inline
+    def width(self, part: I) -> I:
+        """Features of a part."""
+        return min(SIDE, self.D - part * SIDE)
+
+    @always_inline
+    def fill(self, to: Shared, part: I, start: I, count: I, t: I):
+        """Fills a tile with `count` tokens from `start` on, and zeros."""
+        var x = self.part(part)
+        var width = self.width(part)
+        var first = self.token + start
+        if (first | count) % 4 == 0:
+            # Neighbouring threads read neighbours; of eight that store at once, no two meet in a bank. All loads are
+            # under way before the first is stored.
+            var v = Sums(fill=Quad(0))
+            var feature = t // 4 % 2 * 4 + t // 8 % 4 + t // 32 * 8
+            var column = t % 4 * 4
+            var px = x.unsafe_offset(_at(self.of, feature, first + column))
+            comptime for u in range(8):
+                if feature + I(u % 2 * 32) < width and column + I(u // 2 * 16) < count:
+                    v[u] = load4(px, u % 2 * 32 * LANES)
+                comptime if u % 2 == 1:
+                    px = px.unsafe_offset(Int(self.of) * LANES)
+            comptime for u in range(8):
+                _put_quad(to, (feature + I(u % 2 * 32)) * ROW + I(u // 2 * 16) + column, v[u])
+        else:
+            for u in range(t, SIDE * SIDE, TEAM):
+                var d = u // SIDE
+                var column = u % SIDE
+                var v = Float32(0)
+                if d < width and column < count:
+                    v = x[unsafe_offset=_at(self.of, d, first + column)]
+                to[unsafe_offset=Int(d * ROW + column)] = v
+
+    @always_inline
+    def put(self, sums: Sums, part: I, start: I, count: I):
+        """Stores own tokens x features of a part, the tile's `count` tokens from `start` on."""
+        var y = self.part(part)
+        var first = self.token + start
+        var t = I(thread_idx.x)
+        comptime for j in range(4):
+            var d = _column(t) + I(16 * j)
+            if d < self.width(part):
+                comptime for half in range(2):
+                    var row = _row(t) + I(8 * half)
+                    var v = Quad(0)
+                    comptime for e in range(4):
+                        v[e] = sums[4 * half + e][j]
+                    if first % 4 == 0 and row + 4 <= count:
+                        store4(y, _at(self.of, d, first + row), v)
+                    else:
+                        comptime for e in range(4):
+                            if row + I(e) < count:
+                                y[unsafe_offset=_at(self.of, d, first + row + I(e))] = v[e]
+
+    @always_inline
+    def clear_rest(self, part: I, tokens: I):
+        """Zeroes a part of the lanes from `tokens` on."""
+        var rest = -tokens % LANES
+        for i in range(I(thread_idx.x), rest * self.width(part), TEAM):
+            self.part(part)[unsafe_offset=_at(self.of, i // rest, tokens + i % rest)] = 0
+
+
+@always_inline
+def _outer(mut sums: Sums, a: Shared, b: Shared, features: I, t: I):
+    """Adds the products of own tokens, in a, and other tokens, in b."""
+    var pa = a.unsafe_offset(Int(_row(t)))
+    var pb = b.unsafe_offset(Int(4 * _column(t)))
+    for _ in range(I(0), features, 4):
+        comptime for d in range(4):
+            var vb = _quad(pb, I(d * Int(ROW)))
+            comptime for half in range(2):
+                var va = _quad(pa, I(d * Int(ROW) + 8 * half))
+                comptime for e in range(4):
+                    sums[4 * half + e] = vb.fma(Quad(va[e]), sums[4 * half + e])
+        pa = pa.unsafe_offset(Int(4 * ROW))
+        pb = pb.unsafe_offset(Int(4 * ROW))
+
+
+@always_inline
+def _inner(mut sums: Sums, weights: Shared, b: Shared, count: I, t: I):
+    """Adds, for own tokens x features, the `count` other tokens of b times their weights, a row of them per own token.
+    """
+    var pa = weights.unsafe_offset(Int(_row(t) * ROW))
+    var pb = b.unsafe_offset(Int(_column(t) * ROW))
+    for _ in range(I(0), count, 4):
+        var vb = Array[Quad, 4](fill=Quad(0))
+        comptime for j in range(4):
+            vb[j] = _quad(pb, I(16 * j) * ROW)
+        comptime for i in range(ROWS):
+            var va = _quad(pa, _row_of(I(i)) * ROW)
+            comptime for e in range(4):
+                comptime for j in range(4):
+                    sums[i][j] = va[e].fma(vb[j][e], sums[i][j])
+        pa = pa.unsafe_offset(4)
+        pb = pb.unsafe_offset(4)
+
+
+@always_inline
+def _stage(to: Shared, weights: Sums, t: I):
+    """Writes weights of own tokens x other tokens, row by own token. A warp reads only the rows that it has written."""
+    comptime for i in range(ROWS):
+        _put_quad(to, (_row(t) + _row_of(I(i))) * ROW + 4 * _column(t), weights[i])
+    meet[SMALL]()
+
+
+# --- a block ----------------------------------------------------------------------------
+
+
+@fieldwise_init
+struct _Block[keys: Bool](TrivialRegisterPassable):
+    """What a block has: tokens of a head of a sequence, queries or `keys`."""
+
+    var s: Attention
+    var T: I
+    var S: I
+    var past: I
+    var n: I
+    var h: I
+    var part: I
+    var start: I  # its first token in the sequence
+    var count: I
+    var last: Bool  # whether it clears the lanes after the last token
+
+    @staticmethod
+    @always_inline
+    def of(s: Attention) -> Self:
+        var T = I(s.T)
+        var S = I(s.S)
+        var mine = S if Self.keys else T
+        var heads = I(s.N * s.H)
+        var tile = I(block_idx.x) // heads
+        var head = I(block_idx.x) % heads
+        comptime if not Self.keys:  # those that see most begin first
+            tile = (mine - 1) // SIDE - tile
+        var n = head // I(s.H)
+        var start = tile * SIDE
+        return Self(
+            s,
+            T,
+            S,
+            I(min(s.past, s.S)),
+            n,
+            head % I(s.H),
+            I(block_idx.z),
+            start,
+            min(SIDE, mine - start),
+            tile == 0 and n == I(s.N) - 1,
+        )
+
+    @always_inline
+    def parts(self) -> I:
+        return I(ceildiv(self.s.D, Int(SIDE)))
+
+    @always_inline
+    def head[third: Int](self, x: Operand) -> _Head:
+        """This block's head of q (third 0), k (1) or v (2), or one of their gradients."""
+        var s = self.s
+        var first = self.n * (self.T if third == 0 else self.S)
+        var p = of_shard(x).unsafe_offset(s.at(third, Int(self.h)) * LANES)
+        return _Head(p, I(s.features()), first, I(s.D))
+
+    @always_inline
+    def result(self, y: Operand) -> _Head:
+        """This block's head of y, or its gradient."""
+        var s = self.s
+        return _Head(of_shard(y).unsafe_offset(Int(self.h) * s.D * LANES), I(s.H * s.D), self.n * self.T, I(s.D))
+
+    @always_inline
+    def log_sums(self, lse: Operand) -> _Head:
+        return _Head(of_shard(lse).unsafe_offset(Int(self.h) * LANES), I(self.s.H), self.n * self.T, 1)
+
+    @always_inline
+    def work(self, n: I, t: I) -> I:
+        """The length of a sum for a warp: 0 if it has no own token."""
+        return n if t // 32 * 16 < self.count else 0
+
+    @always_inline
+    def hide(self, mut scores: Sums, mask_: Operand, other: I, room: Shared, thread: I):
+        """Scales the products with the other tokens from `other` on and adds the mask; HIDDEN where no key is seen.
+        room: a tile of which a thread uses its places. Queries beyond the last may see what they like: they are zeros.
+        """
+        var s = self.s
+        var own = self.start + _row(thread)
+        var column = other + 4 * _column(thread)
+        comptime for i in range(ROWS):
+            # the last key that a query sees, counted from the first of this thread
+            comptime if Self.keys:
+                var last = min(iota[DType.int32, 4]() + (column + self.past - own), self.S - 1 - own)
+                scores[i] = last.ge(_row_of(I(i))).select(scores[i] * s.scale, Quad(HIDDEN))
+            else:
+                var last = min(own + self.past - column + _row_of(I(i)), self.S - 1 - column)
+                scores[i] = iota[DType.int32, 4]().le(last).select(scores[i] * s.scale, Quad(HIDDEN))
+        if s.masks == 0:
+            return
+        var mask = of_shard(mask_).unsafe_offset(s.mask(Int(self.n), Int(self.h)))
+        for i in range(I(ROWS)):
+            var row = _row(thread) + _row_of(i)
+            var v = Quad(0)
+            comptime for j in range(4):
+                var t = self.start + row
+                var key = column + I(j)
+                comptime if Self.keys:
+                    swap(key, t)
+                if t < self.T and key < self.S:
+                    v[j] = mask[unsafe_offset=Int(key) * s.T + Int(t) if s.masks & QUERIES else Int(key)]
+            _put_quad(room, row * ROW + 4 * _column(thread), v)
+        comptime for i in range(ROWS):
+            scores[i] += _own_quad(room, thread, I(i))
+
+    @always_inline
+    def draw(self, ctx: StepContextPtr, other: I, room: Shared, thread: I):
+        """Writes what dropout multiplies probabilities with, 1 / (1 - p) or 0, to a thread's places of a tile."""
+        var s = self.s
+        var keep = Float32(1) / (1 - s.p)
+        var token = (UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size)) * UInt32(s.T)
+        token += UInt32(self.n * self.T)
+        for i in range(I(ROWS)):  # four keys of a query at a time
+            var row = _row(thread) + (i // 4 * 8 if Self.keys else _row_of(i))
+            var column = 4 * _column(thread) + (i % 4 if Self.keys else 0)
+            var t = self.start + row
+            var key = other + column
+            comptime if Self.keys:
+                swap(key, t)
+            var block = s.draws(Int(self.h)) + Int(key // 4)
+            var stay = stays[1](block, token + UInt32(t), s.layer, s.p, ctx[].step, ctx[].seed)
+            comptime for e in range(4):
+                var at = row * ROW + column + I(e) * (ROW if Self.keys else 1)
+                room[unsafe_offset=Int(at)] = keep if stay[e] else 0
+
+
+# --- forward ----------------------------------------------------------------------------
 
 
 @fieldwise_init
@@ -85,51 +357,74 @@ struct _Forward(TrivialRegisterPassable):
     var s: Attention
 
 
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](3 * TEAM))
 def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
     var a = sent.sizes
     var s = a.s
-    var H = s.H
-    var D = s.D
-    var tokens = s.N * s.T
-    var whose = _whose(tokens, H)
-    var token = whose[0]
-    var h = whose[1]
-    if not whose[2]:
-        return
-    var y = of_shard(a.y).unsafe_offset(_at(H * D, h * D, token))
-    var lse = of_shard(a.lse).unsafe_offset(_at(H, h, token))
-    _fill(y, D)
-    lse[] = 0
-    if token >= tokens:
-        return
-    var third = H * D if s.fused != 0 else 0
-    var of = H * D + 2 * third
-    var n = token // s.T
-    var t = token % s.T
-    var first = n * s.S
-    var keys = min(s.S, t + s.past + 1)
-    var q = of_shard(a.q).unsafe_offset(_at(of, h * D, token))
-    var k = of_shard(a.k)
-    var v = of_shard(a.v)
-    var most = -inf[F32]()
-    for j in range(first, first + keys):
-        var kj = k.unsafe_offset(_at(of, third + h * D, j))
-        most = max(most, _score(s, q, kj, a.mask, n, h, t, j - first))
-    var total = Float32(0)
-    for j in range(first, first + keys):
-        var kj = k.unsafe_offset(_at(of, third + h * D, j))
-        var score = _score(s, q, kj, a.mask, n, h, t, j - first)
-        if s.masks != 0 and score == HIDDEN:
-            continue
-        var p = exp(score - most)
-        total += p
-        p *= _factor(s, ctx, token, h, j - first)
-        _add(y, p, v.unsafe_offset(_at(of, 2 * third + h * D, j)), D)
-    if s.masks != 0 and total == 0:
-        return
-    lse[] = most + log(total)
-    for d in range(D):
-        y[unsafe_offset=d * LANES] *= 1 / total
+    var own = _Block[False].of(s)
+    var queries = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
+    var keys = queries.unsafe_offset(TILE)  # and probabilities
+    var values = queries.unsafe_offset(2 * TILE)
+    var q = own.head[0](a.q)
+    var k = own.head[1](a.k)
+    var v = own.head[2](a.v)
+    var parts = own.parts()
+    var most = Numbers(fill=HIDDEN)
+    var total = Numbers(fill=0)
+    var sums = Sums(fill=Quad(0))
+    for other in range(I(0), min(own.S, own.start + own.count + own.past), SIDE):
+        var count = min(SIDE, own.S - other)
+        var t = _thread(count)
+        var scores = Sums(fill=Quad(0))
+        for part in range(parts):
+            barrier()
+            if other == 0 or parts > 1:
+                q.fill(queries, part, own.start, own.count, t)
+            k.fill(keys, part, other, count, t)
+            if part == 0:
+                v.fill(values, own.part, other, count, t)
+            barrier()
+            _outer(scores, queries, keys, own.work(q.width(part), t), t)
+        barrier()
+        own.hide(scores, a.mask, other, keys, t)
+        comptime for i in range(ROWS):
+            var top = max(most[i], scores[i].reduce_max())
+            comptime for level in range(4):
+                top = max(top, shuffle_xor(top, UInt32(1 << level)))
+            var base = top if top != HIDDEN else 0  # nothing seen so far
+            var shrink = exp(most[i] - base)
+            most[i] = top
+            scores[i] = exp(scores[i] - base)
+            total[i] = total[i] * shrink + scores[i].reduce_add()
+            sums[i] *= shrink
+        if s.p > 0:
+            own.draw(ctx, other, keys, t)
+            comptime for i in range(ROWS):
+                scores[i] *= _own_quad(keys, t, I(i))
+        _stage(keys, scores, t)
+        _inner(sums, keys, values, own.work(count, t), t)
+    var y = own.result(a.y)
+    var lse = own.log_sums(a.lse)
+    var t = I(thread_idx.x)
+    comptime for i in range(ROWS):
+        comptime for level in range(4):
+            total[i] += shuffle_xor(total[i], UInt32(1 << level))
+        var log_sum = most[i] + log(total[i])
+        var inverse = 1 / total[i]
+        if s.masks != 0 and total[i] == 0:  # a query that sees no key
+            log_sum = 0
+            inverse = 0
+        sums[i] *= inverse
+        var row = _row(t) + _row_of(I(i))
+        if row < own.count and _column(t) == 0 and own.part == 0:
+            lse.p[unsafe_offset=_at(lse.of, 0, lse.token + own.start + row)] = log_sum
+    y.put(sums, own.part, own.start, own.count)
+    if own.last:
+        y.clear_rest(own.part, I(s.N * s.T))
+        lse.clear_rest(0, I(s.N * s.T))
+
+
+# --- backward ---------------------------------------------------------------------------
 
 
 @fieldwise_init
@@ -150,87 +445,187 @@ struct _Backward(TrivialRegisterPassable):
     var s: Attention
 
 
-def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr):
-    """The gradient of a query, or with `keys` of a key and its value."""
+@always_inline
+def _delta(own: _Block[False], dy: _Head, y: _Head, a: Shared, b: Shared) -> Numbers:
+    """The sum over features of dy y, for own queries: a thread has a query. a and b: tiles, free again behind a barrier.
+    """
+    var t = I(thread_idx.x)
+    var sum = Float32(0)
+    for part in range(own.parts()):
+        barrier()
+        dy.fill(a, part, own.start, own.count, t)
+        y.fill(b, part, own.start, own.count, t)
+        barrier()
+        if t < SIDE:
+            for d in range(y.width(part)):
+                sum = a[unsafe_offset=Int(d * ROW + t)].fma(b[unsafe_offset=Int(d * ROW + t)], sum)
+    barrier()
+    if t < SIDE:
+        b[unsafe_offset=Int(t)] = sum
+    barrier()
+    var delta = Numbers(fill=0)
+    comptime for i in range(ROWS):
+        delta[i] = b[unsafe_offset=Int(_row(t) + _row_of(I(i)))]
+    return delta^
+
+
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](TEAM))
+def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: Ptr):
+    """The gradients of queries, or with `keys` of keys and their values; scratch (shards, H, N T): delta of each query.
+    """
     var a = sent.sizes
     var s = a.s
-    var H = s.H
-    var D = s.D
-    var mine = s.S if keys else s.T
-    var whose = _whose(s.N * mine, H)
-    var token = whose[0]
-    var h = whose[1]
-    if not whose[2]:
-        return
-    var third = H * D if s.fused != 0 else 0
-    var of = H * D + 2 * third
-    var dq = of_shard(a.dq).unsafe_offset(_at(of, h * D, token))
-    var dk = of_shard(a.dk).unsafe_offset(_at(of, third + h * D, token))
-    var dv = of_shard(a.dv).unsafe_offset(_at(of, 2 * third + h * D, token))
+    var own = _Block[keys].of(s)
+    var parts = own.parts()
+    var a1 = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
+    var a2 = a1.unsafe_offset(TILE)
+    var b1 = a1.unsafe_offset(2 * TILE)
+    var b2 = a1.unsafe_offset(3 * TILE)
+    var weights = a2 if keys else b2  # in the place of v
+    var q = own.head[0](a.q)
+    var k = own.head[1](a.k)
+    var v = own.head[2](a.v)
+    var dy = own.result(a.dy)
+    var lse = own.log_sums(a.lse)
+    var of_own = k if keys else q
+    var of_other = q if keys else k
+    var slope_own = v if keys else dy
+    var slope_other = dy if keys else v
+    var deltas = scratch.unsafe_offset(((block_idx.y * s.H + Int(own.h)) * s.N + Int(own.n)) * s.T)
+    var log_sums = Numbers(fill=0)
+    var delta = Numbers(fill=0)
+    var t = I(thread_idx.x)
+    var first = I(0)
+    var end = min(own.S, own.start + own.count + own.past)
     comptime if keys:
-        _fill(dk, D)
-        _fill(dv, D)
+        first = max(I(0), own.start - own.past) // SIDE * SIDE
+        end = own.T
     else:
-        _fill(dq, D)
-    if token >= s.N * mine:
-        return
-    var n = token // mine
-    var own = token % mine
-    # the queries that see this key, or the keys that this query sees
-    var start = 0
-    var end = min(s.S, own + s.past + 1)
-    comptime if keys:
-        start = max(0, own - s.past)
-        end = s.T
-    for other in range(start, end):
-        var i = n * s.T + (other if keys else own)
-        var j = n * s.S + (own if keys else other)
-        var dy = of_shard(a.dy).unsafe_offset(_at(H * D, h * D, i))
-        var y = of_shard(a.y).unsafe_offset(_at(H * D, h * D, i))
-        var lse = of_shard(a.lse)[unsafe_offset=_at(H, h, i)]
-        var q = of_shard(a.q).unsafe_offset(_at(of, h * D, i))
-        var k = of_shard(a.k).unsafe_offset(_at(of, third + h * D, j))
-        var v = of_shard(a.v).unsafe_offset(_at(of, 2 * third + h * D, j))
-        var score = _score(s, q, k, a.mask, n, h, i - n * s.T, j - n * s.S)
-        if s.masks != 0 and score == HIDDEN:
-            continue
-        var p = exp(score - lse)
-        var factor = _factor(s, ctx, i, h, j - n * s.S)
-        var ds = (_dot(dy, v, D) * factor - _dot(dy, y, D)) * (p * s.scale)
+        delta = _delta(rebind[_Block[False]](own), dy, own.result(a.y), a2, b2)
+        comptime for i in range(ROWS):
+            var row = _row(t) + _row_of(I(i))
+            if row < own.count:
+                log_sums[i] = lse.p[unsafe_offset=_at(lse.of, 0, lse.token + own.start + row)]
+                if own.part == 0 and _column(t) == 0:
+                    deltas[unsafe_offset=Int(own.start + row)] = delta[i]
+    var sums = Sums(fill=Quad(0))
+    var value_sums = Sums(fill=Quad(0))
+    for other in range(first, end, SIDE):
+        var count = min(SIDE, (own.T if keys else own.S) - other)
+        t = _thread(count)
+        var p = Sums(fill=Quad(0))
+        var slopes = Sums(fill=Quad(0))
+        for part in range(parts):
+            barrier()
+            if other == first or parts > 1:
+                of_own.fill(a1, part, own.start, own.count, t)
+            if keys or other == first or parts > 1:
+                slope_own.fill(a2, part, own.start, own.count, t)
+            of_other.fill(b1, part, other, count, t)
+            slope_other.fill(b2, part, other, count, t)
+            barrier()
+            _outer(p, a1, b1, own.work(q.width(part), t), t)
+            _outer(slopes, a2, b2, own.work(q.width(part), t), t)
+        barrier()
+        if parts > 1:
+            of_other.fill(b1, own.part, other, count, t)
+            comptime if keys:
+                slope_other.fill(b2, own.part, other, count, t)
+            barrier()
+        own.hide(p, a.mask, other, weights, t)
+        var ls = Quad(0)
+        var ds = Quad(0)
         comptime if keys:
-            _add(dk, ds, q, D)
-            _add(dv, p * factor, dy, D)
-        else:
-            _add(dq, ds, k, D)
+            comptime for j in range(4):
+                var query = other + 4 * _column(t) + I(j)
+                if query < own.T:
+                    ls[j] = lse.p[unsafe_offset=_at(lse.of, 0, lse.token + query)]
+                    ds[j] = deltas[unsafe_offset=Int(query)]
+        if s.p > 0:
+            own.draw(ctx, other, weights, t)
+            comptime for i in range(ROWS):
+                slopes[i] *= _own_quad(weights, t, I(i))
+        comptime for i in range(ROWS):
+            comptime if not keys:
+                ls = Quad(log_sums[i])
+                ds = Quad(delta[i])
+            p[i] = exp(p[i] - ls)
+            slopes[i] = (slopes[i] - ds) * (p[i] * s.scale)
+        comptime if keys:
+            if s.p > 0:
+                comptime for i in range(ROWS):
+                    p[i] *= _own_quad(weights, t, I(i))
+            _stage(weights, p, t)
+            _inner(value_sums, weights, b2, own.work(count, t), t)
+            meet[SMALL]()
+        _stage(weights, slopes, t)
+        _inner(sums, weights, b1, own.work(count, t), t)
+    comptime if keys:
+        var dk = own.head[1](a.dk)
+        var dv = own.head[2](a.dv)
+        dk.put(sums, own.part, own.start, own.count)
+        dv.put(value_sums, own.part, own.start, own.count)
+        if own.last:
+            dk.clear_rest(own.part, I(s.N * s.S))
+            dv.clear_rest(own.part, I(s.N * s.S))
+    else:
+        var dq = own.head[0](a.dq)
+        dq.put(sums, own.part, own.start, own.count)
+        if own.last:
+            dq.clear_rest(own.part, I(s.N * s.T))
 
 
-def _enqueue[
-    T: TrivialRegisterPassable, kernel: def(Sent[T], StepContextPtr) thin
-](q: Queue, r: Launch, lanes: Int) raises:
-    """A thread for each of `lanes`."""
-    q.enqueue_function[kernel](
-        Sent(sizes_of[T](r, 1)), r.context, grid_dim=(blocks(lanes, THREADS), r.shards), block_dim=THREADS
-    )
+# --- the ops ----------------------------------------------------------------------------
 
 
 @always_inline
-def _lanes(tokens: Int, H: Int) -> Int:
-    return (tokens + LANES - 1) // LANES * LANES * H
+def _grid(s: Attention, tokens: Int, shards: Int) -> Tuple[Int, Int, Int]:
+    return ceildiv(tokens, Int(SIDE)) * s.N * s.H, shards, ceildiv(s.D, Int(SIDE))
 
 
 def attention_forward(q: Queue, r: Launch) raises:
     """Arguments as the CPU's."""
     var s = sizes_of[Attention](r, 8)
-    _enqueue[_Forward, _forward](q, r, _lanes(s.N * s.T, s.H))
+    comptime SHARED = 4 * 3 * TILE
+    q.enqueue_function[_forward](
+        Sent(sizes_of[_Forward](r, 1)),
+        r.context,
+        grid_dim=_grid(s, s.T, r.shards),
+        block_dim=Int(TEAM),
+        shared_mem_bytes=SHARED,
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+    )
 
 
 def attention_backward(q: Queue, r: Launch) raises:
     """Arguments as the CPU's."""
     var s = sizes_of[Attention](r, 12)
-    _enqueue[_Backward, _backward[False]](q, r, _lanes(s.N * s.T, s.H))
-    _enqueue[_Backward, _backward[True]](q, r, _lanes(s.N * s.S, s.H))
+
+    @always_inline
+    def launch[keys: Bool](tokens: Int) raises {imm}:
+        comptime SHARED = 4 * 4 * TILE
+        q.enqueue_function[_backward[keys]](
+            Sent(sizes_of[_Backward](r, 1)),
+            r.context,
+            r.scratch,
+            grid_dim=_grid(s, tokens, r.shards),
+            block_dim=Int(TEAM),
+            shared_mem_bytes=SHARED,
+            func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
+        )
+
+    launch[False](s.T)
+    launch[True](s.S)
+
+
+def _backward_scratch(r: Record, shards: Int, fold: Int) -> Int:
+    var s = sizes_of[Attention](r, 12)
+    return 4 * shards * s.H * s.N * s.T
 
 
 def ops() -> List[GpuOp]:
     """The ops of this file."""
-    return [GpuOp("attention_forward", attention_forward), GpuOp("attention_backward", attention_backward)]
+    return [
+        GpuOp("attention_forward", attention_forward),
+        GpuOp("attention_backward", attention_backward, _backward_scratch),
+    ]
