@@ -98,42 +98,40 @@ def _own_quad(p: Shared, t: I, i: I) -> Quad:
 
 @fieldwise_init
 struct _Head(TrivialRegisterPassable):
-    """A head of a sequence of a tensor (G, of, L): its first feature, in group 0, and its first token."""
+    """A head of sequence n of a tensor (G, of, L), with T tokens of each: its first feature, in group 0."""
 
     var p: Ptr
     var of: I
-    var token: I
+    var n: I
+    var T: I
     var D: I
 
     @always_inline
-    def part(self, part: I) -> Ptr:
-        return self.p.unsafe_offset(Int(part * SIDE * LANES))
-
-    @always_inline
-    def width(self, part: I) -> I:
-        """Features of a part."""
-        return min(SIDE, self.D - part * SIDE)
+    def token(self, t: I) -> I:
+        """A token of the sequence, counted over all."""
+        return self.n * self.T + t
 
     @always_inline
     def fill(self, to: Shared, part: I, start: I, count: I, t: I):
-        """Fills a tile with `count` tokens from `start` on, and zeros."""
-        var x = self.part(part)
-        var width = self.width(part)
-        var first = self.token + start
+        """Fills a tile with `count` tokens from `start` on, and zeros. t: the thread."""
+        var x = self.p.unsafe_offset(Int(part * SIDE * LANES))
+        var width = self.D - part * SIDE
+        var first = self.token(start)
         if (first | count) % 4 == 0:
             # Neighbouring threads read neighbours; of eight that store at once, no two meet in a bank. All loads are
             # under way before the first is stored.
-            var v = Sums(fill=Quad(0))
             var feature = t // 4 % 2 * 4 + t // 8 % 4 + t // 32 * 8
             var column = t % 4 * 4
             var px = x.unsafe_offset(_at(self.of, feature, first + column))
-            comptime for u in range(8):
-                if feature + I(u % 2 * 32) < width and column + I(u // 2 * 16) < count:
-                    v[u] = load4(px, u % 2 * 32 * LANES)
-                comptime if u % 2 == 1:
-                    px = px.unsafe_offset(Int(self.of) * LANES)
-            comptime for u in range(8):
-                _put_quad(to, (feature + I(u % 2 * 32)) * ROW + I(u // 2 * 16) + column, v[u])
+            comptime for batch in range(2):
+                var v = Array[Quad, 4](fill=Quad(0))
+                comptime for u in range(4):
+                    if feature + I(u % 2 * 32) < width and column + I(u // 2 * 16 + batch * 32) < count:
+                        v[u] = load4(px, u % 2 * 32 * LANES)
+                    comptime if u % 2 == 1:
+                        px = px.unsafe_offset(Int(self.of) * LANES)
+                comptime for u in range(4):
+                    _put_quad(to, (feature + I(u % 2 * 32)) * ROW + I(u // 2 * 16 + batch * 32) + column, v[u])
         else:
             for u in range(t, SIDE * SIDE, TEAM):
                 var d = u // SIDE
@@ -142,34 +140,6 @@ struct _Head(TrivialRegisterPassable):
                 if d < width and column < count:
                     v = x[unsafe_offset=_at(self.of, d, first + column)]
                 to[unsafe_offset=Int(d * ROW + column)] = v
-
-    @always_inline
-    def put(self, sums: Sums, part: I, start: I, count: I):
-        """Stores own tokens x features of a part, the tile's `count` tokens from `start` on."""
-        var y = self.part(part)
-        var first = self.token + start
-        var t = I(thread_idx.x)
-        comptime for j in range(4):
-            var d = _column(t) + I(16 * j)
-            if d < self.width(part):
-                comptime for half in range(2):
-                    var row = _row(t) + I(8 * half)
-                    var v = Quad(0)
-                    comptime for e in range(4):
-                        v[e] = sums[4 * half + e][j]
-                    if first % 4 == 0 and row + 4 <= count:
-                        store4(y, _at(self.of, d, first + row), v)
-                    else:
-                        comptime for e in range(4):
-                            if row + I(e) < count:
-                                y[unsafe_offset=_at(self.of, d, first + row + I(e))] = v[e]
-
-    @always_inline
-    def clear_rest(self, part: I, tokens: I):
-        """Zeroes a part of the lanes from `tokens` on."""
-        var rest = -tokens % LANES
-        for i in range(I(thread_idx.x), rest * self.width(part), TEAM):
-            self.part(part)[unsafe_offset=_at(self.of, i // rest, tokens + i % rest)] = 0
 
 
 @always_inline
@@ -218,68 +188,67 @@ def _stage(to: Shared, weights: Sums, t: I):
 # --- a block ----------------------------------------------------------------------------
 
 
-@fieldwise_init
 struct _Block[keys: Bool](TrivialRegisterPassable):
     """What a block has: tokens of a head of a sequence, queries or `keys`."""
 
     var s: Attention
-    var T: I
-    var S: I
-    var past: I
     var n: I
     var h: I
     var part: I
+    var parts: I
     var start: I  # its first token in the sequence
     var count: I
-    var last: Bool  # whether it clears the lanes after the last token
+    var clears: Bool  # whether it is the one that writes to lanes behind the last token
 
-    @staticmethod
     @always_inline
-    def of(s: Attention) -> Self:
-        var T = I(s.T)
-        var S = I(s.S)
-        var mine = S if Self.keys else T
-        var heads = I(s.N * s.H)
-        var tile = I(block_idx.x) // heads
-        var head = I(block_idx.x) % heads
+    def __init__(out self, s: Attention):
+        var mine = I(s.S if Self.keys else s.T)
+        var head, tile = I(block_idx.x) % I(s.N * s.H), I(block_idx.x) // I(s.N * s.H)
         comptime if not Self.keys:  # those that see most begin first
             tile = (mine - 1) // SIDE - tile
-        var n = head // I(s.H)
-        var start = tile * SIDE
-        return Self(
-            s,
-            T,
-            S,
-            I(min(s.past, s.S)),
-            n,
-            head % I(s.H),
-            I(block_idx.z),
-            start,
-            min(SIDE, mine - start),
-            tile == 0 and n == I(s.N) - 1,
-        )
-
-    @always_inline
-    def parts(self) -> I:
-        return I(ceildiv(self.s.D, Int(SIDE)))
+        self.s = s
+        self.n = head // I(s.H)
+        self.h = head % I(s.H)
+        self.part = I(block_idx.z)
+        self.parts = (I(s.D) + SIDE - 1) // SIDE
+        self.start = tile * SIDE
+        self.count = min(SIDE, mine - self.start)
+        self.clears = tile == 0 and self.n == I(s.N) - 1
 
     @always_inline
     def head[third: Int](self, x: Operand) -> _Head:
         """This block's head of q (third 0), k (1) or v (2), or one of their gradients."""
-        var s = self.s
-        var first = self.n * (self.T if third == 0 else self.S)
-        var p = of_shard(x).unsafe_offset(s.at(third, Int(self.h)) * LANES)
-        return _Head(p, I(s.features()), first, I(s.D))
+        var p = of_shard(x).unsafe_offset(self.s.at(third, Int(self.h)) * LANES)
+        return _Head(p, I(self.s.features()), self.n, I(self.s.T if third == 0 else self.s.S), I(self.s.D))
 
     @always_inline
-    def result(self, y: Operand) -> _Head:
-        """This block's head of y, or its gradient."""
-        var s = self.s
-        return _Head(of_shard(y).unsafe_offset(Int(self.h) * s.D * LANES), I(s.H * s.D), self.n * self.T, I(s.D))
+    def result(self, y: Operand, D: Int) -> _Head:
+        """This block's head of y or its gradient, or with D = 1 of lse."""
+        return _Head(of_shard(y).unsafe_offset(Int(self.h) * D * LANES), I(self.s.H * D), self.n, I(self.s.T), I(D))
 
     @always_inline
-    def log_sums(self, lse: Operand) -> _Head:
-        return _Head(of_shard(lse).unsafe_offset(Int(self.h) * LANES), I(self.s.H), self.n * self.T, 1)
+    def put(self, y: _Head, sums: Sums):
+        """Stores own tokens x features; zeros in the lanes behind the last token."""
+        var p = y.p.unsafe_offset(Int(self.part * SIDE * LANES))
+        var width = y.D - self.part * SIDE
+        var t = I(thread_idx.x)
+        comptime for j in range(4):
+            comptime for half in range(2):
+                var d, row = _column(t) + I(16 * j), _row(t) + I(8 * half)
+                var v = Quad(0)
+                comptime for e in range(4):
+                    v[e] = sums[4 * half + e][j]
+                if d < width and (y.token(self.start) | self.count) % 4 == 0 and row < self.count:
+                    store4(p, _at(y.of, d, y.token(self.start + row)), v)
+                elif d < width:
+                    comptime for e in range(4):
+                        if row + I(e) < self.count:
+                            p[unsafe_offset=_at(y.of, d, y.token(self.start + row) + I(e))] = v[e]
+        if self.clears:
+            var end = I(self.s.N) * y.T
+            var rest = -end % LANES
+            for i in range(t, rest * min(SIDE, width), TEAM):
+                p[unsafe_offset=_at(y.of, i // rest, end + i % rest)] = 0
 
     @always_inline
     def work(self, n: I, t: I) -> I:
@@ -297,10 +266,10 @@ struct _Block[keys: Bool](TrivialRegisterPassable):
         comptime for i in range(ROWS):
             # the last key that a query sees, counted from the first of this thread
             comptime if Self.keys:
-                var last = min(iota[DType.int32, 4]() + (column + self.past - own), self.S - 1 - own)
+                var last = min(iota[DType.int32, 4]() + (column + I(min(s.past, s.S)) - own), I(s.S) - 1 - own)
                 scores[i] = last.ge(_row_of(I(i))).select(scores[i] * s.scale, Quad(HIDDEN))
             else:
-                var last = min(own + self.past - column + _row_of(I(i)), self.S - 1 - column)
+                var last = min(own + I(min(s.past, s.S)) - column + _row_of(I(i)), I(s.S) - 1 - column)
                 scores[i] = iota[DType.int32, 4]().le(last).select(scores[i] * s.scale, Quad(HIDDEN))
         if s.masks == 0:
             return
@@ -313,7 +282,7 @@ struct _Block[keys: Bool](TrivialRegisterPassable):
                 var key = column + I(j)
                 comptime if Self.keys:
                     swap(key, t)
-                if t < self.T and key < self.S:
+                if t < I(s.T) and key < I(s.S):
                     v[j] = mask[unsafe_offset=Int(key) * s.T + Int(t) if s.masks & QUERIES else Int(key)]
             _put_quad(room, row * ROW + 4 * _column(thread), v)
         comptime for i in range(ROWS):
@@ -325,7 +294,7 @@ struct _Block[keys: Bool](TrivialRegisterPassable):
         var s = self.s
         var keep = Float32(1) / (1 - s.p)
         var token = (UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size)) * UInt32(s.T)
-        token += UInt32(self.n * self.T)
+        token += UInt32(self.n * I(s.T))
         for i in range(I(ROWS)):  # four keys of a query at a time
             var row = _row(thread) + (i // 4 * 8 if Self.keys else _row_of(i))
             var column = 4 * _column(thread) + (i % 4 if Self.keys else 0)
@@ -361,30 +330,29 @@ struct _Forward(TrivialRegisterPassable):
 def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
     var a = sent.sizes
     var s = a.s
-    var own = _Block[False].of(s)
+    var own = _Block[False](s)
     var queries = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
     var keys = queries.unsafe_offset(TILE)  # and probabilities
     var values = queries.unsafe_offset(2 * TILE)
     var q = own.head[0](a.q)
     var k = own.head[1](a.k)
     var v = own.head[2](a.v)
-    var parts = own.parts()
     var most = Numbers(fill=HIDDEN)
     var total = Numbers(fill=0)
     var sums = Sums(fill=Quad(0))
-    for other in range(I(0), min(own.S, own.start + own.count + own.past), SIDE):
-        var count = min(SIDE, own.S - other)
+    for other in range(I(0), min(I(s.S), own.start + own.count + I(min(s.past, s.S))), SIDE):
+        var count = min(SIDE, I(s.S) - other)
         var t = _thread(count)
         var scores = Sums(fill=Quad(0))
-        for part in range(parts):
+        for part in range(own.parts):
             barrier()
-            if other == 0 or parts > 1:
+            if other == 0 or own.parts > 1:
                 q.fill(queries, part, own.start, own.count, t)
             k.fill(keys, part, other, count, t)
             if part == 0:
                 v.fill(values, own.part, other, count, t)
             barrier()
-            _outer(scores, queries, keys, own.work(q.width(part), t), t)
+            _outer(scores, queries, keys, own.work(min(SIDE, q.D - part * SIDE), t), t)
         barrier()
         own.hide(scores, a.mask, other, keys, t)
         comptime for i in range(ROWS):
@@ -403,8 +371,7 @@ def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
                 scores[i] *= _own_quad(keys, t, I(i))
         _stage(keys, scores, t)
         _inner(sums, keys, values, own.work(count, t), t)
-    var y = own.result(a.y)
-    var lse = own.log_sums(a.lse)
+    var lse = own.result(a.lse, 1)
     var t = I(thread_idx.x)
     comptime for i in range(ROWS):
         comptime for level in range(4):
@@ -417,11 +384,8 @@ def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
         sums[i] *= inverse
         var row = _row(t) + _row_of(I(i))
         if row < own.count and _column(t) == 0 and own.part == 0:
-            lse.p[unsafe_offset=_at(lse.of, 0, lse.token + own.start + row)] = log_sum
-    y.put(sums, own.part, own.start, own.count)
-    if own.last:
-        y.clear_rest(own.part, I(s.N * s.T))
-        lse.clear_rest(0, I(s.N * s.T))
+            lse.p[unsafe_offset=_at(lse.of, 0, lse.token(own.start + row))] = log_sum
+    own.put(own.result(a.y, s.D), sums)
 
 
 # --- backward ---------------------------------------------------------------------------
@@ -446,37 +410,30 @@ struct _Backward(TrivialRegisterPassable):
 
 
 @always_inline
-def _delta(own: _Block[False], dy: _Head, y: _Head, a: Shared, b: Shared) -> Numbers:
+def _put_delta[keys: Bool](deltas: Ptr, own: _Block[keys], dy: _Head, y: _Head, a: Shared, b: Shared):
     """The sum over features of dy y, for own queries: a thread has a query. a and b: tiles, free again behind a barrier.
     """
     var t = I(thread_idx.x)
     var sum = Float32(0)
-    for part in range(own.parts()):
+    for part in range(own.parts):
         barrier()
         dy.fill(a, part, own.start, own.count, t)
         y.fill(b, part, own.start, own.count, t)
         barrier()
-        if t < SIDE:
-            for d in range(y.width(part)):
-                sum = a[unsafe_offset=Int(d * ROW + t)].fma(b[unsafe_offset=Int(d * ROW + t)], sum)
-    barrier()
-    if t < SIDE:
-        b[unsafe_offset=Int(t)] = sum
-    barrier()
-    var delta = Numbers(fill=0)
-    comptime for i in range(ROWS):
-        delta[i] = b[unsafe_offset=Int(_row(t) + _row_of(I(i)))]
-    return delta^
+        if t < own.count:
+            for i in range(t, min(SIDE, y.D - part * SIDE) * ROW, ROW):
+                sum = a[unsafe_offset=Int(i)].fma(b[unsafe_offset=Int(i)], sum)
+    if t < own.count:
+        deltas[unsafe_offset=Int(own.start + t)] = sum
 
 
-@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](TEAM))
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](I(2 if keys else 3) * TEAM))
 def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: Ptr):
     """The gradients of queries, or with `keys` of keys and their values; scratch (shards, H, N T): delta of each query.
     """
     var a = sent.sizes
     var s = a.s
-    var own = _Block[keys].of(s)
-    var parts = own.parts()
+    var own = _Block[keys](s)
     var a1 = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
     var a2 = a1.unsafe_offset(TILE)
     var b1 = a1.unsafe_offset(2 * TILE)
@@ -485,72 +442,68 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
     var q = own.head[0](a.q)
     var k = own.head[1](a.k)
     var v = own.head[2](a.v)
-    var dy = own.result(a.dy)
-    var lse = own.log_sums(a.lse)
+    var dy = own.result(a.dy, s.D)
+    var lse = own.result(a.lse, 1)
     var of_own = k if keys else q
     var of_other = q if keys else k
     var slope_own = v if keys else dy
     var slope_other = dy if keys else v
     var deltas = scratch.unsafe_offset(((block_idx.y * s.H + Int(own.h)) * s.N + Int(own.n)) * s.T)
-    var log_sums = Numbers(fill=0)
-    var delta = Numbers(fill=0)
-    var t = I(thread_idx.x)
     var first = I(0)
-    var end = min(own.S, own.start + own.count + own.past)
+    var end = min(I(s.S), own.start + own.count + I(min(s.past, s.S)))
     comptime if keys:
-        first = max(I(0), own.start - own.past) // SIDE * SIDE
-        end = own.T
+        first = max(I(0), own.start - I(min(s.past, s.S))) // SIDE * SIDE
+        end = I(s.T)
     else:
-        delta = _delta(rebind[_Block[False]](own), dy, own.result(a.y), a2, b2)
-        comptime for i in range(ROWS):
-            var row = _row(t) + _row_of(I(i))
-            if row < own.count:
-                log_sums[i] = lse.p[unsafe_offset=_at(lse.of, 0, lse.token + own.start + row)]
-                if own.part == 0 and _column(t) == 0:
-                    deltas[unsafe_offset=Int(own.start + row)] = delta[i]
+        _put_delta(deltas, own, dy, own.result(a.y, s.D), a2, b2)
     var sums = Sums(fill=Quad(0))
     var value_sums = Sums(fill=Quad(0))
     for other in range(first, end, SIDE):
-        var count = min(SIDE, (own.T if keys else own.S) - other)
-        t = _thread(count)
+        var count = min(SIDE, I(s.T if keys else s.S) - other)
+        var t = _thread(count)
         var p = Sums(fill=Quad(0))
         var slopes = Sums(fill=Quad(0))
-        for part in range(parts):
+        for part in range(own.parts):
             barrier()
-            if other == first or parts > 1:
+            if other == first or own.parts > 1:
                 of_own.fill(a1, part, own.start, own.count, t)
-            if keys or other == first or parts > 1:
+            if keys or other == first or own.parts > 1:
                 slope_own.fill(a2, part, own.start, own.count, t)
             of_other.fill(b1, part, other, count, t)
             slope_other.fill(b2, part, other, count, t)
             barrier()
-            _outer(p, a1, b1, own.work(q.width(part), t), t)
-            _outer(slopes, a2, b2, own.work(q.width(part), t), t)
+            _outer(p, a1, b1, own.work(min(SIDE, q.D - part * SIDE), t), t)
+            _outer(slopes, a2, b2, own.work(min(SIDE, q.D - part * SIDE), t), t)
         barrier()
-        if parts > 1:
+        if own.parts > 1:
             of_other.fill(b1, own.part, other, count, t)
             comptime if keys:
                 slope_other.fill(b2, own.part, other, count, t)
             barrier()
         own.hide(p, a.mask, other, weights, t)
-        var ls = Quad(0)
-        var ds = Quad(0)
+        var log_sums = Quad(0)
+        var delta = Quad(0)
+
+        @always_inline
+        def find(j: Int, query: I) {mut log_sums, mut delta, imm}:
+            if query < I(s.T):
+                log_sums[j] = lse.p[unsafe_offset=_at(lse.of, 0, lse.token(query))]
+                delta[j] = deltas[unsafe_offset=Int(query)]
+
         comptime if keys:
             comptime for j in range(4):
-                var query = other + 4 * _column(t) + I(j)
-                if query < own.T:
-                    ls[j] = lse.p[unsafe_offset=_at(lse.of, 0, lse.token + query)]
-                    ds[j] = deltas[unsafe_offset=Int(query)]
+                find(j, other + 4 * _column(t) + I(j))
         if s.p > 0:
             own.draw(ctx, other, weights, t)
             comptime for i in range(ROWS):
                 slopes[i] *= _own_quad(weights, t, I(i))
         comptime for i in range(ROWS):
             comptime if not keys:
-                ls = Quad(log_sums[i])
-                ds = Quad(delta[i])
-            p[i] = exp(p[i] - ls)
-            slopes[i] = (slopes[i] - ds) * (p[i] * s.scale)
+                find(0, own.start + _row(t) + _row_of(I(i)))
+                log_sums = Quad(log_sums[0])
+                delta = Quad(delta[0])
+            p[i] = exp(p[i] - log_sums)
+            slopes[i] = (slopes[i] - delta) * (p[i] * s.scale)
         comptime if keys:
             if s.p > 0:
                 comptime for i in range(ROWS):
@@ -561,18 +514,10 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
         _stage(weights, slopes, t)
         _inner(sums, weights, b1, own.work(count, t), t)
     comptime if keys:
-        var dk = own.head[1](a.dk)
-        var dv = own.head[2](a.dv)
-        dk.put(sums, own.part, own.start, own.count)
-        dv.put(value_sums, own.part, own.start, own.count)
-        if own.last:
-            dk.clear_rest(own.part, I(s.N * s.S))
-            dv.clear_rest(own.part, I(s.N * s.S))
+        own.put(own.head[1](a.dk), sums)
+        own.put(own.head[2](a.dv), value_sums)
     else:
-        var dq = own.head[0](a.dq)
-        dq.put(sums, own.part, own.start, own.count)
-        if own.last:
-            dq.clear_rest(own.part, I(s.N * s.T))
+        own.put(own.head[0](a.dq), sums)
 
 
 # --- the ops ----------------------------------------------------------------------------
