@@ -22,6 +22,7 @@ from kernels.gpu.conv2d import (
     conv2d_backward_weight_scratch,
     conv2d_forward,
     conv2d_relu_maxpool_forward,
+    conv2d_scratch,
 )
 from kernels.conv2d import Conv
 from kernels.gpu.launch import BF16, FP16, FP32, Operand, Queue, TF32
@@ -288,7 +289,7 @@ def compute[
     var dx = remote(q, Floats(shards * c.x(), 77))
     var dw = remote(q, Floats(buffers * c.w(), start))
     var db = remote(q, Floats(buffers * c.K, start))
-    var n = conv2d_backward_weight_scratch(shards, fold, c.size())
+    var n = max(conv2d_backward_weight_scratch(shards, fold, c.size()), conv2d_scratch(precision, c.size()))
     var scratch = remote(q, Floats(n, 55))
     var xo = x.at(x_step)
     var dyo = dy.at(c.y())
@@ -302,6 +303,7 @@ def compute[
         w.at(),
         b.at(),
         c.size(),
+        scratch.at().ptr(),
     )
     conv2d_backward_input[precision](
         q,
@@ -310,6 +312,7 @@ def compute[
         dyo,
         w.at(),
         c.size(),
+        scratch.at().ptr(),
     )
     conv2d_backward_weight[precision](
         q,
@@ -535,6 +538,7 @@ def run() raises:
         Case("gaps", 2, 18, 10, 17, 33, 1, 1, 2),
         Case("three", 1, 16, 16, 15, 9, 5, 4, 3),
         Case("uneven", 1, 3, 11, 10, 4, 2, 1, 3),
+        Case("wide", 1, 20, 7, 9, 72, 3, 3, 1),
         Case("groups", 2, 6, 8, 10, 9, 3, 2, 1, 1, 3),
         Case("depthwise", 1, 7, 9, 11, 7, 3, 3, 1, 1, 7),
         Case("multiplier", 1, 3, 9, 8, 6, 3, 3, 2, 1, 3),
@@ -577,14 +581,15 @@ def run() raises:
         check_pooled[FP16](q, cases[0], 1, 2, 2, 2)
         check_pooled[TF32](q, cases[2], 1, 2, 2, 2)
     if wanted("low"):
-        for i in [0, 3, 4, 5, 10, 11, 12]:
+        for i in [0, 3, 4, 5, 10, 11, 12, 14]:
             ref c = cases[i]
             check_values[BF16](q, c, 1)
             check_values[FP16](q, c, 1)
             check_values[TF32](q, c, 1)
         check_values[BF16](q, Case("both", 1, 48, 6, 12, 96, 2, 3, 1, 2, 2), 1)
-        check_bits[BF16](q, small[1])
-        check_bits[TF32](q, small[1])
+        check_bits[BF16](q, Case("bits3", 2, 6, 6, 10, 17, 3, 3, 1))
+        check_bits[TF32](q, Case("bits3", 2, 6, 6, 10, 17, 3, 3, 1))
+        check_bits[BF16](q, Case("one piece", 1, 9, 4, 6, 20, 3, 3, 1))
     if wanted("errors"):
         var refused = False
         try:

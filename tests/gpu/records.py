@@ -112,6 +112,31 @@ def conv(G, C, H, W, K, R, T, S, form="fp32", fold=1) -> Iterator[Case]:
     yield from products("conv2d", (G, C, H, W, K, R, T, S), n, form, fold)
 
 
+def inside(G, C, H, W, K, R, T, S, ph, pw, form="fp32") -> Iterator[Case]:
+    """The gradient of a padded input and its inside, in one launch on GPUs."""
+    sizes = (G, C, H, W, K, R, T, S)
+    P, Q = (H - R) // S + 1, (W - T) // S + 1
+    h, w_ = H - 2 * ph, W - 2 * pw
+    whole = ("conv2d_backward_input" + f":{form}" * (form != "tf32"), "c", "dy", "w", "s", *sizes)
+    yield Case(
+        f"conv2d_backward_input_inside {'x'.join(map(str, (*sizes, ph, pw)))} {form}",
+        [
+            w("dx", G * C * h * w_ * LANES, "zero"),
+            w("c", G * C * H * W * LANES, "zero"),
+            w("dy", G * K * P * Q * LANES),
+            p("w", K * C * R * T),
+            scratch_of("conv2d_backward_input", form, sizes),
+        ],
+        [
+            (
+                (f"conv2d_backward_input_inside:{form}", "dx", "dy", "w", *sizes, ph, pw),
+                [whole, ("pad_backward", "dx", "c", G * C, h, w_, ph, pw)],
+            )
+        ],
+        tolerance=LOOSE[form],
+    )
+
+
 def general(*sizes: int, fold: int = 1) -> Iterator[Case]:
     """A convolution with groups or dilation: both gradients with it."""
     G, C, H, W, K, R, T, S, D, groups = sizes
@@ -362,6 +387,7 @@ def cases() -> Iterator[Case]:
         yield from conv(2, 3, 8, 11, 7, 3, 2, 2, form)
         yield from conv(1, 17, 11, 13, 34, 3, 3, 2, form)
         yield from conv(1, 33, 9, 12, 18, 1, 1, 2, form)
+        yield from conv(2, 24, 10, 10, 72, 3, 3, 1, form, 2)  # several blocks of every kind
     yield from conv(2, 1, 32, 32, 6, 5, 5, 1)
     yield from conv(1, 1, 1, 1, 1, 1, 1, 1)
     yield from conv(1, 32, 12, 12, 64, 3, 3, 1)

@@ -56,7 +56,7 @@ GENERAL = [
     *("groups", "depthwise", "multiplier", "dilation", "both", "stride over dilation", "common factor", "signal")
 ]
 LAYERS = ["lenet1", "lenet2", "convnet1", "convnet2", "1x1", "stride2", "oblong", "thin", "point", "seven"]
-STRIDED = ["strided", "gaps", "three", "uneven"]
+STRIDED = ["strided", "gaps", "three", "uneven", "wide"]
 
 
 def test_results_are_close_to_float64(program):
@@ -93,7 +93,7 @@ def test_pooling_in_the_same_launch(program):
 def test_low_precision(program):
     """Against float64 sums of rounded factors; on tensor cores where the layer is large enough."""
     out = check(program, "low")
-    assert out.count("shards 1 ok") == 22 and out.count("bits ok") == 2
+    assert out.count("shards 1 ok") == 25 and out.count("bits ok") == 3
 
 
 def test_results_are_the_same_when_warps_run_in_another_order(program):

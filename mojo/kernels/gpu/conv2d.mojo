@@ -17,8 +17,8 @@ from ..conv2d_general import General
 from ..lanes import Ptr
 from .conv2d_any import correlate_any, gather_input
 from .conv2d_direct import correlate
-from .conv2d_mma import correlate_mma, worth_it
-from .conv2d_mma_weight import pieces_mma, weight_gradient_mma, worth_it_for_weights
+from .conv2d_mma import correlate_mma, weights_mma, worth_it
+from .conv2d_mma_weight import scratch_mma, weight_gradient_mma, worth_it_for_weights
 from .conv2d_tiles import PADDED, PLAIN, POOLED, Shape
 from .conv2d_weight import Gradients, STRANDS, pieces, weight_gradient
 from .launch import BF16, FP32, Operand, Queue
@@ -31,6 +31,16 @@ def _on_tensor_cores[precision: Int]() -> Bool:
     return precision != FP32 and _has_nvidia_gpu_accelerator()
 
 
+def conv2d_scratch(precision: Int, size: General) -> Int:
+    """Floats of scratch memory that conv2d_forward and conv2d_backward_input want: for the weights, rounded and in order.
+    """
+    comptime if _on_tensor_cores[BF16]():
+        if precision != FP32:
+            var s = Shape.forward(size, precision, False)
+            return max(weights_mma(s), weights_mma(s.phase(0, 0, 0, 0)))
+    return 0
+
+
 def conv2d_forward[
     precision: Int, relu: Bool
 ](
@@ -41,6 +51,7 @@ def conv2d_forward[
     w: Operand,  # (K, C / groups, R, T)
     b: Operand,  # (K)
     size: General,
+    scratch: Ptr,  # conv2d_scratch floats
 ) raises:
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
     var s = Shape.forward(size, precision, relu)
@@ -50,7 +61,7 @@ def conv2d_forward[
         return
     comptime if _on_tensor_cores[precision]():
         if worth_it(s):
-            correlate_mma[precision, False](q, shards, y, x, w, b, s)
+            correlate_mma[precision, False](q, shards, y, x, w, b, scratch, s)
             return
     correlate[PLAIN, low](q, shards, y, NONE, x, w, b, s)
 
@@ -92,22 +103,27 @@ def conv2d_backward_input[
 ](
     q: Queue,
     shards: Int,
-    dx: Operand,  # (G, C, H, W, 16)
+    dx: Operand,  # (G, C, H - 2 frame_rows, W - 2 frame_columns, 16)
     dy: Operand,  # (G, K, P, Q, 16)
     w: Operand,  # (K, C / groups, R, T)
     size: General,
+    scratch: Ptr,  # conv2d_scratch floats
+    frame_rows: Int = 0,
+    frame_columns: Int = 0,
 ) raises:
-    """Writes the gradient of the (padded) input."""
+    """Writes the gradient of the (padded) input without its frame, which without groups and dilation may be some rows and
+    columns thick.
+    """
     var of = Shape.forward(size, precision, False)
     if size.D * size.groups != 1:
         gather_input[precision != FP32](q, shards, dx, dy, w, of)
         return
-    for row in range(min(size.S, size.H)):
-        for column in range(min(size.S, size.W)):  # phases
-            var s = of.phase(row, column)
+    for row in range(min(size.S, size.H - 2 * frame_rows)):
+        for column in range(min(size.S, size.W - 2 * frame_columns)):  # phases
+            var s = of.phase(row, column, frame_rows, frame_columns)
             comptime if _on_tensor_cores[precision]():
                 if worth_it(s):
-                    correlate_mma[precision, True](q, shards, dx, dy, w, NONE, s)
+                    correlate_mma[precision, True](q, shards, dx, dy, w, NONE, scratch, s)
                     continue
             correlate[PADDED, precision != FP32](q, shards, dx, NONE, dy, w, NONE, s)
 
@@ -115,10 +131,10 @@ def conv2d_backward_input[
 def conv2d_backward_weight_scratch(shards: Int, fold: Int, size: General) -> Int:
     """Floats of scratch memory that conv2d_backward_weight wants."""
     var s = Shape.forward(size, FP32, False)
-    var most = pieces(s)
+    var most = shards * pieces(s) * s.K * (s.taps() + 1)
     comptime if _on_tensor_cores[BF16]():
-        most = max(most, pieces_mma(s))
-    return shards * most * s.K * (s.taps() + 1)
+        most = max(most, scratch_mma(shards, fold, s))
+    return most
 
 
 def conv2d_backward_weight[

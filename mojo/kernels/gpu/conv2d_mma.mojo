@@ -1,293 +1,394 @@
 """Convolution on the tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16: implicit GEMM with mma.sync.
 
-The product's sums run over taps here (forward, gradient of the input) and over samples and pixels in
-conv2d_mma_weight.mojo.
-The layout gives the fragments without a transpose: the 16 samples of a pixel are the columns of two tiles, or the 16
-terms of one step. Activations go from global memory to registers and are rounded there, to the nearest, ties to even;
-what neighbouring taps and the warps of a block load twice comes from the L1 cache. Which element of a fragment has
-which term of the sum is free as long as both factors agree, and it is chosen so that loads are vectors.
+Forward and gradient of the input; conv2d_mma_weight.mojo has the gradient of the weights. A block has 16 neighbouring
+pixels of a group of samples and up to 128 output channels. It goes over the input channels a *chunk* at a time: the
+chunk's pixels, with those around that the taps reach, are rounded into shared memory once and all taps multiply them from
+there; the next chunk is loaded meanwhile, a part beside each tap. Weights come a row of taps at a time with cp.async, from
+scratch memory, where a launch before has put them, rounded, in the order of the fragments.
 
-Fragments of m16n8k16 (bf16, fp16; PTX ISA, "Matrix fragments for mma.m16n8k16"), lane = 4 g + t:
-    A  element 4 h + 2 r + e is row g + 8 r, term 2 t + e + 8 h
-    B  element 2 h + e is column g, term 2 t + e + 8 h
+A *word* has what a register of a fragment has: two channels of a sample in bf16 and fp16, one in tf32. A chunk is 8 words.
+Fragments of m16n8k16 (bf16, fp16; PTX ISA, "Matrix fragments for mma.m16n8k16"), and in words those of m16n8k8 (tf32),
+lane = 4 g + t:
+    A  register 2 h + r is row g + 8 r, word t + 4 h
+    B  register h is column g, word t + 4 h
     C  element 2 r + e is row g + 8 r, column 2 t + e
-and of m16n8k8 (tf32):
-    A  element 2 h + r is row g + 8 r, term t + 4 h;   B  element h is column g, term t + 4 h
+Columns g of two neighbouring tiles are samples 2 g and 2 g + 1 of a pixel, so that both are one load, and results vectors.
+Each sum has the chunks in order, of each the rows and columns of taps, of each what the hardware adds.
 """
 
 from std.math import ceildiv
-from std.memory import unsafe_stack_allocation
+from std.memory import bitcast
 
-from max.gpu import AddressSpace, WARP_SIZE, barrier, block_dim, block_idx, thread_idx
+from max.gpu import AddressSpace, WARP_SIZE, barrier, block_dim, block_idx, global_idx, thread_idx
 from max.gpu.compute.mma import mma
-from max.gpu.memory import external_memory
+from max.gpu.memory import async_copy, async_copy_commit_group, async_copy_wait_group, external_memory
 
 from ..lanes import F32, LANES, Ptr
-from .conv2d_tiles import ENOUGH_BLOCKS, Shape, Sizes, WARPS, rounded_tf32, split
+from .conv2d_tiles import ENOUGH_BLOCKS, Shape, Sizes, THREADS, split
+from .gemm_tiles import Quad, SHARED_LIMIT, Shared, paired, rounded
 from .launch import BF16, FP16, Operand, Queue, TF32, blocks
 
-comptime TERMS = 16  # of a sum, in one step: one mma, or two of tf32
-comptime ROWS = 2  # tiles of 16 output channels of a warp
-comptime PIXELS = 4  # of a warp: 8 tiles of 8 columns
-comptime SHARED_BYTES = 40960
-comptime MOST_STEPS = 64  # of a chunk
+comptime WORDS = 8  # of a chunk
+comptime PIXELS = 4  # of a warp, neighbours in a row
+comptime PIXEL_WARPS = 4
+comptime TILE = PIXELS * PIXEL_WARPS  # pixels of a block
+comptime RING = 3  # rows of taps whose weights are in shared memory or on their way
+comptime AHEAD = 2  # units that a thread has on their way beside a tap
 comptime SharedInts = Pointer[Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
+comptime FRAGMENT = 4 * WARP_SIZE  # words of a tile of A
 
 
-# --- fragments -------------------------------------------------------------------------
-
-
-@always_inline
-def kind(precision: Int) -> DType:
-    """What a register holds of a factor."""
-    if precision == BF16:
-        return DType.bfloat16
-    return DType.float16 if precision == FP16 else F32
+# --- words --------------------------------------------------------------------------------
 
 
 @always_inline
-def factors[precision: Int, n: Int](v: SIMD[F32, n]) -> SIMD[kind(precision), n]:
-    """Rounded to the nearest, ties to even."""
-    var u = v
+def terms(precision: Int) -> Int:
+    """What a word has of the terms of a sum."""
+    return 1 if precision == TF32 else 2
+
+
+@always_inline
+def words[precision: Int](v0: Quad, v1: Quad) -> Quad:
+    """Four words of two terms each, or of v0 alone in tf32. Rounded to the nearest, ties to even."""
     comptime if precision == TF32:
-        comptime for i in range(n):
-            u[i] = rounded_tf32(v[i])
-    return u.cast[kind(precision)]()
-
-
-@always_inline
-def multiply[precision: Int](a: SIMD[kind(precision), 8], b: SIMD[kind(precision), 4], c: SIMD[F32, 4]) -> SIMD[F32, 4]:
-    """One step of a 16 x 8 tile: adds 16 terms. Elements are those of m16n8k16."""
-    var d = c
-    comptime if precision == TF32:
-        # Two products of 8 terms: h is which of them, e the half of its terms.
-        comptime for h in range(2):
-            var ah = SIMD[F32, 4](
-                a[4 * h].cast[F32](), a[4 * h + 2].cast[F32](), a[4 * h + 1].cast[F32](), a[4 * h + 3].cast[F32]()
-            )
-            var bh = SIMD[F32, 2](b[2 * h].cast[F32](), b[2 * h + 1].cast[F32]())
-            mma(d, ah, bh, d)
+        return rounded[TF32](v0)
     else:
-        mma(d, a, b, d)
-    return d
-
-
-# --- forward and gradient of the input ----------------------------------------------------
-
-
-@always_inline
-def bytes_of_a_step(precision: Int) -> Int:
-    """Shared memory for 16 taps of one warp's channels."""
-    return ROWS * WARP_SIZE * (32 if precision == TF32 else 16)
+        var word = Quad()
+        comptime for j in range(4):
+            word[j] = paired[precision](v0[j], v1[j])
+        return word
 
 
 @always_inline
-def _share_factors[
-    precision: Int, padded: Bool
-](
-    weights: Pointer[Scalar[kind(precision)], MutUntrackedOrigin, address_space=AddressSpace.SHARED],
-    offsets: SharedInts,
-    places: SharedInts,
-    w: Ptr,
-    s: Shape,
-    k_block: Int,
-    first: Int,
-    held: Int,
-):
-    """Copies the block's weights of `held` steps as fragments, and where the pixels of their taps are."""
-    comptime STEP = ROWS * WARP_SIZE * 8
-    var taps = s.C * s.R * s.T
-    # `while`: a range whose step is not known checks its sign each time.
+def multiply[precision: Int](mut c: Quad, a: Quad, b: SIMD[F32, 2]):
+    """One step of a 16 x 8 tile: adds the products of 8 words."""
+    comptime if precision == TF32:
+        mma(c, a, b, c)
+    elif precision == BF16:
+        mma(c, bitcast[DType.bfloat16, 8](a), bitcast[DType.bfloat16, 4](b), c)
+    else:
+        mma(c, bitcast[DType.float16, 8](a), bitcast[DType.float16, 4](b), c)
+
+
+# --- a block's pixels -----------------------------------------------------------------------
+
+
+@always_inline
+def columns_around(s: Shape) -> Int:
+    """Columns that the taps of a block's columns reach."""
+    return (s.across - 1) * s.S + s.T
+
+
+@always_inline
+def pixels_around(s: Shape) -> Int:
+    """Pixels that the taps of a block's pixels reach."""
+    return ((TILE // s.across - 1) * s.S + s.R) * columns_around(s)
+
+
+@always_inline
+def plane_of(pixels: Int, each: Int) -> Int:
+    """Words from one plane of pixels of `each` words to the next in shared memory: 8 more than a multiple of 32, so that
+    four planes are in different banks.
+    """
+    return ceildiv(pixels * each, 32) * 32 + 8
+
+
+def tiled(shape: Shape) -> Shape:
+    """With the shape of a block's pixels that needs the fewest blocks: `across` columns."""
+    var s = shape
+    var least = 0
+    for columns in [4, 8, 16]:
+        var n = ceildiv(s.P, TILE // columns) * ceildiv(s.Q, columns)
+        if least == 0 or n < least:
+            least = n
+            s.across = columns
+    return s
+
+
+@always_inline
+def find_pixels(to: SharedInts, n: Int, across: Int, row: Int, column: Int, H: Int, W: Int):
+    """Writes where n pixels in rows of `across`, from (row, column) on, are in a plane of H x W; -1 for one that is not there.
+    """
     var i = thread_idx.x
-    while i < held * TERMS:
-        var c = min(first * TERMS + i, taps - 1)
-        var column = split(c, s.T)
-        var row = split(c, s.R)
-        offsets[unsafe_offset=i] = Int32(((c * s.H + row) * s.W + column) * LANES)
-        comptime if padded:
-            places[unsafe_offset=i] = Int32(row << 16 | column)
+    while i < n:
+        var h = i
+        var w = split(h, across) + column
+        h += row
+        to[unsafe_offset=i] = Int32((h * W + w) * LANES if 0 <= h < H and 0 <= w < W else -1)
         i += block_dim.x
-    i = thread_idx.x
-    while i < held * s.k_warps * ROWS * WARP_SIZE:
-        # lane, tile, step, warp: the order in memory
-        var a_warp = i
-        var a_lane = split(a_warp, WARP_SIZE)
-        var m = split(a_warp, ROWS)
-        var step = split(a_warp, held)
-        var a = SIMD[F32, 8](0)
-        comptime for h in range(2):
-            comptime for r in range(2):
-                comptime for e in range(2):
-                    var k = k_block + (a_warp * ROWS + m) * 16 + 8 * r + a_lane // 4
-                    var tap = (first + step) * TERMS + a_lane % 4 * 2 + e + 8 * h
-                    if k < s.K and tap < taps:
-                        comptime if padded:
-                            var c = tap
-                            var column = split(c, s.T)
-                            var row = split(c, s.R)
-                            a[4 * h + 2 * r + e] = w[unsafe_offset=(c * s.K + k) * s.WR * s.WT + s.turned(row, column)]
-                        else:
-                            a[4 * h + 2 * r + e] = w[unsafe_offset=k * taps + tap]
-        var f = factors[precision, 8](a)
-        var at = (a_warp * s.chunk + step) * STEP + m * WARP_SIZE * 8
-        comptime if precision == TF32:
-            # two vectors of 16 bytes, each next to those of the other lanes
-            comptime for h in range(2):
-                weights.unsafe_offset(at + (h * WARP_SIZE + a_lane) * 4).unsafe_store[alignment=16](
-                    0, f.slice[4, offset=4 * h]()
-                )
-        else:
-            weights.unsafe_offset(at + a_lane * 8).unsafe_store[alignment=16](0, f)
-        i += block_dim.x
+
+
+# --- weights as fragments -------------------------------------------------------------------
+
+
+def _pack[precision: Int, padded: Bool](to: Ptr, w: Ptr, sizes: Sizes):
+    """Writes the weights as (blocks of channels, chunks, rows of taps, columns, tiles of a block, lanes, registers)."""
+    var s = Shape(sizes)
+    var tiles = s.tiles
+    var i = global_idx.x
+    var register = split(i, 4)
+    var lane = split(i, WARP_SIZE)
+    var tile = split(i, tiles)
+    var t = split(i, s.T)
+    var r = split(i, s.R)
+    var c = split(i, s.chunk) * WORDS + lane % 4 + register // 2 * 4
+    var k = (i * tiles + tile) * 16 + lane // 4 + register % 2 * 8
+    if i >= ceildiv(s.K, tiles * 16):
+        return
+    var v = SIMD[F32, 2](0)
+    comptime for e in range(terms(precision)):
+        var channel = c * terms(precision) + e
+        if k < s.K and channel < s.C:
+            comptime if padded:
+                v[e] = w[unsafe_offset=(channel * s.K + k) * s.WR * s.WT + s.turned(r, t)]
+            else:
+                v[e] = w[unsafe_offset=((k * s.C + channel) * s.R + r) * s.T + t]
+    to[unsafe_offset=global_idx.x] = words[precision](Quad(v[0]), Quad(v[1]))[0]
+
+
+def weights_mma(s: Shape) -> Int:
+    """Words of scratch memory for the weights of a correlation, at most; those of tf32 are the most."""
+    return ceildiv(s.K, 128) * 128 * ceildiv(s.C, WORDS) * WORDS * s.R * s.T
+
+
+# --- the product -----------------------------------------------------------------------------
 
 
 def _correlate[
-    precision: Int, padded: Bool
-](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes):
-    """As _direct of conv2d_direct.mojo. A warp has ROWS x 16 output channels and PIXELS neighbours of one row.
-
-    `chunk` is how many steps of 16 taps have their weights in shared memory at a time, as fragments.
-    """
-    comptime D = kind(precision)
-    comptime STEP = ROWS * WARP_SIZE * 8  # elements
+    precision: Int, M: Int, padded: Bool
+](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, weights: Ptr, b: Ptr, sizes: Sizes):
+    """A warp has M x 16 output channels of PIXELS pixels; `k_warps` of a block differ in their channels."""
+    comptime TERMS = terms(precision)
     var s = Shape(sizes)
-    var weights = external_memory[Scalar[D], address_space=AddressSpace.SHARED, alignment=16]()
-    # where a tap's pixel is, and its row and column as two halves of a number
-    var offsets = unsafe_stack_allocation[MOST_STEPS * TERMS, DType.int32, address_space=AddressSpace.SHARED]()
-    var places = unsafe_stack_allocation[
-        MOST_STEPS * TERMS if padded else 1, DType.int32, address_space=AddressSpace.SHARED
-    ]()
-    var taps = s.C * s.R * s.T
     var shard = block_idx.z
-    var lane = thread_idx.x % WARP_SIZE
+    var thread = thread_idx.x
+    var threads = PIXEL_WARPS * WARP_SIZE * s.k_warps
+    var lane = thread % WARP_SIZE
     var t = lane % 4
-    var row_of_tile = lane // 4
-    var pixel_warp = thread_idx.x // WARP_SIZE
-    var k_warp = split(pixel_warp, s.k_warps)
-    var k_block = block_idx.y * s.k_warps * ROWS * 16
-    var k_first = k_block + k_warp * ROWS * 16
-    var steps = ceildiv(taps, TERMS)
+    var g = lane // 4
+    var warp = thread // WARP_SIZE
+    var k_warp = warp // PIXEL_WARPS
+    var chunks = s.chunk
 
-    for tile in range(s.tiles):
-        # Tiles of pixels, the last of a row moved back so that it ends with the row.
-        var n = (block_idx.x * s.tiles + tile) * s.pixel_warps + pixel_warp
-        var q_first = min(split(n, ceildiv(s.Q, PIXELS)) * PIXELS, s.Q - PIXELS)
-        var p = split(n, s.P)
-        var there = n < s.G
-        var g = min(n, s.G - 1)
-        var row = p * s.S - s.pad_rows
-        var column = q_first * s.S - s.pad_columns
-        # samples 2 row_of_tile and 2 row_of_tile + 1: the column of this thread in two tiles
-        var xp = x.unsafe_offset(
-            shard * Int(x_step) + (g * s.C * s.H * s.W + row * s.W + column) * LANES + 2 * row_of_tile
-        )
+    # the block's pixels, and the warp's: all in one row
+    var group = block_idx.x
+    var q_first = split(group, ceildiv(s.Q, s.across)) * s.across
+    var p_first = split(group, ceildiv(s.P, TILE // s.across)) * (TILE // s.across)
+    var warp_row = warp % PIXEL_WARPS * PIXELS
+    var warp_column = split(warp_row, s.across)
+    var width = columns_around(s)
+    var pixels = pixels_around(s)
+    var plane = plane_of(pixels, LANES)
 
-        var acc = Array[SIMD[F32, 4], ROWS * PIXELS * 2](fill=SIMD[F32, 4](0))
-        comptime if not padded:
-            comptime for m in range(ROWS):
-                comptime for r in range(2):
-                    var k = k_first + 16 * m + 8 * r + row_of_tile
-                    var bias = Float32(0)
-                    if k < s.K:
-                        bias = b[unsafe_offset=k]
-                    comptime for i in range(PIXELS * 2):
-                        acc[m * PIXELS * 2 + i][2 * r] = bias
-                        acc[m * PIXELS * 2 + i][2 * r + 1] = bias
+    var ring = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
+    var row_words = s.T * s.k_warps * M * FRAGMENT
+    var activations = ring.unsafe_offset(RING * row_words)
+    var offsets = activations.unsafe_offset((2 if chunks > 1 else 1) * WORDS * plane).unsafe_bitcast[Int32]()
+    var here = x.unsafe_offset(shard * Int(x_step) + group * s.C * s.H * s.W * LANES + thread % 4 * 4)
+    var x_plane = s.H * s.W * LANES
+    var packed = weights.unsafe_offset(block_idx.y * chunks * s.R * row_words)
 
-        var first = 0
-        while first < steps:
-            var held = min(s.chunk, steps - first)
-            if tile == 0 or s.chunk < steps:
-                if tile > 0 or first > 0:
-                    barrier()
-                _share_factors[precision, padded](weights, offsets, places, w, s, k_block, first, held)
-                barrier()
+    # Units, four words each, that this thread brings into shared memory: of a chunk each threads / 4th pixel.
+    var pixel = 0
+    var word = 0
+    var chunk = 0
 
-            for step in range(held):
-                var values = Array[SIMD[F32, 4], PIXELS * 2](fill=SIMD[F32, 4](0))
-                comptime for h in range(2):
-                    comptime for e in range(2):
-                        var tap = step * TERMS + 2 * t + e + 8 * h
-                        var from_ = xp.unsafe_offset(Int(offsets[unsafe_offset=tap]))
-                        var place = 0
-                        comptime if padded:
-                            place = Int(places[unsafe_offset=tap])
-                        var row_there = not padded or UInt32(row + (place >> 16)) < UInt32(s.H)
-                        comptime for j in range(PIXELS):
-                            var two = SIMD[F32, 2](0)
-                            comptime if padded:
-                                if row_there and UInt32(column + (place & 0xFFFF) + j) < UInt32(s.W):
-                                    two = from_.unsafe_offset(j * LANES).unsafe_load[width=2, alignment=8]()
-                            else:
-                                two = from_.unsafe_offset(j * s.S * LANES).unsafe_load[width=2, alignment=8]()
-                            values[2 * j][2 * h + e] = two[0]
-                            values[2 * j + 1][2 * h + e] = two[1]
-                var a = Array[SIMD[D, 8], ROWS](fill=SIMD[D, 8](0))
-                var at = (k_warp * s.chunk + step) * STEP
-                comptime for m in range(ROWS):
-                    comptime if precision == TF32:
-                        comptime for h in range(2):
-                            var four = weights.unsafe_offset(at + (m * 2 + h) * WARP_SIZE * 4 + lane * 4).unsafe_load[
-                                width=4, alignment=16
-                            ]()
-                            comptime for e in range(4):
-                                a[m][4 * h + e] = four[e]
-                    else:
-                        a[m] = weights.unsafe_offset(at + (m * WARP_SIZE + lane) * 8).unsafe_load[
-                            width=8, alignment=16
-                        ]()
-                comptime for j in range(PIXELS * 2):
-                    var f = factors[precision, 4](values[j])
-                    comptime for m in range(ROWS):
-                        comptime i = m * PIXELS * 2 + j
-                        acc[i] = multiply[precision](a[m], f, acc[i])
-            first += s.chunk
+    @always_inline
+    def begin(next: Int) {mut pixel, mut word, mut chunk, imm}:
+        chunk = next
+        word = 0 if next < chunks else WORDS
+        pixel = thread // 4
+        while pixel >= pixels:
+            pixel -= pixels
+            word += 1
 
-        comptime for m in range(ROWS):
+    @always_inline
+    def load(mut v0: Quad, mut v1: Quad, mut at: Int) {mut pixel, mut word, imm}:
+        """Loads the next unit, and says where in shared memory it goes; nowhere, -1, after the last."""
+        v0 = Quad(0)
+        v1 = Quad(0)
+        at = -1
+        if word < WORDS:
+            var offset = Int(offsets[unsafe_offset=pixel])
+            var c = (chunk * WORDS + word) * TERMS
+            at = (chunk % 2 * WORDS + word) * plane + pixel * LANES + thread % 4 * 4
+            if offset >= 0:
+                var from_ = here.unsafe_offset(c * x_plane + offset)
+                if c < s.C:
+                    v0 = from_.unsafe_load[width=4, alignment=16]()
+                comptime if TERMS == 2:
+                    if c + 1 < s.C:
+                        v1 = from_.unsafe_offset(x_plane).unsafe_load[width=4, alignment=16]()
+            pixel += threads // 4
+            while pixel >= pixels:
+                pixel -= pixels
+                word += 1
+
+    @always_inline
+    def store(v0: Quad, v1: Quad, at: Int) {imm}:
+        if at >= 0:
+            activations.unsafe_store[alignment=16](at, words[precision](v0, v1))
+
+    @always_inline
+    def copy_row(step: Int, slot: Int) {imm}:
+        """Sends for the weights of a row of taps."""
+        if step < chunks * s.R:
+            var from_ = packed.unsafe_offset(step * row_words)
+            var to = ring.unsafe_offset(slot * row_words)
+            var i = 4 * thread
+            while i < row_words:
+                async_copy[16](
+                    from_.unsafe_offset(i).unsafe_address_space_cast[AddressSpace.GLOBAL](), to.unsafe_offset(i)
+                )
+                i += 4 * threads
+        async_copy_commit_group()
+
+    find_pixels(offsets, pixels, width, p_first * s.S - s.pad_rows, q_first * s.S - s.pad_columns, s.H, s.W)
+    comptime for i in range(RING - 1):
+        copy_row(i, i)
+    barrier()
+    begin(0)
+    while word < WORDS:
+        var v = Array[Quad, AHEAD](fill=Quad(0))
+        var u = Array[Quad, AHEAD](fill=Quad(0))
+        var at = Array[Int, AHEAD](fill=0)
+        comptime for e in range(AHEAD):
+            load(v[e], u[e], at[e])
+        comptime for e in range(AHEAD):
+            store(v[e], u[e], at[e])
+
+    var k_first = (block_idx.y * s.k_warps + k_warp) * M * 16
+    var acc = Array[Quad, M * PIXELS * 2](fill=Quad(0))
+    comptime if not padded:
+        comptime for m in range(M):
             comptime for r in range(2):
-                var k = k_first + 16 * m + 8 * r + row_of_tile
-                if there and k < s.K:
-                    comptime for j in range(PIXELS):
-                        comptime i = (m * PIXELS + j) * 2
+                var k = k_first + 16 * m + 8 * r + g
+                var bias = Float32(0)
+                if k < s.K:
+                    bias = b[unsafe_offset=k]
+                comptime for i in range(PIXELS * 2):
+                    acc[m * PIXELS * 2 + i][2 * r] = bias
+                    acc[m * PIXELS * 2 + i][2 * r + 1] = bias
+
+    var each = ceildiv(ceildiv(WORDS * 4 * pixels, threads), s.R * s.T)  # units beside a tap
+    var corner = t * plane + (warp_row * s.S * width + warp_column * s.S) * LANES + 2 * g
+    var slot = 0
+    var step = 0
+    for c in range(chunks):
+        begin(c + 1)
+        for r in range(s.R):
+            async_copy_wait_group(RING - 2)
+            barrier()
+            copy_row(step + RING - 1, slot + RING - 1 if slot == 0 else slot - 1)
+            var pa = ring.unsafe_offset(slot * row_words + k_warp * M * FRAGMENT + 4 * lane)
+            var pb = activations.unsafe_offset(c % 2 * WORDS * plane + corner + r * width * LANES)
+            for _ in range(s.T):
+                var v = Array[Quad, AHEAD](fill=Quad(0))
+                var u = Array[Quad, AHEAD](fill=Quad(0))
+                var at = Array[Int, AHEAD](fill=-1)
+                comptime for e in range(AHEAD):
+                    if e < each:
+                        load(v[e], u[e], at[e])
+                var fa = Array[Quad, M](fill=Quad(0))
+                comptime for m in range(M):
+                    fa[m] = pa.unsafe_offset(m * FRAGMENT).unsafe_load[width=4, alignment=16]()
+                comptime for j in range(PIXELS):
+                    var pixel_at = pb.unsafe_offset(j * s.S * LANES)
+                    var low = pixel_at.unsafe_load[width=2, alignment=8]()
+                    var high = pixel_at.unsafe_offset(4 * plane).unsafe_load[width=2, alignment=8]()
+                    comptime for half in range(2):
+                        var fb = SIMD[F32, 2](low[half], high[half])
+                        comptime for m in range(M):
+                            multiply[precision](acc[(m * PIXELS + j) * 2 + half], fa[m], fb)
+                comptime for e in range(AHEAD):
+                    store(v[e], u[e], at[e])
+                for _ in range(AHEAD, each):
+                    load(v[0], u[0], at[0])
+                    store(v[0], u[0], at[0])
+                pa = pa.unsafe_offset(s.k_warps * M * FRAGMENT)
+                pb = pb.unsafe_offset(LANES)
+            step += 1
+            slot = slot + 1 if slot < RING - 1 else 0
+
+    var p = p_first + warp_row
+    comptime for m in range(M):
+        comptime for r in range(2):
+            var k = k_first + 16 * m + 8 * r + g
+            if p < s.P and k < s.K:
+                comptime for j in range(PIXELS):
+                    comptime i = (m * PIXELS + j) * 2
+                    var q = q_first + warp_column + j
+                    if q < s.Q:
                         # columns 2 t and 2 t + 1 of two tiles: samples 4 t to 4 t + 3
-                        var v = SIMD[F32, 4](acc[i][2 * r], acc[i + 1][2 * r], acc[i][2 * r + 1], acc[i + 1][2 * r + 1])
+                        var v = Quad(acc[i][2 * r], acc[i + 1][2 * r], acc[i][2 * r + 1], acc[i + 1][2 * r + 1])
                         if s.relu != 0:
-                            v = v.lt(0).select(SIMD[F32, 4](0), v)
+                            v = v.lt(0).select(Quad(0), v)
                         y.unsafe_offset(
-                            shard * Int(y_step)
-                            + ((g * s.K + k) * s.YP * s.YQ + s.pixel(p, q_first + j)) * LANES
-                            + 4 * t
+                            shard * Int(y_step) + ((group * s.K + k) * s.YP * s.YQ + s.pixel(p, q)) * LANES + 4 * t
                         ).unsafe_store[alignment=16](0, v)
 
 
-@always_inline
-def worth_it(s: Shape) -> Bool:
-    """Whether a correlation is large enough for tensor cores; depends on the layer alone."""
-    return s.K >= 16 and s.C * s.R * s.T >= 2 * TERMS and s.Q >= PIXELS and s.R < 1 << 15 and s.T < 1 << 15
+# --- which tile ---------------------------------------------------------------------------------
 
 
-def correlate_mma[
-    precision: Int, padded: Bool
-](q: Queue, shards: Int, y: Operand, x: Operand, w: Operand, b: Operand, shape: Shape) raises:
-    """Launches _correlate."""
+def _shared_bytes(s: Shape, tiles: Int) -> Int:
+    """Shared memory of a block; `s` is tiled and its chunks are known."""
+    var pixels = pixels_around(s)
+    var activations = (2 if s.chunk > 1 else 1) * WORDS * plane_of(pixels, LANES)
+    return 4 * (RING * s.T * tiles * FRAGMENT + activations + pixels)
+
+
+def worth_it(shape: Shape) -> Bool:
+    """Whether a correlation is large enough for tensor cores and small enough for shared memory; depends on the layer alone.
+    """
+    var s = tiled(shape)
+    s.chunk = 2
+    return s.K >= 16 and s.C >= 5 and s.C * s.R * s.T >= 32 and s.P * s.Q >= 12 and _shared_bytes(s, 4) <= SHARED_LIMIT
+
+
+def _launch[
+    precision: Int, M: Int, padded: Bool
+](
+    q: Queue, shards: Int, y: Operand, x: Operand, w: Operand, b: Operand, scratch: Ptr, shape: Shape, k_warps: Int
+) raises:
     var s = shape
-    s.k_warps = min(ceildiv(s.K, ROWS * 16), 4)
-    s.chunk = min(ceildiv(s.C * s.R * s.T, TERMS), SHARED_BYTES // (s.k_warps * bytes_of_a_step(precision)), MOST_STEPS)
-    s.pixel_warps = WARPS // s.k_warps
-    var n = blocks(s.G * s.P * ceildiv(s.Q, PIXELS), s.pixel_warps)
-    var across_k = ceildiv(s.K, s.k_warps * ROWS * 16)
-    if s.chunk == ceildiv(s.C * s.R * s.T, TERMS):
-        # Fewer blocks that load the weights, as long as there are enough.
-        s.tiles = max(1, min(8, n * across_k * shards // ENOUGH_BLOCKS))
-    q.enqueue_function[_correlate[precision, padded]](
+    s.k_warps = k_warps
+    s.tiles = k_warps * M  # tiles of 16 channels of a block
+    var across = ceildiv(s.K, s.tiles * 16)
+    var packed = across * s.tiles * s.chunk * s.R * s.T * FRAGMENT
+    q.enqueue_function[_pack[precision, padded]](
+        scratch, w.ptr(), s.pack(), grid_dim=blocks(packed, THREADS), block_dim=THREADS
+    )
+    q.enqueue_function[_correlate[precision, M, padded]](
         y.ptr(),
         y.step(),
         x.ptr(),
         x.step(),
-        w.ptr(),
+        scratch,
         b.ptr(),
         s.pack(),
-        grid_dim=(ceildiv(n, s.tiles), across_k, shards),
-        block_dim=s.pixel_warps * s.k_warps * WARP_SIZE,
-        shared_mem_bytes=s.chunk * s.k_warps * bytes_of_a_step(precision),
+        grid_dim=(_blocks(s), across, shards),
+        block_dim=PIXEL_WARPS * k_warps * WARP_SIZE,
+        shared_mem_bytes=_shared_bytes(s, s.tiles),
     )
+
+
+def _blocks(s: Shape) -> Int:
+    """Blocks of pixels of a shard."""
+    return s.G * ceildiv(s.P, TILE // s.across) * ceildiv(s.Q, s.across)
+
+
+def correlate_mma[
+    precision: Int, padded: Bool
+](q: Queue, shards: Int, y: Operand, x: Operand, w: Operand, b: Operand, scratch: Ptr, shape: Shape) raises:
+    """Launches _pack and _correlate; `scratch` has weights_mma words."""
+    var s = tiled(shape)
+    s.chunk = ceildiv(s.C, WORDS * terms(precision))
+    # The tile with the most products for each load, as long as there are enough blocks.
+    var sixty_fours = ceildiv(s.K, 64)
+    if s.K <= 32 or _blocks(s) * sixty_fours * shards < ENOUGH_BLOCKS // 8:
+        _launch[precision, 2, padded](q, shards, y, x, w, b, scratch, s, 1)
+    elif sixty_fours % 2 == 0 and _shared_bytes(s, 8) <= SHARED_LIMIT:
+        _launch[precision, 4, padded](q, shards, y, x, w, b, scratch, s, 2)
+    else:
+        _launch[precision, 4, padded](q, shards, y, x, w, b, scratch, s, 1)

@@ -1,119 +1,377 @@
 """Gradient of a convolution's weights on the tensor cores of NVIDIA GPUs; conv2d_mma.mojo says how the fragments lie.
 
-One pixel is one step of a product: its 16 samples are the terms. As in conv2d_weight.mojo a shard's pixels are cut into
-pieces by the layer's sizes, and a second launch adds them.
+Here words are neighbouring samples: the 16 samples of a pixel are the terms of one step (two of tf32), dy has the rows and
+x the columns. A block has 64 output channels and the taps of some input channels, and a piece of a shard's pixels, one
+block of 16 after the other: both are rounded into shared memory once, from where all taps multiply them. How many pieces
+there are follows from the layer's sizes. Where it is one, and a buffer has one shard, that is the result; else a second
+launch adds the pieces in order, and the shards of a buffer along their tree.
 """
 
 from std.math import ceildiv
+from std.memory import unsafe_stack_allocation
 
-from max.gpu import WARP_SIZE, block_idx, thread_idx
+from max.gpu import AddressSpace, WARP_SIZE, barrier, block_idx, global_idx, thread_idx
+from max.gpu.memory import external_memory
 from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES, Ptr
-from .conv2d_mma import ROWS, TERMS, factors, kind, multiply
-from .conv2d_tiles import Shape, Sizes, split
-from .conv2d_weight import Gradients, launch_sums, tiles_and_piece
-from .launch import Queue
+from .conv2d_mma import TILE, columns_around, find_pixels, multiply, pixels_around, plane_of, terms, tiled, words
+from .conv2d_tiles import Shape, Sizes, THREADS, WARPS, split
+from .conv2d_weight import Gradients
+from .gemm_tiles import Quad, SHARED_LIMIT, tree_of
+from .launch import Queue, TF32, blocks
 
-comptime TAP_TILES = 4  # tiles of 8 taps of a warp
+comptime M = 4  # tiles of 16 output channels of a warp, and of a block
+comptime BLOCK_WARPS = 4  # that differ in their columns
+comptime BLOCK_THREADS = BLOCK_WARPS * WARP_SIZE
+comptime MOST = 9  # tiles of columns of a warp: 8 input channels in one tap each
+comptime AT_ONCE = 4  # loads of a thread on their way
+comptime ENOUGH = 32  # blocks of a shard that pieces are made for
+
+
+@always_inline
+def _tiles_of_a_warp(s: Shape) -> Int:
+    """Tiles of columns of a warp: with few taps, few, since each tile then has its own channels in shared memory."""
+    return MOST if s.R * s.T > 3 else 2
+
+
+@always_inline
+def _channels(s: Shape) -> Int:
+    """Input channels of a block, at most."""
+    var taps = s.R * s.T
+    var n = BLOCK_WARPS * _tiles_of_a_warp(s)
+    return 8 * min(ceildiv(s.C, 8), n // taps if n % taps == 0 else (n - 1) // taps + 2)
 
 
 def _weights[
-    precision: Int
-](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes):  # (shards, pieces, weights + biases)
-    """A warp has ROWS x 16 output channels x TAP_TILES x 8 taps and one piece of the pixels, `units` rows of them.
-
-    One pixel is one step: its 16 samples are the terms.
-    """
+    precision: Int, N: Int
+](
+    to: Ptr,  # (shards, pieces, K, C, R, T)
+    to_step: Int64,
+    dy: Ptr,
+    dy_step: Int64,
+    x: Ptr,
+    x_step: Int64,
+    accumulate: Int32,
+    sizes: Sizes,
+):
+    """A warp has M x 16 output channels and N tiles of columns: of all pairs (8 input channels, tap) in order."""
+    comptime STEPS = 2 if precision == TF32 else 1
+    comptime EACH = 8 * STEPS  # words of a pixel
+    comptime DY_PLANE = plane_of(TILE, EACH)
     var s = Shape(sizes)
     var shard = block_idx.z
-    var lane = thread_idx.x % WARP_SIZE
+    var thread = thread_idx.x
+    var warp = thread // WARP_SIZE
+    var lane = thread % WARP_SIZE
     var t = lane % 4
-    var row = lane // 4
-    var k_tile, tap_tile, piece = tiles_and_piece(s, ceildiv(s.K, ROWS * 16))
-    var k_first = k_tile * ROWS * 16
-    var tap_first = tap_tile * TAP_TILES * 8
-    var taps = s.C * s.R * s.T
-    if k_first >= s.K or tap_first >= taps or piece >= s.pieces:
+    var g = lane // 4
+    var taps = s.R * s.T
+    var width = columns_around(s)
+    var pixels = pixels_around(s)
+    var x_plane = plane_of(pixels, EACH)
+    var column_block = block_idx.y
+    var k_first = split(column_block, ceildiv(s.K, M * 16)) * M * 16
+    var n_first = column_block * BLOCK_WARPS * N
+    var c_first = n_first // taps * 8
+    var channels = min(_channels(s), s.C - c_first)
+    var piece = block_idx.x
+
+    var dy_shared = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
+    var x_shared = dy_shared.unsafe_offset(M * 16 * DY_PLANE)
+    var dy_offsets = unsafe_stack_allocation[TILE, DType.int32, address_space=AddressSpace.SHARED]()
+    var x_offsets = x_shared.unsafe_offset(_channels(s) * x_plane).unsafe_bitcast[Int32]()
+
+    # where the columns of this thread are; those after the last: some that are there, not stored
+    var column_at = Array[Int32, N](fill=0)
+    comptime for j in range(N):
+        var c = min(n_first + warp * N + j, ceildiv(s.C, 8) * taps - 1)
+        var tap = split(c, taps)
+        var row = tap
+        var column = split(row, s.T)
+        column_at[j] = Int32((c * 8 - c_first + g) * x_plane + (row * width + column) * EACH + 2 * t)
+
+    @always_inline
+    def bring[
+        steps: Int
+    ](
+        shared: type_of(dy_shared),
+        offsets: type_of(dy_offsets),
+        from_: Ptr,
+        plane: Int,
+        n: Int,
+        held: Int,
+        all: Int,
+        row: Int,
+    ) {imm}:
+        """Rounds n pixels of channels into shared memory: `held` of `all`, for the others zeros."""
+        var pixel = thread // 4
+        var c = 0
+        while pixel >= n:
+            pixel -= n
+            c += 1
+        while c < all:
+            var v = Array[Quad, AT_ONCE](fill=Quad(0))
+            var at = Array[Int32, AT_ONCE](fill=-1)
+            comptime for e in range(AT_ONCE):
+                if c < all:
+                    var offset = Int(offsets[unsafe_offset=pixel])
+                    at[e] = Int32(c * row + pixel * EACH + thread % 4 * (EACH // 4))
+                    if offset >= 0 and c < held:
+                        v[e] = from_.unsafe_offset(c * plane + offset).unsafe_load[width=4, alignment=16]()
+                pixel += BLOCK_THREADS // 4
+                while pixel >= n:
+                    pixel -= n
+                    c += 1
+            comptime for e in range(AT_ONCE):
+                if at[e] >= 0:
+                    comptime if steps == 2:
+                        shared.unsafe_store[alignment=16](Int(at[e]), words[precision](v[e], v[e]))
+                    else:
+                        var two = words[precision](Quad(v[e][0], v[e][2], 0, 0), Quad(v[e][1], v[e][3], 0, 0))
+                        shared.unsafe_store[alignment=8](Int(at[e]), two.slice[2]())
+
+    var acc = Array[Quad, M * N](uninitialized=True)
+    comptime for i in range(M * N):  # a fill of so many would be a loop, for which they would have to be in memory
+        acc[i] = Quad(0)
+    for unit in range(piece * s.chunk, min(s.G * s.tiles, (piece + 1) * s.chunk)):
+        var group = unit
+        var p_first = split(group, s.tiles)
+        var q_first = split(p_first, ceildiv(s.Q, s.across)) * s.across
+        p_first *= TILE // s.across
+        barrier()
+        find_pixels(dy_offsets, TILE, s.across, p_first, q_first, s.P, s.Q)
+        find_pixels(x_offsets, pixels, width, p_first * s.S, q_first * s.S, s.H, s.W)
+        barrier()
+        bring[STEPS](
+            dy_shared,
+            dy_offsets,
+            dy.unsafe_offset(shard * Int(dy_step) + (group * s.K + k_first) * s.P * s.Q * LANES + thread % 4 * 4),
+            s.P * s.Q * LANES,
+            TILE,
+            min(M * 16, s.K - k_first),
+            M * 16,
+            DY_PLANE,
+        )
+        bring[STEPS](
+            x_shared,
+            x_offsets,
+            x.unsafe_offset(shard * Int(x_step) + (group * s.C + c_first) * s.H * s.W * LANES + thread % 4 * 4),
+            s.H * s.W * LANES,
+            pixels,
+            channels,
+            _channels(s),
+            x_plane,
+        )
+        barrier()
+        var pa = dy_shared.unsafe_offset(g * DY_PLANE + 2 * t)
+        for row in range(TILE // s.across):
+            var pb = x_shared.unsafe_offset(row * s.S * width * EACH)
+            for _ in range(s.across):
+                comptime for step in range(STEPS):
+                    var fa = Array[Quad, M](fill=Quad(0))
+                    comptime for m in range(M):
+                        comptime for r in range(2):
+                            var two = pa.unsafe_offset((16 * m + 8 * r) * DY_PLANE + 8 * step).unsafe_load[
+                                width=2, alignment=8
+                            ]()
+                            fa[m][r] = two[0]
+                            fa[m][2 + r] = two[1]
+                    comptime for j in range(N):
+                        var fb = pb.unsafe_offset(Int(column_at[j]) + 8 * step).unsafe_load[width=2, alignment=8]()
+                        comptime for m in range(M):
+                            multiply[precision](acc[m * N + j], fa[m], fb)
+                pa = pa.unsafe_offset(EACH)
+                pb = pb.unsafe_offset(s.S * EACH)
+
+    var all = s.C * taps  # weights of an output channel
+    var out = to.unsafe_offset(shard * Int(to_step) + (piece * s.K + k_first) * all)
+
+    @always_inline
+    def put(k: Int, i: Int, v: Float32) {imm}:
+        """Writes weight i of output channel k of the block."""
+        if k < s.K - k_first and i < all:
+            var p = out.unsafe_offset(k * all + i)
+            p[] = p[] + v if accumulate != 0 else v
+
+    comptime RUN = 8 * N  # weights of an output channel that are neighbours, where a warp has all taps of its channels
+    if N == MOST and taps == N:
+        # Through shared memory, so that neighbouring threads write neighbours.
+        barrier()
+        var mine = dy_shared.unsafe_offset(warp * M * 16 * (RUN + 1))
+        comptime for m in range(M):
+            comptime for j in range(N):
+                comptime for e in range(4):
+                    mine[unsafe_offset=(16 * m + e // 2 * 8 + g) * (RUN + 1) + (2 * t + e % 2) * N + j] = acc[
+                        m * N + j
+                    ][e]
+        barrier()
+        for k in range(warp, M * 16, BLOCK_WARPS):
+            var i = lane
+            while i < BLOCK_WARPS * RUN:
+                var column = i
+                var run = dy_shared.unsafe_offset(k * (RUN + 1) + split(column, RUN))
+                put(k, c_first * taps + i, run[unsafe_offset=column * M * 16 * (RUN + 1)])
+                i += WARP_SIZE
+    else:
+        comptime for j in range(N):
+            var c = n_first + warp * N + j
+            var tap = split(c, taps)
+            if c * 8 < s.C:
+                comptime for e in range(2):
+                    var channel = 8 * c + 2 * t + e
+                    if channel < s.C:
+                        comptime for m in range(M):
+                            comptime for r in range(2):
+                                put(16 * m + 8 * r + g, channel * taps + tap, acc[m * N + j][2 * r + e])
+
+
+def _add(
+    dw: Ptr, dw_step: Int64, pieces_of: Ptr, pieces: Int32, n_: Int32, fold: Int32, shards: Int32, accumulate: Int32
+):
+    """Adds each shard's pieces in order, then the shards of a buffer; a thread has one number."""
+    var n = Int(n_)
+    var i = global_idx.x
+    if i >= n:
         return
+    var first = block_idx.y * Int(fold)
+    var held = min(Int(fold), Int(shards) - first)
+    var sums = Array[SIMD[F32, 1], 8](fill=0)
+    comptime for j in range(8):
+        if j < held:
+            var p = pieces_of.unsafe_offset((first + j) * Int(pieces) * n + i)
+            var sum = p[]
+            for _ in range(1, Int(pieces)):
+                p = p.unsafe_offset(n)
+                sum += p[]
+            sums[j] = sum
+    var to = dw.unsafe_offset(block_idx.y * Int(dw_step) + i)
+    var v = tree_of(sums, UInt32(held))[0]
+    to[] = to[] + v if accumulate != 0 else v
+
+
+def _bias(
+    db: Ptr, db_step: Int64, dy: Ptr, dy_step: Int64, fold: Int32, shards: Int32, accumulate: Int32, sizes: Sizes
+):
+    """A block has one channel of a buffer; a thread adds every THREADS-th four samples, a shard after the other."""
+    var s = Shape(sizes)
+    var partial = unsafe_stack_allocation[WARPS, F32, address_space=AddressSpace.SHARED]()
+    var k = block_idx.x
+    var first = block_idx.y * Int(fold)
+    var held = min(Int(fold), Int(shards) - first)
     var plane = s.P * s.Q * LANES
-
-    # Rows and columns that do not exist: the last one again, not stored.
-    var x_at = Array[Int, TAP_TILES](fill=0)
-    comptime for j in range(TAP_TILES):
-        var c = min(tap_first + 8 * j + row, taps - 1)
-        var column = split(c, s.T)
-        var r = split(c, s.R)
-        x_at[j] = ((c * s.H + r) * s.W + column) * LANES + 4 * t
-    var dy_at = Array[Int, ROWS * 2](fill=0)
-    comptime for i in range(ROWS * 2):
-        dy_at[i] = min(k_first + 8 * i + row, s.K - 1) * plane + 4 * t
-
-    var acc = Array[SIMD[F32, 4], ROWS * TAP_TILES](fill=SIMD[F32, 4](0))
-    var bias = Array[Float32, ROWS * 2](fill=0)
-    for unit in range(piece * s.units, min(s.G * s.P, (piece + 1) * s.units)):
-        var g = unit
-        var p = split(g, s.P)
-        var dp = dy.unsafe_offset(shard * Int(dy_step) + g * s.K * plane + p * s.Q * LANES)
-        var xp = x.unsafe_offset(shard * Int(x_step) + (g * s.C * s.H + p * s.S) * s.W * LANES)
-        for _ in range(s.Q):
-            var b = Array[SIMD[kind(precision), 4], TAP_TILES](fill=SIMD[kind(precision), 4](0))
-            comptime for j in range(TAP_TILES):
-                b[j] = factors[precision, 4](xp.unsafe_offset(x_at[j]).unsafe_load[width=4, alignment=16]())
-            comptime for m in range(ROWS):
-                # samples 4 t + 2 h + e are the terms 2 t + e + 8 h, here as in b
-                var a = SIMD[F32, 8](0)
-                comptime for r in range(2):
-                    var four = dp.unsafe_offset(dy_at[2 * m + r]).unsafe_load[width=4, alignment=16]()
-                    if tap_first == 0:
-                        bias[2 * m + r] += (four[0] + four[1]) + (four[2] + four[3])
-                    comptime for h in range(2):
-                        comptime for e in range(2):
-                            a[4 * h + 2 * r + e] = four[2 * h + e]
-                var f = factors[precision, 8](a)
-                comptime for j in range(TAP_TILES):
-                    acc[m * TAP_TILES + j] = multiply[precision](f, b[j], acc[m * TAP_TILES + j])
-            dp = dp.unsafe_offset(LANES)
-            xp = xp.unsafe_offset(s.S * LANES)
-
-    var to = scratch.unsafe_offset((shard * s.pieces + piece) * s.K * (taps + 1))
-    comptime for m in range(ROWS):
-        comptime for r in range(2):
-            var k = k_first + 16 * m + 8 * r + row
-            var sum = bias[2 * m + r]
-            sum += shuffle_xor(sum, 1)
-            sum += shuffle_xor(sum, 2)
-            if k < s.K:
-                comptime for j in range(TAP_TILES):
-                    comptime for e in range(2):
-                        var tap = tap_first + 8 * j + 2 * t + e
-                        if tap < taps:
-                            to[unsafe_offset=k * taps + tap] = acc[m * TAP_TILES + j][2 * r + e]
-                if tap_first == 0 and t == 0:
-                    to[unsafe_offset=s.K * taps + k] = sum
+    var sums = Array[SIMD[F32, 1], 8](fill=0)
+    comptime for j in range(8):
+        if j < held:
+            var four = Quad(0)
+            for g in range(s.G):
+                var p = dy.unsafe_offset((first + j) * Int(dy_step) + (g * s.K + k) * plane)
+                var i = 4 * thread_idx.x
+                while i < plane:
+                    four += p.unsafe_load[width=4, alignment=16](i)
+                    i += 4 * THREADS
+            var sum = (four[0] + four[1]) + (four[2] + four[3])
+            comptime for level in range(5):
+                sum += shuffle_xor(sum, UInt32(1 << level))
+            barrier()
+            if thread_idx.x % WARP_SIZE == 0:
+                partial[unsafe_offset=thread_idx.x // WARP_SIZE] = sum
+            barrier()
+            sum = partial[unsafe_offset=0]
+            comptime for i in range(1, WARPS):
+                sum += partial[unsafe_offset=i]
+            sums[j] = sum
+    if thread_idx.x == 0:
+        var to = db.unsafe_offset(block_idx.y * Int(db_step) + k)
+        var v = tree_of(sums, UInt32(held))[0]
+        to[] = to[] + v if accumulate != 0 else v
 
 
-def worth_it_for_weights(s: Shape) -> Bool:
-    """Whether the gradient of the weights is large enough for tensor cores."""
-    return s.K >= 16 and s.C * s.R * s.T >= 2 * TERMS
+# --- how it is cut --------------------------------------------------------------------------------
 
 
-def rows_of_a_piece(s: Shape) -> Int:
-    """Rows of pixels that a warp adds up: as many as leave 96 warps for each shard."""
-    var tiles = ceildiv(s.K, ROWS * 16) * ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
-    return max(1, s.G * s.P * tiles // 96)
+def _cut(shape: Shape) -> Shape:
+    """With its pieces: `chunk` times 16 pixels of `tiles` of a group each; depends on the layer's sizes alone."""
+    var s = tiled(shape)
+    s.tiles = ceildiv(s.P, TILE // s.across) * ceildiv(s.Q, s.across)
+    s.chunk = ceildiv(s.G * s.tiles, max(1, ENOUGH // _tiles(s)))
+    s.pieces = ceildiv(s.G * s.tiles, s.chunk)
+    return s
 
 
-def pieces_mma(s: Shape) -> Int:
-    """Pieces of a shard's sum."""
-    return ceildiv(s.G * s.P, rows_of_a_piece(s))
+def _tiles(s: Shape) -> Int:
+    """Blocks that the weights are cut into."""
+    return ceildiv(s.K, M * 16) * ceildiv(ceildiv(s.C, 8) * s.R * s.T, BLOCK_WARPS * _tiles_of_a_warp(s))
+
+
+def _shared_bytes(s: Shape, precision: Int) -> Int:
+    var each = 16 if precision == TF32 else 8
+    var pixels = pixels_around(s)
+    var product = M * 16 * plane_of(TILE, each) + _channels(s) * plane_of(pixels, each) + pixels
+    return 4 * max(product, BLOCK_WARPS * M * 16 * (8 * MOST + 1) if _tiles_of_a_warp(s) == MOST else 0)
+
+
+def worth_it_for_weights(shape: Shape) -> Bool:
+    """Whether the gradient of the weights is large enough for tensor cores, and small enough for shared memory."""
+    var s = tiled(shape)
+    return s.K >= 16 and s.C >= 5 and s.C * s.R * s.T >= 32 and _shared_bytes(s, s.precision) <= SHARED_LIMIT
+
+
+def scratch_mma(shards: Int, fold: Int, shape: Shape) -> Int:
+    """Floats of scratch memory for the pieces."""
+    var s = _cut(shape)
+    return 0 if s.pieces * fold == 1 else shards * s.pieces * s.K * s.taps()
+
+
+def _launch[precision: Int, N: Int](q: Queue, of: Gradients, shape: Shape, direct: Bool) raises:
+    var s = shape
+    q.enqueue_function[_weights[precision, N]](
+        of.dw.ptr() if direct else of.scratch,
+        of.dw.step() if direct else Int64(s.pieces * s.K * s.taps()),
+        of.dy.ptr(),
+        of.dy.step(),
+        of.x.ptr(),
+        of.x.step(),
+        Int32(direct and of.accumulate),
+        s.pack(),
+        grid_dim=(s.pieces, _tiles(s), of.shards),
+        block_dim=BLOCK_THREADS,
+        shared_mem_bytes=_shared_bytes(s, precision),
+    )
 
 
 def weight_gradient_mma[precision: Int](q: Queue, of: Gradients, shape: Shape) raises:
-    """Two launches, as weight_gradient of conv2d_weight.mojo."""
-    var s = shape
-    s.pieces = pieces_mma(s)
-    s.units = rows_of_a_piece(s)
-    var tiles_k = ceildiv(s.K, ROWS * 16)
-    var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
-    launch_sums[_weights[precision]](q, of, s, tiles_k, tiles_tap)
+    """Launches _weights, _add unless it would add nothing, and _bias."""
+    var s = _cut(shape)
+    var n = s.K * s.taps()
+    var direct = s.pieces * of.fold == 1
+    if _tiles_of_a_warp(s) == MOST:
+        _launch[precision, MOST](q, of, s, direct)
+    else:
+        _launch[precision, 2](q, of, s, direct)
+    var buffers = ceildiv(of.shards, of.fold)
+    if not direct:
+        q.enqueue_function[_add](
+            of.dw.ptr(),
+            of.dw.step(),
+            of.scratch,
+            Int32(s.pieces),
+            Int32(n),
+            Int32(of.fold),
+            Int32(of.shards),
+            Int32(of.accumulate),
+            grid_dim=(blocks(n, THREADS), buffers),
+            block_dim=THREADS,
+        )
+    q.enqueue_function[_bias](
+        of.db.ptr(),
+        of.db.step(),
+        of.dy.ptr(),
+        of.dy.step(),
+        Int32(of.fold),
+        Int32(of.shards),
+        Int32(of.accumulate),
+        s.pack(),
+        grid_dim=(s.K, buffers),
+        block_dim=THREADS,
+    )

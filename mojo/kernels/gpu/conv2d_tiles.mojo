@@ -32,7 +32,7 @@ comptime PLAIN = 0
 comptime PADDED = 1  # the gradient of the input: zeros around, the weights turned
 comptime POOLED = 2  # ReLU, then the maximum of each window; 2 x 2 in conv2d_direct.mojo
 
-comptime FIELDS = 32  # of Shape
+comptime FIELDS = 35  # of Shape
 comptime Sizes = StaticTuple[Int32, FIELDS]
 
 
@@ -67,15 +67,18 @@ struct Shape(TrivialRegisterPassable):
     var pieces: Int  # that the sum over pixels is cut into (conv2d_weight.mojo)
     var units: Int  # of a piece for each team
     var pixel_warps: Int  # warps of a block that differ in their pixels (pieces in conv2d_weight.mojo)
-    var tiles: Int  # of pixels that each warp computes, one after the other
-    # Of every stride-th pixel of a gradient with the stride-th taps that reach it (`phase`):
+    var tiles: Int  # of pixels that each warp computes, one after the other; of weights (conv2d_mma.mojo)
+    var across: Int  # columns of a block's pixels (conv2d_mma.mojo)
+    # Of every step-th pixel of a gradient with every step-th tap (`phase`):
     var YP: Int  # rows and columns of y in memory
     var YQ: Int
     var WR: Int  # rows and columns of w in memory
     var WT: Int
-    var step: Int  # from one pixel of y, and from one tap, to the next
-    var row: Int  # of the first pixel, and of the first tap
+    var step: Int
+    var row: Int  # of the first pixel
     var column: Int
+    var tap_row: Int  # of the first tap
+    var tap_column: Int
 
     @staticmethod
     def forward(size: General, precision: Int, relu: Bool) -> Self:
@@ -103,8 +106,9 @@ struct Shape(TrivialRegisterPassable):
         s.column = 0
         return s
 
-    def phase(self, row: Int, column: Int) -> Self:
-        """The gradient of the input in the pixels from (row, column) on, `S` apart: a correlation of its own with stride 1.
+    def phase(self, row: Int, column: Int, frame_rows: Int, frame_columns: Int) -> Self:
+        """The gradient of the input, without a frame, in the pixels from (row, column) on, `S` apart: a correlation of its own
+        with stride 1.
 
         Dumoulin and Visin, A guide to convolution arithmetic for deep learning (2016), have it as one correlation of a dy
         with zeros between its pixels; pixels at the same place in a step meet the same taps, and no zeros.
@@ -114,19 +118,21 @@ struct Shape(TrivialRegisterPassable):
         s.H = self.P
         s.W = self.Q
         s.K = self.C
-        s.P = ceildiv(self.H - row, self.S)
-        s.Q = ceildiv(self.W - column, self.S)
-        s.R = ceildiv(self.R - row, self.S)
-        s.T = ceildiv(self.T - column, self.S)
+        s.YP = self.H - 2 * frame_rows
+        s.YQ = self.W - 2 * frame_columns
+        s.P = ceildiv(s.YP - row, self.S)
+        s.Q = ceildiv(s.YQ - column, self.S)
+        s.tap_row = (row + frame_rows) % self.S
+        s.tap_column = (column + frame_columns) % self.S
+        s.R = ceildiv(self.R - s.tap_row, self.S)
+        s.T = ceildiv(self.T - s.tap_column, self.S)
         if s.R <= 0 or s.T <= 0:  # no tap: zeros
             s.C = 0
             s.R = 1
             s.T = 1
-        s.pad_rows = s.R - 1
-        s.pad_columns = s.T - 1
+        s.pad_rows = s.R - 1 - (row + frame_rows) // self.S
+        s.pad_columns = s.T - 1 - (column + frame_columns) // self.S
         s.S = 1
-        s.YP = self.H
-        s.YQ = self.W
         s.WR = self.R
         s.WT = self.T
         s.step = self.S
@@ -145,10 +151,12 @@ struct Shape(TrivialRegisterPassable):
     def pack(self) -> Sizes:
         """As an argument of a kernel: its fields in order."""
         comptime assert FIELDS == reflect[Self].field_count()
-        var numbers = Pointer(to=self).unsafe_bitcast[Int]()
+        var fields = self
+        var numbers = Pointer(to=fields).unsafe_bitcast[Int]()
         var s = Sizes(fill=0)
         for i in range(FIELDS):
             s[i] = Int32(numbers[unsafe_offset=i])
+        _ = fields  # it is there until here
         return s
 
     @always_inline
@@ -164,7 +172,8 @@ struct Shape(TrivialRegisterPassable):
     @always_inline
     def turned(self, r: Int, t: Int) -> Int:
         """Which weight of a channel tap (r, t) of a gradient of the input has."""
-        return (self.row + (self.R - 1 - r) * self.step) * self.WT + self.column + (self.T - 1 - t) * self.step
+        var row = self.tap_row + (self.R - 1 - r) * self.step
+        return row * self.WT + self.tap_column + (self.T - 1 - t) * self.step
 
     @always_inline
     def pixel(self, p: Int, q: Int) -> Int:

@@ -1,7 +1,7 @@
 """A recorded program as GPUs run it: pairs of launches made one, and operands that a device can reach.
 
 The records are those of the CPU (program.py). What is fused here pays on a GPU, where a launch costs as much as a small
-op: a convolution with its ReLU and max-pool, and a loss with its gradient.
+op: a convolution with its ReLU and max-pool, the gradient of a padded input without its frame, and a loss with its gradient.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ def fuse(records: list[Record]) -> list[Record]:
 
 
 def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
-    """An op with its ReLU and what alone reads it, as a convolution and a max-pool: the large output is not written."""
+    """An op and what alone reads it: a convolution with its ReLU and a max-pool, whose large output is not written; the
+    gradient of a convolution's padded input and what cuts the frame off, which then is not computed.
+    """
     users = slot_users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
         used = users.get(id(r.args[0]), [])
         op = fused.get((r.op, records[used[1]].op)) if len(used) == 2 and used[0] == i else None
-        if op is None or r.dtype != "fp32" or r.named.get("relu") != 1:
+        if op is None or ("relu" in r.named and (r.dtype != "fp32" or r.named["relu"] != 1)):
             continue
         reader = records[used[1]]
         known = r.named | {f"{name} of y": value for name, value in reader.named.items()}
         known |= zip(reader.declared.outputs, reader.args, strict=False)
-        out[used[1]] = reader.changed(op=op.name, args=[known[name] for name in op.arguments])
+        out[used[1]] = reader.changed(op=op.name, args=[known[name] for name in op.arguments], dtype=r.dtype)
         out[i] = None
     return [r for r in out if r is not None]
 
