@@ -62,9 +62,14 @@ struct Attention(TrivialRegisterPassable):
         return head * self.D + (third * self.H * self.D if self.fused else 0)
 
     @always_inline
+    def part(self) -> Int:
+        """Floats of a group of a head, with features rounded up to 16."""
+        return ceildiv(self.D, LANES) * LANES * LANES
+
+    @always_inline
     def panel(self, tokens: Int) -> Int:
         """Floats of a head of one sequence."""
-        return ceildiv(tokens, LANES) * self.D * LANES
+        return ceildiv(tokens, LANES) * self.part()
 
     @always_inline
     def draws(self, head: Int) -> Int:
@@ -127,7 +132,8 @@ def dots[n: Int, gb: Int](a: Panel, g: Int, b: Ptr, D: Int) -> Array[Vec, n * gb
 def combine[
     gb: Int
 ](
-    y: Ptr,  # (gb, D, L), added to
+    y: Ptr,  # (gb, D, L), groups y_group floats apart, added to
+    y_group: Int,
     weights: Ptr,  # (count, L) for each of the gb groups
     of_group: Int,  # floats from one group's weights to the next
     of_token: Int,  # from one token's to the next
@@ -143,7 +149,7 @@ def combine[
         var acc = Array[Vec, n * gb](fill=Vec(0))
         comptime for j in range(n):
             comptime for i in range(gb):
-                acc[j * gb + i] = load(y, (i * D + d + j) * LANES)
+                acc[j * gb + i] = load(y, i * y_group + (d + j) * LANES)
         for group in range(ceildiv(count, LANES)):
             var p = b.group(g + group).unsafe_offset(d * LANES)
             var w = weights.unsafe_offset(group * LANES * of_token)
@@ -157,7 +163,7 @@ def combine[
                         acc[j * gb + i] = madd(v[i], s, acc[j * gb + i])
         comptime for j in range(n):
             comptime for i in range(gb):
-                store(y, (i * D + d + j) * LANES, acc[j * gb + i])
+                store(y, i * y_group + (d + j) * LANES, acc[j * gb + i])
 
     var d = 0
     comptime for i in range(len(TILES)):
@@ -166,6 +172,12 @@ def combine[
             while d + n <= D:
                 tile[n](d)
                 d += n
+
+
+@always_inline
+def keys_of(g: Int, size: Attention) -> Int:
+    """Keys that the block of queries from group g on sees."""
+    return min(size.S, min(g + BLOCK, ceildiv(size.T, LANES)) * LANES + size.past)
 
 
 @always_inline

@@ -207,7 +207,11 @@ def runs() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"{model} eager", lambda m=model: train(m, execution="eager", shard_size=16)
         yield f"{model} clipped", lambda m=model: train(m, clip_norm=0.1)
     for model in ("gpt", "encoder"):
-        yield f"{model} fp32 adamw", lambda m=model: train(m, optimizer="adamw", batch=20, shard_size=7)
+        for precision in ("fp32", "bf16"):
+            yield (
+                f"{model} {precision} adamw",
+                lambda m=model, p=precision: train(m, p, "adamw", batch=20, shard_size=7),
+            )
     for algorithm in ("direct", "winograd"):
         yield f"blocks fp32 {algorithm}", lambda a=algorithm: train("blocks", conv_algorithm=a)
     yield "parallel shared by 2", lambda: shared(2)

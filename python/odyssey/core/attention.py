@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import ShapeError
 from .dropout import drawn
 from .operators import to_float, where
+from .products import product_precision
 from .program import current
 from .shapes import as_image, permute, reshape, tokens
 from .tape import Tensor, attach, empty, to_rows
@@ -87,16 +88,16 @@ def attention(
     scale = float(d**-0.5 if scale is None else scale)
     m, masks = (q, 0) if mask is None else _laid(added(mask, q), (n, heads, t, s))
     sizes = (n, t, s, heads, d, s if past is None else past, int(fused), scale, *drawn("attention", dropout), 0, masks)
-    parts = tuple(tokens(x) for x in given)
+    parts, dtype = tuple(tokens(x) for x in given), product_precision()
     memories = [*[x.memory for x in parts] * (3 if fused else 1), (m if masks else parts[0]).memory]
     y = empty((n * t, f), "lanes")
     lse, saved = current().alloc(4 * y.floats // d), y.memory
-    current().emit("attention_forward", saved, lse, *memories, *sizes)
+    current().emit("attention_forward", saved, lse, *memories, *sizes, dtype=dtype)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         gradients = tuple(empty(x.shape, "lanes") for x in parts)
         to = [g.memory for g in gradients] * (3 if fused else 1)
-        current().emit("attention_backward", *to, dy.memory, saved, lse, *memories, *sizes)
+        current().emit("attention_backward", *to, dy.memory, saved, lse, *memories, *sizes, dtype=dtype)
         return (*gradients, None)
 
     return reshape(attach(y, (*parts, m.detach()), backward), n, t, f)

@@ -32,7 +32,8 @@ def check(precision: str, owner: str = "train") -> str:
 
 @contextmanager
 def autocast(precision: str = "bf16") -> Iterator[None]:
-    """Convolutions and linear layers called inside round their operands to `precision`, and so will their gradients.
+    """Convolutions and linear layers called inside round their operands to `precision`, and so will their gradients;
+    attention too, to bf16 on a CPU with AMX.
 
     "fp32" inside takes single layers out. Works in a custom training loop, and in the forward() of a model that a
     trainer trains. Raises ConfigError for an unknown precision.

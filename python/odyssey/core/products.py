@@ -41,7 +41,7 @@ def bias_memory(b: Tensor | None, size: int) -> Memory:
     return OwnMemory(native.aligned(size)) if b is None else b.memory
 
 
-def _precision() -> str:
+def product_precision() -> str:
     """Returns what the products called now round their operands to."""
     executor = current()
     if executor.precision == "tf32" and not executor.gpu:
@@ -159,7 +159,7 @@ def _direct(
     if not plain:
         kind, sizes, relu = "conv2d_general", (*sizes, dilation, groups), ()
     # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
-    how = {"layout": x.layout, "dtype": _precision() if c > 1 and plain else "fp32"}
+    how = {"layout": x.layout, "dtype": product_precision() if c > 1 and plain else "fp32"}
     current().emit(f"{kind}_forward", y.memory, x.memory, weight.memory, bias_memory(bias, k), *sizes, *relu, **how)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,7 +186,7 @@ def _by_winograd(algorithm: str | None, weight: tuple[int, ...], stride: int, fr
     if current().gpu:
         raise ConfigError("[conv2d] algorithm is 'winograd', which CPUs have; use 'direct' or 'auto' on a GPU")
     fits = weight[2:] == (3, 3) and stride == 1 and min(*weight[:2], *(n - 2 for n in framed)) >= LEAST
-    return fits and _precision() == "fp32"
+    return fits and product_precision() == "fp32"
 
 
 def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) -> Tensor:
@@ -247,7 +247,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = batched(x)
     (o, i), g = weight.shape, x.groups
     y = empty((x.shape[0], o), x.layout)
-    how = {"layout": x.layout, "dtype": _precision()}
+    how = {"layout": x.layout, "dtype": product_precision()}
     current().emit("linear_forward", y.memory, x.memory, weight.memory, bias_memory(bias, o), g, i, o, 0, **how)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
