@@ -3,12 +3,13 @@
 n counts the floats of one shard and may be any number. What neither divides nor has exp or tanh has the bits of the CPU.
 """
 
-from std.math import ceildiv
+from std.utils import StaticTuple
 
 from max.gpu import block_idx, grid_dim, thread_idx
 
 from ..lanes import F32, IntPtr, LANES, LongPtr
 from ..op import Device, Kernel, Scratch
+from ..record import RECORD
 from ..views import (
     Cell,
     Cells,
@@ -27,7 +28,7 @@ from ..views import (
 )
 from .channels import enqueue_channels
 from .lane_parts import enqueue_columns, enqueue_losses, enqueue_rows, losses_scratch
-from .launch import Enqueue, GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks, call
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, StepContextPtr, blocks, call
 from .quads import THREADS, aligned, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 
 
@@ -229,9 +230,32 @@ def _enqueue_either[
 # --- optimizers: the device decides itself whether the step is taken, so that no host has to wait for it --------------------
 
 
-def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]]):
+@fieldwise_init
+struct _Pieces[R: Rule](TrivialRegisterPassable):
+    """Pieces of an arena that one launch changes: every second one by the other rule, as parameters that do not decay."""
+
+    var other: Self.R
+    var begin: StaticTuple[UInt32, SOME]  # floats behind the first piece
+    var n: StaticTuple[UInt32, SOME]
+    var block: StaticTuple[UInt32, SOME]  # the first of each
+
+
+def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]], pieces_: Sent[_Pieces[R]]):
     var weights = sent.sizes
-    var i = 4 * index()
+    var pieces = pieces_.sizes
+    var begin = UInt32(0)
+    var first = UInt32(0)
+    comptime for k in range(1, SOME):  # not indexed: that would take local memory
+        if UInt32(block_idx.x) >= pieces.block[k]:
+            begin = pieces.begin[k]
+            weights.n = Int(pieces.n[k])
+            first = pieces.block[k]
+            weights.rule = pieces.other if k % 2 == 1 else sent.sizes.rule
+    weights.w = weights.w.unsafe_offset(Int(begin))
+    weights.g = weights.g.unsafe_offset(Int(begin))
+    comptime for j in range(R.STATES):
+        weights.states[j] = weights.states[j].unsafe_offset(Int(begin))
+    var i = 4 * ((block_idx.x - Int(first)) * THREADS + thread_idx.x)
     if i >= weights.n or ok[] == 0:
         return
     var mean = 1 / weights.samples[]
@@ -248,8 +272,39 @@ def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]]):
 
 
 def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
+    """Also of the pieces that follow in the same arena, each behind the one before."""
+    comptime OPERANDS = 3 + R.STATES
     var weights = Weights[R].read(r)
-    q.enqueue_function[_update[R]](r.ok(), Sent(weights), grid_dim=blocks(weights.n, 4 * THREADS), block_dim=THREADS)
+    var pieces = _Pieces[R](
+        weights.rule,
+        StaticTuple[UInt32, SOME](fill=0),
+        StaticTuple[UInt32, SOME](fill=UInt32(weights.n)),
+        StaticTuple[UInt32, SOME](fill=UInt32.MAX),
+    )
+    var grid = blocks(weights.n, 4 * THREADS)
+    var many = 1
+    while many < SOME:
+        var other = r.follower(many)
+        if not other:
+            break
+        ref next = other.value()
+        var begin = next.address(1) - r.address(1)
+        var fits = begin >= 4 * Int(pieces.begin[many - 1] + pieces.n[many - 1]) and begin < 1 << 33
+        comptime for i in range(1, OPERANDS + 1):
+            fits = fits and next.address(i) - r.address(i) == (0 if i == OPERANDS else begin)
+        for i in range(OPERANDS + 2, RECORD):  # rules, of which the second is new
+            fits = fits and (many == 1 or next.number(i) == r.number((many % 2) * RECORD + i))
+        if not fits:
+            break
+        if many == 1:
+            pieces.other = Weights[R].read(next).rule
+        pieces.begin[many] = UInt32(begin // 4)
+        pieces.n[many] = UInt32(next.int(OPERANDS + 1))
+        pieces.block[many] = UInt32(grid)
+        grid += blocks(Int(pieces.n[many]), 4 * THREADS)
+        many += 1
+    r.left[] -= many - 1
+    q.enqueue_function[_update[R]](r.ok(), Sent(weights), Sent(pieces), grid_dim=grid, block_dim=THREADS)
 
 
 # --- optimizers that are rules (python/odyssey/core/rule.py): op by op, and what they give goes into the arena at the end ---

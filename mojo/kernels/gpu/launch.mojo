@@ -24,9 +24,10 @@ from max.gpu.host import DeviceContext
 
 from ..lanes import BytePtr, IntPtr, LongPtr, Ptr
 from ..op import OpOf
-from ..record import Argument, Arguments, BF16, FP16, FP32, OFFSET, SPACES, Source, TF32
+from ..record import Argument, Arguments, BF16, FP16, FP32, OFFSET, RECORD, SPACES, Source, TF32
 
 comptime Queue = DeviceContext
+comptime SOME = 8  # records of one op that a launch may compute
 
 
 @fieldwise_init
@@ -144,6 +145,7 @@ struct Launch(Copyable, Source):
     var scratch: Ptr  # memory that launches share
     var context: StepContextPtr  # what a run brings to the program
     var flag: Int  # address of an int32: 1 while all numbers checked were finite
+    var left: Pointer[Int, MutUntrackedOrigin]  # records of the program behind this one; an op that computes some as well subtracts them
 
     @always_inline
     def number(self, i: Int) -> Int64:
@@ -169,6 +171,14 @@ struct Launch(Copyable, Source):
     @always_inline
     def run(self) -> Int:
         return Int(self.context)
+
+    def follower(self, k: Int) -> Optional[Self]:
+        """The k-th record behind this one, if it is there and of the same op."""
+        var other = self.copy()
+        other.at = self.at.unsafe_offset(k * RECORD)
+        if k > self.left[] or other.number(0) != self.number(0):
+            return None
+        return other^
 
     @always_inline
     def op(self, i: Int) -> Operand:

@@ -8,7 +8,7 @@ from max.gpu import block_idx
 from ..lanes import F32
 from ..strided import AXES, Strided
 from ..views import Of2
-from .launch import Enqueue, GpuOp, Launch, Operand, Queue, blocks
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, blocks
 from .quads import MOST, THREADS, divide, divisor, index, of_shard, small_index
 from .reduce import tree
 
@@ -111,34 +111,60 @@ def _copy(q: Queue, r: Launch) raises:
 # --- gradients of parameters ----------------------------------------------------------------------------------------------
 
 
-def _accumulate(y_: Operand, x: Operand, n: Int64, shards: Int32, fold: Int32, accumulate: Int32):
+@fieldwise_init
+struct _Sum(TrivialRegisterPassable):
+    """One gradient: what it is added to, of each shard what it is, and its floats."""
+
+    var y: Operand
+    var x: Operand
+    var n: Int
+
+
+def _accumulate(sums: Sent[StaticTuple[_Sum, SOME]], shards: Int32, fold: Int32, accumulate: Int32):
+    var sum = sums.sizes[0]
+    comptime for k in range(1, SOME):  # not indexed: that would take local memory
+        if block_idx.z == k:
+            sum = sums.sizes[k]
     var i = index()
-    if i >= Int(n):
+    if i >= sum.n:
         return
     var first = block_idx.y * Int(fold)
 
     @always_inline
     def leaf(j: Int) {imm} -> SIMD[F32, 1]:
-        return x.at(first + j)[unsafe_offset=i]
+        return sum.x.at(first + j)[unsafe_offset=i]
 
     var s = tree[1](leaf, min(Int(fold), Int(shards) - first))
-    var y = of_shard(y_)
+    var y = of_shard(sum.y)
     if accumulate != 0:
         s += y[unsafe_offset=i]
     y[unsafe_offset=i] = s[0]
 
 
 def _enqueue_accumulate(q: Queue, r: Launch) raises:
-    var y = r.op(1)
-    var x = r.op(2)
+    """As many gradients at once as stand behind each other: those of a normalisation are small."""
+    var sums = StaticTuple[_Sum, SOME](fill=_Sum(r.op(1), r.op(2), r.int(3)))
+    var many = 1
+    var most = r.int(3)
+    while many < SOME:
+        var other = r.follower(many)
+        if not other:
+            break
+        sums[many] = _Sum(other.value().op(1), other.value().op(2), other.value().int(3))
+        var twice = False  # a gradient that two of them are added to
+        for k in range(many):
+            twice = twice or sums[k].y.address == sums[many].y.address
+        if twice:
+            break
+        most = max(most, sums[many].n)
+        many += 1
+    r.left[] -= many - 1
     q.enqueue_function[_accumulate](
-        y,
-        x,
-        Int64(r.int(3)),
+        Sent(sums),
         Int32(r.shards),
         Int32(r.fold),
         Int32(r.accumulate),
-        grid_dim=(blocks(r.int(3), THREADS), ceildiv(r.shards, r.fold)),
+        grid_dim=(blocks(most, THREADS), ceildiv(r.shards, r.fold), many),
         block_dim=THREADS,
     )
 
