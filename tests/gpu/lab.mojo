@@ -286,7 +286,8 @@ struct Call(Copyable):
 
 
 def launches(lab: Lab, calls: List[Call], enqueue: Enqueue) raises -> Int:
-    """Enqueues calls of one op, a program; returns how many launches it had. Each stride is that of a space of its own."""
+    """Enqueues calls of one op, a program; returns how many launches it had. Each stride is that of a space of its own.
+    """
     var numbers = List[Int64](length=RECORD * len(calls), fill=0)
     var strides = List[Int]()
     for k in range(len(calls)):

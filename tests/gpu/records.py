@@ -346,6 +346,15 @@ def others() -> Iterator[Case]:
     yield attention(0, (1, 67, 67, 1, 64), 0.0, 3, hidden=67)  # the first query sees no key
     yield attention(150, (2, 72, 150, 1, 20), 0.3, 15, hidden=72)  # nor does any first query here
     yield attention(3, (1, 130, 66, 1, 100), 0.1, 9, hidden=130)  # features that are two parts
+    for fold in (1, 4):  # more than one launch computes, and another op in between
+        sizes = (5, 1, 300, 16, 64, 7, 20, 1000, 3, 12, 2)
+        records = [("accumulate", f"d{i}", f"x{i}", n) for i, n in enumerate(sizes)]
+        yield Case(
+            f"accumulate fold={fold}",
+            [*(w(f"x{i}", n) for i, n in enumerate(sizes)), *(g(f"d{i}", n) for i, n in enumerate(sizes)), w("y", 7)],
+            [*records[:10], ("fill", "y", 0.3, 7), *records[10:]],
+            fold=fold,
+        )
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
 
 

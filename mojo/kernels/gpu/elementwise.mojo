@@ -8,8 +8,7 @@ from std.utils import StaticTuple
 from max.gpu import block_idx, grid_dim, thread_idx
 
 from ..lanes import F32, IntPtr, LANES, LongPtr
-from ..op import Device, Kernel, Scratch
-from ..record import RECORD
+from ..op import Device, Kernel, OpOf
 from ..views import (
     Cell,
     Cells,
@@ -28,7 +27,7 @@ from ..views import (
 )
 from .channels import enqueue_channels
 from .lane_parts import enqueue_columns, enqueue_losses, enqueue_rows, losses_scratch
-from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, StepContextPtr, blocks, call
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, StepContextPtr, blocks, call, of_several
 from .quads import THREADS, aligned, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 
 
@@ -58,12 +57,10 @@ struct OnGpu(Device):
         return enqueue_columns[f, operands]
 
     @staticmethod
-    def losses[f: OfLoss, operands: Int]() -> Self.Run:
-        return enqueue_losses[f, operands]
-
-    @staticmethod
-    def losses_scratch[operands: Int]() -> Scratch:
-        return losses_scratch[operands]
+    def losses[
+        f: OfLoss, operands: Int
+    ](name: StaticString, roles: StaticString, traits: StaticString = "") -> OpOf[Self.Run]:
+        return OpOf[Self.Run](name, roles, enqueue_losses[f, operands], traits, losses_scratch[operands])
 
     @staticmethod
     def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:
@@ -230,32 +227,9 @@ def _enqueue_either[
 # --- optimizers: the device decides itself whether the step is taken, so that no host has to wait for it --------------------
 
 
-@fieldwise_init
-struct _Pieces[R: Rule](TrivialRegisterPassable):
-    """Pieces of an arena that one launch changes: every second one by the other rule, as parameters that do not decay."""
-
-    var other: Self.R
-    var begin: StaticTuple[UInt32, SOME]  # floats behind the first piece
-    var n: StaticTuple[UInt32, SOME]
-    var block: StaticTuple[UInt32, SOME]  # the first of each
-
-
-def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]], pieces_: Sent[_Pieces[R]]):
-    var weights = sent.sizes
-    var pieces = pieces_.sizes
-    var begin = UInt32(0)
-    var first = UInt32(0)
-    comptime for k in range(1, SOME):  # not indexed: that would take local memory
-        if UInt32(block_idx.x) >= pieces.block[k]:
-            begin = pieces.begin[k]
-            weights.n = Int(pieces.n[k])
-            first = pieces.block[k]
-            weights.rule = pieces.other if k % 2 == 1 else sent.sizes.rule
-    weights.w = weights.w.unsafe_offset(Int(begin))
-    weights.g = weights.g.unsafe_offset(Int(begin))
-    comptime for j in range(R.STATES):
-        weights.states[j] = weights.states[j].unsafe_offset(Int(begin))
-    var i = 4 * ((block_idx.x - Int(first)) * THREADS + thread_idx.x)
+def _update[R: Rule](ok: IntPtr, pieces: Sent[StaticTuple[Weights[R], SOME]]):
+    var weights = of_several(pieces, block_idx.y)
+    var i = 4 * index()
     if i >= weights.n or ok[] == 0:
         return
     var mean = 1 / weights.samples[]
@@ -272,39 +246,12 @@ def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]], pieces_: Sent[_Pieces[R
 
 
 def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
-    """Also of the pieces that follow in the same arena, each behind the one before."""
-    comptime OPERANDS = 3 + R.STATES
-    var weights = Weights[R].read(r)
-    var pieces = _Pieces[R](
-        weights.rule,
-        StaticTuple[UInt32, SOME](fill=0),
-        StaticTuple[UInt32, SOME](fill=UInt32(weights.n)),
-        StaticTuple[UInt32, SOME](fill=UInt32.MAX),
-    )
-    var grid = blocks(weights.n, 4 * THREADS)
-    var many = 1
-    while many < SOME:
-        var other = r.follower(many)
-        if not other:
-            break
-        ref next = other.value()
-        var begin = next.address(1) - r.address(1)
-        var fits = begin >= 4 * Int(pieces.begin[many - 1] + pieces.n[many - 1]) and begin < 1 << 33
-        comptime for i in range(1, OPERANDS + 1):
-            fits = fits and next.address(i) - r.address(i) == (0 if i == OPERANDS else begin)
-        for i in range(OPERANDS + 2, RECORD):  # rules, of which the second is new
-            fits = fits and (many == 1 or next.number(i) == r.number((many % 2) * RECORD + i))
-        if not fits:
-            break
-        if many == 1:
-            pieces.other = Weights[R].read(next).rule
-        pieces.begin[many] = UInt32(begin // 4)
-        pieces.n[many] = UInt32(next.int(OPERANDS + 1))
-        pieces.block[many] = UInt32(grid)
-        grid += blocks(Int(pieces.n[many]), 4 * THREADS)
-        many += 1
-    r.left[] -= many - 1
-    q.enqueue_function[_update[R]](r.ok(), Sent(weights), Sent(pieces), grid_dim=grid, block_dim=THREADS)
+    """Also of the pieces that follow, of the same arena or of others: no program changes a weight twice."""
+    var pieces, many = r.several[Weights[R].read[Launch]]()
+    var most = 0
+    for k in range(many):
+        most = max(most, pieces[k].n)
+    q.enqueue_function[_update[R]](r.ok(), Sent(pieces), grid_dim=(blocks(most, 4 * THREADS), many), block_dim=THREADS)
 
 
 # --- optimizers that are rules (python/odyssey/core/rule.py): op by op, and what they give goes into the arena at the end ---

@@ -89,6 +89,16 @@ struct Sent[T: TrivialRegisterPassable](DevicePassable, TrivialRegisterPassable)
         return "Sent"
 
 
+@always_inline
+def of_several[T: TrivialRegisterPassable, //](all: Sent[StaticTuple[T, SOME]], i: Int) -> T:
+    """What launch.several found i-th, without an index, for which they would be copied to local memory."""
+    var one = all.sizes[0]
+    comptime for k in range(1, SOME):
+        if i == k:
+            one = all.sizes[k]
+    return one
+
+
 @fieldwise_init
 struct StepContext(TrivialRegisterPassable):
     """What changes from step to step without being an address; in device memory, written before a step's launches.
@@ -145,7 +155,7 @@ struct Launch(Copyable, Source):
     var scratch: Ptr  # memory that launches share
     var context: StepContextPtr  # what a run brings to the program
     var flag: Int  # address of an int32: 1 while all numbers checked were finite
-    var left: Pointer[Int, MutUntrackedOrigin]  # records of the program behind this one; an op that computes some as well subtracts them
+    var left: Pointer[Int, MutUntrackedOrigin]  # records of the program behind this one that are not computed with it
 
     @always_inline
     def number(self, i: Int) -> Int64:
@@ -172,13 +182,20 @@ struct Launch(Copyable, Source):
     def run(self) -> Int:
         return Int(self.context)
 
-    def follower(self, k: Int) -> Optional[Self]:
-        """The k-th record behind this one, if it is there and of the same op."""
+    def several[T: TrivialRegisterPassable, //, f: def(Self) thin -> T](self) -> Tuple[StaticTuple[T, SOME], Int]:
+        """What f gives of this record and of those behind it of the same op, as many as one launch computes, and how many.
+        """
+        var found = StaticTuple[T, SOME](fill=f(self))
+        var many = 1
         var other = self.copy()
-        other.at = self.at.unsafe_offset(k * RECORD)
-        if k > self.left[] or other.number(0) != self.number(0):
-            return None
-        return other^
+        while many < SOME and self.left[] > 0:
+            other.at = self.at.unsafe_offset(many * RECORD)
+            if other.number(0) != self.number(0):
+                break
+            found[many] = f(other)
+            many += 1
+            self.left[] -= 1
+        return found, many
 
     @always_inline
     def op(self, i: Int) -> Operand:

@@ -8,8 +8,8 @@ from max.gpu import block_idx
 from ..lanes import F32
 from ..strided import AXES, Strided
 from ..views import Of2
-from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, blocks
-from .quads import MOST, THREADS, divide, divisor, index, of_shard, small_index
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, blocks, of_several
+from .quads import THREADS, divide, divisor, index, of_shard, small, small_index
 from .reduce import tree
 
 
@@ -74,13 +74,11 @@ def _launch[
     for i in range(AXES):
         n *= Int(sizes[i])
         by[i] = divisor(max(Int(sizes[i]), 1))
-    if n >= MOST:
-        raise Error(t"[gpu] a tensor of {n} floats per shard is too large for one launch; make shard_size smaller")
     q.enqueue_function[_pairs[f]](
         y,
         a,
         b,
-        UInt32(n),
+        small(n),
         sizes,
         by,
         ys,
@@ -121,10 +119,7 @@ struct _Sum(TrivialRegisterPassable):
 
 
 def _accumulate(sums: Sent[StaticTuple[_Sum, SOME]], shards: Int32, fold: Int32, accumulate: Int32):
-    var sum = sums.sizes[0]
-    comptime for k in range(1, SOME):  # not indexed: that would take local memory
-        if block_idx.z == k:
-            sum = sums.sizes[k]
+    var sum = of_several(sums, block_idx.z)
     var i = index()
     if i >= sum.n:
         return
@@ -141,24 +136,19 @@ def _accumulate(sums: Sent[StaticTuple[_Sum, SOME]], shards: Int32, fold: Int32,
     y[unsafe_offset=i] = s[0]
 
 
+def _sum_of(r: Launch) -> _Sum:
+    return _Sum(r.op(1), r.op(2), r.int(3))
+
+
 def _enqueue_accumulate(q: Queue, r: Launch) raises:
-    """As many gradients at once as stand behind each other: those of a normalisation are small."""
-    var sums = StaticTuple[_Sum, SOME](fill=_Sum(r.op(1), r.op(2), r.int(3)))
+    """Also of the gradients that follow, unless one may be added to twice: those of a normalisation are small."""
+    var sums = StaticTuple[_Sum, SOME](fill=_sum_of(r))
     var many = 1
-    var most = r.int(3)
-    while many < SOME:
-        var other = r.follower(many)
-        if not other:
-            break
-        sums[many] = _Sum(other.value().op(1), other.value().op(2), other.value().int(3))
-        var twice = False  # a gradient that two of them are added to
-        for k in range(many):
-            twice = twice or sums[k].y.address == sums[many].y.address
-        if twice:
-            break
-        most = max(most, sums[many].n)
-        many += 1
-    r.left[] -= many - 1
+    if not r.accumulate:
+        sums, many = r.several[_sum_of]()
+    var most = 0
+    for k in range(many):
+        most = max(most, sums[k].n)
     q.enqueue_function[_accumulate](
         Sent(sums),
         Int32(r.shards),
