@@ -72,17 +72,18 @@ def small_index() -> UInt32:
     return UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
 
 
-def small(n: Int) raises -> UInt32:
-    """A number of floats that small_index may count."""
+def small(n: Int, each: Int = 1) raises -> UInt32:
+    """Threads that have `each` floats, as small_index counts them."""
     if n >= MOST:
-        raise Error(t"[gpu] a tensor of {n} floats per shard is too large for one launch; make shard_size smaller")
+        raise Error(
+            t"[gpu] a tensor of {n * each} floats per shard is too large for one launch; make shard_size smaller"
+        )
     return UInt32(n)
 
 
 def quads(vectors: Int) raises -> Int:
     """Threads for so many vectors of lanes, four floats each."""
-    _ = small(vectors * LANES)
-    return vectors * QUADS
+    return Int(small(vectors * QUADS, 4))
 
 
 # --- sums over a block ----------------------------------------------------------------------
