@@ -125,15 +125,12 @@ trait Device:
         ...
 
     @staticmethod
-    def losses[f: OfLoss, operands: Int]() -> Self.Run:
-        """The same, and the first operand becomes (sum of losses, samples, right predictions, 0), exact up to 2^24 samples but
+    def losses[
+        f: OfLoss, operands: Int
+    ](name: StaticString, roles: StaticString, traits: StaticString = "") -> OpOf[Self.Run]:
+        """An op with the same arguments; and the first operand becomes (sum of losses, samples, right predictions, 0), exact up to 2^24 samples but
         for the rounding of the sum itself. A row's number is 1, or the step's loss scale if the argument behind F is 1.
         """
-        ...
-
-    @staticmethod
-    def losses_scratch[operands: Int]() -> Scratch:
-        """The scratch memory that `losses` wants."""
         ...
 
     @staticmethod
@@ -193,12 +190,10 @@ struct Cpu(Device):
         return by_layout[_columns[f, operands, LANES], _columns[f, operands, 1]]
 
     @staticmethod
-    def losses[f: OfLoss, operands: Int]() -> Self.Run:
-        return by_layout[_losses[f, operands, LANES], _losses[f, operands, 1]]
-
-    @staticmethod
-    def losses_scratch[operands: Int]() -> Scratch:
-        return no_scratch
+    def losses[
+        f: OfLoss, operands: Int
+    ](name: StaticString, roles: StaticString, traits: StaticString = "") -> OpOf[Self.Run]:
+        return OpOf[Self.Run](name, roles, by_layout[_losses[f, operands, LANES], _losses[f, operands, 1]], traits)
 
     @staticmethod
     def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:

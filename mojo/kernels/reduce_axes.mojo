@@ -32,13 +32,20 @@ def halved[f: Of2, L: Int](mut parts: Array[SIMD[F32, L], PARTS]) -> SIMD[F32, L
 def fold[f: Of2, start: Float32, L: Int](x: Ptr, r0: Int, r1: Int, r2: Int, s0: Int, s1: Int, s2: Int) -> SIMD[F32, L]:
     """Puts r0 x r1 x r2 numbers together, L neighbours at once."""
     var parts = Array[SIMD[F32, L], PARTS](fill=start)
-    var i = 0
-    for i0 in range(r0):
-        for i1 in range(r1):
-            for i2 in range(r2):
-                var v = load[L](x, i0 * s0 + i1 * s1 + i2 * s2)
-                parts[i % PARTS] = f[L](parts[i % PARTS], v)
-                i += 1
+    var at = x
+    var i1 = 0
+    var i2 = 0
+    for i in range(0, r0 * r1 * r2, PARTS):
+        comptime for j in range(PARTS):  # an index that is not known while compiling would keep the parts in memory
+            if i + j < r0 * r1 * r2:
+                parts[j] = f[L](parts[j], load[L](at, i1 * s1 + i2 * s2))
+                i2 += 1
+                if i2 == r2:
+                    i2 = 0
+                    i1 += 1
+                if i1 == r1:
+                    i1 = 0
+                    at = at.unsafe_offset(s0)
     return halved[f, L](parts)
 
 

@@ -190,14 +190,9 @@ def ops[D: Device]() -> List[OpOf[D.Run]]:
         OpOf("softmax_backward", "dx; dy, y; G, F", D.rows[_softmax_backward, 3]()),
         OpOf("log_softmax_forward", "y; x; G, F", D.rows[_log_softmax, 2]()),
         OpOf("log_softmax_backward", "dx; dy, y; G, F", D.rows[_log_softmax_backward, 3]()),
-        OpOf(
-            "cross_entropy_forward",
-            "stats, p; x, labels; G, F",
-            D.losses[_cross_entropy, 4](),
-            scratch=D.losses_scratch[4](),
-        ),
+        D.losses[_cross_entropy, 4]("cross_entropy_forward", "stats, p; x, labels; G, F"),
         OpOf("cross_entropy_backward", "dx; dloss, p, labels; G, F", D.cells[Classes, _cross_entropy_backward, 4]()),
-        OpOf("nll_forward", "stats; x, labels; G, F", D.losses[_nll, 3](), scratch=D.losses_scratch[3]()),
+        D.losses[_nll, 3]("nll_forward", "stats; x, labels; G, F"),
         OpOf("nll_backward", "dx; dloss, labels; G, F", D.cells[Classes, _nll_backward, 3]()),
     ]
 
@@ -205,11 +200,9 @@ def ops[D: Device]() -> List[OpOf[D.Run]]:
 def fused[D: Device]() -> List[OpOf[D.Run]]:
     """The loss with its gradient, times the step's loss scale if `scaled`; for devices on which a launch takes time."""
     return [
-        OpOf(
+        D.losses[_cross_entropy_gradient, 4](
             "cross_entropy",
             "stats, dx; x, labels; G, F, scaled",
-            D.losses[_cross_entropy_gradient, 4](),
             "of:cross_entropy_forward+cross_entropy_backward",
-            D.losses_scratch[4](),
         )
     ]

@@ -178,8 +178,11 @@ struct Gpu(Movable):
         var strides = StaticTuple[Int, SPACES](fill=0)
         strides[GRADS] = Int(s.grad_floats)
         strides[WORK] = Int(s.work_floats)
-        for i in range(Int(s.records)):
+        var left = Int(s.records)
+        while left > 0:
+            var i = Int(s.records) - left
             var at = s.program.unsafe_offset(i * RECORD)
+            left -= 1
             try:
                 kernel_of[Enqueue](s.table, Int(at[] & (CODES - 1)))(
                     self.compute,
@@ -193,6 +196,7 @@ struct Gpu(Movable):
                         Ptr(unsafe_from_address=max(Int(s.scratch), 16)),
                         StepContextPtr(unsafe_from_address=max(Int(s.context), 16)),
                         Int(s.flag),
+                        Pointer(to=left).unsafe_origin_cast[MutUntrackedOrigin](),
                     ),
                 )
             except e:

@@ -281,32 +281,48 @@ struct Call(Copyable):
             _ = bases^
 
     def on_gpu(self, lab: Lab, enqueue: Enqueue) raises:
-        """Computes all shards in one launch. Each stride is that of a space of its own."""
-        var numbers = List[Int64](length=RECORD, fill=0)
-        var strides = List[Int]()
-        for i in range(len(self.operands)):
-            ref part = self.operands[i]
+        """Computes all shards in one launch."""
+        _ = launches(lab, [self.copy()], enqueue)
+
+
+def launches(lab: Lab, calls: List[Call], enqueue: Enqueue) raises -> Int:
+    """Enqueues calls of one op, a program; returns how many launches it had. Each stride is that of a space of its own.
+    """
+    var numbers = List[Int64](length=RECORD * len(calls), fill=0)
+    var strides = List[Int]()
+    for k in range(len(calls)):
+        ref call = calls[k]
+        for i in range(len(call.operands)):
+            ref part = call.operands[i]
             if part.stride not in strides:
                 strides.append(part.stride)
             var space = 0
             while strides[space] != part.stride:
                 space += 1
-            numbers[1 + i] = Int64(space << 56 | lab.there(part.at))
-        for i in range(len(self.sizes)):
-            numbers[1 + len(self.operands) + i] = Int64(self.sizes[i])
-        var of_spaces = StaticTuple[Int, SPACES](fill=0)
-        for i in range(len(strides)):
-            of_spaces[i] = strides[i]
+            numbers[RECORD * k + 1 + i] = Int64(space << 56 | lab.there(part.at))
+        for i in range(len(call.sizes)):
+            numbers[RECORD * k + 1 + len(call.operands) + i] = Int64(call.sizes[i])
+    var of_spaces = StaticTuple[Int, SPACES](fill=0)
+    for i in range(len(strides)):
+        of_spaces[i] = strides[i]
+    var many = 0
+    var left = len(calls)
+    while left > 0:
+        var at = RECORD * (len(calls) - left)
+        left -= 1
+        many += 1
         var launch = Launch(
-            LongPtr(unsafe_from_address=Int(numbers.unsafe_ptr())),
+            LongPtr(unsafe_from_address=Int(numbers.unsafe_ptr())).unsafe_offset(at),
             StaticTuple[Int, SPACES](fill=0),
             of_spaces,
-            self.shards,
+            calls[0].shards,
             1,
             False,
             Ptr(unsafe_from_address=Int(lab.scratch.unsafe_ptr())),
-            StepContextPtr(unsafe_from_address=lab.there(max(self.context, 0))),
-            lab.there(max(self.flag, 0)),
+            StepContextPtr(unsafe_from_address=lab.there(max(calls[0].context, 0))),
+            lab.there(max(calls[0].flag, 0)),
+            Pointer(to=left).unsafe_origin_cast[MutUntrackedOrigin](),
         )
         enqueue(lab.q, launch)
-        _ = numbers^
+    _ = numbers^
+    return many

@@ -1,7 +1,7 @@
 """Reductions, optimizers and fingerprints. Part of the tests in ops.mojo."""
 
 from std.memory import bitcast
-from std.testing import TestSuite, assert_raises, assert_true
+from std.testing import TestSuite, assert_equal, assert_raises, assert_true
 from std.utils.numerics import inf, nan
 from kernels import fingerprint as cpu_fingerprint
 from kernels import optimizer
@@ -13,7 +13,7 @@ from kernels.gpu.elementwise import OnGpu
 from kernels.gpu.launch import Queue
 from kernels.lanes import LANES, Ptr
 from kernels.op import Cpu
-from lab import Call, Lab, Part, Shape, added, bits, cpu_record, kernel, put_context, up
+from lab import Call, Lab, Part, Shape, added, bits, cpu_record, kernel, launches, put_context, up
 
 comptime L = LANES
 
@@ -243,6 +243,47 @@ def each_optimizer(q: Queue, n: Int, m: Int) raises:
         lab.compare(String(t"optimizer {form}, {m} of {n}"))
 
 
+def each_update_in_pieces(q: Queue, ends: List[Int], launches_: Int) raises:
+    """An arena of which every second piece does not decay; pieces that follow each other share launches."""
+    var n = 0
+    for end in ends:
+        n = max(n, up(end))
+    var ok = 4 * n
+    var lab = Lab(q, 4 * n + 16)
+    for i in range(n):
+        lab.host[2 * n + i] = abs(lab.host[2 * n + i])
+    lab.ints(ok)[] = 1
+    lab.host[ok + 1] = 96
+    lab.upload()
+    var calls = List[Call]()
+    for k in range(0, len(ends), 2):
+        var a = ends[k]
+        var sizes: List[Int] = [ends[k + 1] - a]
+        for x in [Float32(0.01), 0.9, 0.999, 1e-8, Float32(0.01 if k % 4 == 0 else 0.0)]:
+            sizes.append(bits(x))
+        sizes.append(1)
+        sizes.append(bits(0.271))
+        sizes.append(bits(0.003))
+        var operands = (Part(a, 0), Part(n + a, 0), Part(2 * n + a, 0), Part(3 * n + a, 0), Part(ok + 1, 0))
+        var call = Call(operands[0], operands[1], operands[2], operands[3], operands[4], sizes=sizes)
+        call.flag = ok
+        call.on_cpu(lab, kernel(optimizer.ops[Cpu](), "adam"))
+        calls.append(call.copy())
+    assert_equal(launches(lab, calls, kernel(optimizer.ops[OnGpu](), "adam")), launches_)
+    lab.compare(String(t"an update in {len(calls)} pieces"))
+
+
+def test_updates_in_pieces() raises:
+    var q = Queue(device_id=0)
+    each_update_in_pieces(q, [0, 1500], 1)
+    each_update_in_pieces(q, [0, 1500, 1500, 1507, 1510, 6000], 1)
+    var many = List[Int]()
+    for k in range(11):
+        many.extend([(k * k + 1) * 37, (k * k + k + 2) * 37])
+    each_update_in_pieces(q, many, 2)
+    each_update_in_pieces(q, [0, 7, 100, 200, 50, 60], 1)  # not in order
+
+
 def test_optimizers() raises:
     var q = Queue(device_id=0)
     each_optimizer(q, 16, 3)
@@ -295,4 +336,5 @@ def add_tests(mut suite: TestSuite):
     suite.test[test_sum_lanes]()
     suite.test[test_flat_reductions]()
     suite.test[test_optimizers]()
+    suite.test[test_updates_in_pieces]()
     suite.test[test_fingerprint]()

@@ -103,6 +103,7 @@ def each_map(q: Queue, mut lab: Lab, shards: Int, n: Int, stride: Int, first: In
             op.run(Record(at, from_, ContextPtr(unsafe_from_address=Int(at))))
             _ = bases^
         fill(lab.op(first).address, lab.op(a).address, lab.op(b).address)
+        var left = 0
         on_gpu[k].run(
             q,
             Launch(
@@ -115,6 +116,7 @@ def each_map(q: Queue, mut lab: Lab, shards: Int, n: Int, stride: Int, first: In
                 lab.ptr(0),
                 StepContextPtr(unsafe_from_address=Int(at)),
                 0,
+                Pointer(to=left).unsafe_origin_cast[MutUntrackedOrigin](),
             ),
         )
         _ = numbers^

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -346,6 +347,26 @@ def others() -> Iterator[Case]:
     yield attention(0, (1, 67, 67, 1, 64), 0.0, 3, hidden=67)  # the first query sees no key
     yield attention(150, (2, 72, 150, 1, 20), 0.3, 15, hidden=72)  # nor does any first query here
     yield attention(3, (1, 130, 66, 1, 100), 0.1, 9, hidden=130)  # features that are two parts
+    for name in ("reduce_sum", "reduce_max"):
+        for kept, reduced, strides in (
+            ((1, 1, 96), (1, 1, 40), (0, 0, 1, 0, 0, 96)),
+            ((1, 3, 5), (2, 7, 4), (0, 140, 1, 420, 20, 5)),
+            ((2, 3, 1), (1, 1, 50), (150, 50, 0, 0, 0, 1)),
+        ):
+            yield Case(
+                f"{name} {kept} {reduced}",
+                [w("y", math.prod(kept), "zero", True), w("x", math.prod(kept) * math.prod(reduced))],
+                [(name, "y", "x", *kept, *reduced, *strides)],
+            )
+    for fold in (1, 4):  # more than one launch computes, and another op in between
+        sizes = (5, 1, 300, 16, 64, 7, 20, 1000, 3, 12, 2)
+        records = [("accumulate", f"d{i}", f"x{i}", n) for i, n in enumerate(sizes)]
+        yield Case(
+            f"accumulate fold={fold}",
+            [*(w(f"x{i}", n) for i, n in enumerate(sizes)), *(g(f"d{i}", n) for i, n in enumerate(sizes)), w("y", 7)],
+            [*records[:10], ("fill", "y", 0.3, 7), *records[10:]],
+            fold=fold,
+        )
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
 
 

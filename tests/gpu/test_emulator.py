@@ -149,6 +149,18 @@ COPY = (
 )  # fmt: skip
 
 
+def test_parameters_by_their_address(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
+    k = gpu.kernel(
+        REGS + INDEX + "mov.b32 %r5, p1; mad.lo.s32 %r5, %r1, 4, %r5; ld.param::entry.b32 %r6, [%r5]; "
+        "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; st.global.u32 [%d1], %r6; ret;",
+        "u64 u64",
+    )  # fmt: skip
+    y = gpu.empty(512)
+    gpu.launch(k, y, ctypes.c_uint64(7 << 32 | 5), block=2)
+    np.testing.assert_array_equal(gpu.get(y, 2, np.uint32), [5, 7])
+    assert "access at 16 of the parameters, which are 16 bytes" in found(gpu, capfd, k, y, ctypes.c_uint64(0), block=3)
+
+
 def test_asynchronous_copies(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     x, y = np.arange(128, dtype=np.uint32), gpu.empty(512)
     good = COPY.replace("{wait}", "cp.async.wait_group 0;")

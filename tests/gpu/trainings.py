@@ -144,6 +144,36 @@ def grouped() -> dict[str, Any]:
     return {"ok": found["fp32"] and found["bf16"] and found["far"] < 1e-4, **found}
 
 
+class Normalised(nn.Module):
+    """Batch norm and layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.manual_seed(1)
+        self.images = nn.Sequential(nn.Conv2d(1, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, 3))
+        self.middle = nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 150), nn.Tanh())
+        self.last = nn.Sequential(nn.LayerNorm(150), nn.Linear(150, 10))
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.middle(self.images(x)))
+
+
+@check
+def normalised() -> dict[str, Any]:
+    """Normalisations, whose small gradients and pieces of AdamW share launches: the same bits on 1 to 3 workers."""
+
+    def made(momentum: bool, **settings: Any) -> DistributedTrainer:
+        optimizer = optim.SGD(lr=0.05, momentum=0.9) if momentum else optim.AdamW(lr=0.001)
+        optimizer.undecayed = optim.vectors
+        return trainer(Normalised(), optimizer, **settings)
+
+    hashes = {(m, n): steps(made(m, num_gpus=n)) for m in (False, True) for n in (1, 2, 3)}
+    far = compare(made(True), made(True, device="cpu"))
+    alike = all(hashes[m, n] == hashes[m, 1] for m, n in hashes)
+    return {"ok": alike and far < 1e-4, "hashes": {f"{m} {n}": h for (m, n), h in hashes.items()}, "far": far}
+
+
 @check
 def precisions() -> dict[str, Any]:
     """tf32, bf16 and fp16 train close to float32, with bits that do not depend on workers."""

@@ -5,22 +5,18 @@ A block has as many threads as give each some eight quads, which depends on the 
 side by side then, and of large ones so few that what a block reads two or three times stays in the cache.
 """
 
-from std.bit import log2_floor
 from std.math import iota
-from std.memory import unsafe_stack_allocation
 from std.utils import StaticTuple
 
-from max.gpu import AddressSpace, barrier, block_idx, thread_idx
-from max.gpu.primitives.warp import shuffle_xor
+from max.gpu import block_idx, thread_idx
 
 from ..lanes import F32, LANES, Ptr
 from ..record import sizes_of
 from ..views import Channel, Channels, OfChannels, Two
 from .launch import Launch, Queue, Sent, StepContextPtr
-from .quads import QUADS, load4, store4
+from .quads import QUADS, block_sum, load4, store4
 
 comptime MOST = 8  # operands
-comptime WARP = 32
 
 
 @fieldwise_init
@@ -67,12 +63,13 @@ struct _Block[threads: Int](Channel):
             sums = body[whole](at, own, sums)
 
         self.each(add)
-        comptime w = 2 if both else 1
-        var mine = SIMD[F32, w]((sums.s[0] + sums.s[1]) + (sums.s[2] + sums.s[3]))
+        var s = (sums.s[0] + sums.s[1]) + (sums.s[2] + sums.s[3])
         comptime if both:
-            mine[1] = (sums.t[0] + sums.t[1]) + (sums.t[2] + sums.t[3])
-        var all = _summed[Self.threads](mine)
-        return Two[1](all[0], all[w - 1])
+            var t = (sums.t[0] + sums.t[1]) + (sums.t[2] + sums.t[3])
+            var two = block_sum[Self.threads](SIMD[F32, 2](s, t))
+            return Two[1](two[0], two[1])
+        else:
+            return Two[1](block_sum[Self.threads](SIMD[F32, 1](s)), 0)
 
     @always_inline
     def each[B: def[whole: Bool](Int, Int, Int) -> None, //](self, body: B):
@@ -90,26 +87,6 @@ struct _Block[threads: Int](Channel):
             if i >= n:
                 i -= n
                 g += 1
-
-
-@always_inline
-def _summed[w: Int, //, threads: Int](mine: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The sums over the block, for all its threads."""
-    comptime WARPS = threads // WARP
-    var v = mine
-    comptime for level in range(5):
-        comptime for i in range(w):
-            v[i] += shuffle_xor(v[i], UInt32(1 << level))
-    var found = unsafe_stack_allocation[WARPS, SIMD[F32, w], address_space=AddressSpace.SHARED]()
-    barrier()  # what an earlier call left there has been read
-    if thread_idx.x % WARP == 0:
-        found[unsafe_offset=thread_idx.x // WARP] = v
-    barrier()
-    v = found[unsafe_offset=thread_idx.x % WARPS]
-    comptime for level in range(log2_floor(WARPS)):
-        comptime for i in range(w):
-            v[i] += shuffle_xor(v[i], UInt32(1 << level))
-    return v
 
 
 def _channels[

@@ -3,12 +3,12 @@
 n counts the floats of one shard and may be any number. What neither divides nor has exp or tanh has the bits of the CPU.
 """
 
-from std.math import ceildiv
+from std.utils import StaticTuple
 
 from max.gpu import block_idx, grid_dim, thread_idx
 
 from ..lanes import F32, IntPtr, LANES, LongPtr
-from ..op import Device, Kernel, Scratch
+from ..op import Device, Kernel, OpOf
 from ..views import (
     Cell,
     Cells,
@@ -27,7 +27,7 @@ from ..views import (
 )
 from .channels import enqueue_channels
 from .lane_parts import enqueue_columns, enqueue_losses, enqueue_rows, losses_scratch
-from .launch import Enqueue, GpuOp, Launch, Operand, Queue, Sent, StepContextPtr, blocks, call
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, StepContextPtr, blocks, call, of_several
 from .quads import THREADS, aligned, divide, divisor, in_lanes, index, load4, of_shard, quads, small_index, store4
 
 
@@ -57,12 +57,10 @@ struct OnGpu(Device):
         return enqueue_columns[f, operands]
 
     @staticmethod
-    def losses[f: OfLoss, operands: Int]() -> Self.Run:
-        return enqueue_losses[f, operands]
-
-    @staticmethod
-    def losses_scratch[operands: Int]() -> Scratch:
-        return losses_scratch[operands]
+    def losses[
+        f: OfLoss, operands: Int
+    ](name: StaticString, roles: StaticString, traits: StaticString = "") -> OpOf[Self.Run]:
+        return OpOf[Self.Run](name, roles, enqueue_losses[f, operands], traits, losses_scratch[operands])
 
     @staticmethod
     def cells[Z: Cells, f: OfCell[Z], operands: Int, wide: Int = 4]() -> Self.Run:
@@ -229,8 +227,8 @@ def _enqueue_either[
 # --- optimizers: the device decides itself whether the step is taken, so that no host has to wait for it --------------------
 
 
-def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]]):
-    var weights = sent.sizes
+def _update[R: Rule](ok: IntPtr, pieces: Sent[StaticTuple[Weights[R], SOME]]):
+    var weights = of_several(pieces, block_idx.y)
     var i = 4 * index()
     if i >= weights.n or ok[] == 0:
         return
@@ -248,8 +246,12 @@ def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]]):
 
 
 def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
-    var weights = Weights[R].read(r)
-    q.enqueue_function[_update[R]](r.ok(), Sent(weights), grid_dim=blocks(weights.n, 4 * THREADS), block_dim=THREADS)
+    """Also of the pieces that follow, of the same arena or of others: no program changes a weight twice."""
+    var pieces, many = r.several[Weights[R].read[Launch]]()
+    var most = 0
+    for k in range(many):
+        most = max(most, pieces[k].n)
+    q.enqueue_function[_update[R]](r.ok(), Sent(pieces), grid_dim=(blocks(most, 4 * THREADS), many), block_dim=THREADS)
 
 
 # --- optimizers that are rules (python/odyssey/core/rule.py): op by op, and what they give goes into the arena at the end ---

@@ -11,7 +11,7 @@ from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32
 from .launch import GpuOp, Launch, Operand, Queue, blocks
-from .quads import MOST, THREADS, divide, divisor, of_shard, small_index
+from .quads import THREADS, WARP, divide, divisor, of_shard, small, small_index
 
 
 def _take(y: Operand, x: Operand, rows: Operand, n: UInt32, V: Int32, F: UInt32, by_F: UInt64):
@@ -28,13 +28,11 @@ def _take(y: Operand, x: Operand, rows: Operand, n: UInt32, V: Int32, F: UInt32,
 
 def _enqueue_take(q: Queue, r: Launch) raises:
     var n = r.int(4) * r.int(6)
-    if n >= MOST:
-        raise Error(t"[gpu] a tensor of {n} floats per shard is too large for one launch; make shard_size smaller")
     q.enqueue_function[_take](
         r.op(1),
         r.op(2),
         r.op(3),
-        UInt32(n),
+        small(n),
         Int32(r.int(5)),
         UInt32(r.int(6)),
         divisor(r.int(6)),
@@ -48,8 +46,7 @@ def _enqueue_take(q: Queue, r: Launch) raises:
 # thread, and lists those that are its own in their order; then the threads add these rows, DEEP loads under way at a time.
 
 comptime EACH = 4
-comptime BITS = 32  # of a word of the map of what was found, which BITS / EACH threads share
-comptime WORDS = THREADS * EACH // BITS
+comptime WORDS = THREADS * EACH // WARP  # of the map of what was found, of 32 bits, which 32 / EACH threads share
 comptime DEEP = 16
 
 
@@ -63,8 +60,8 @@ def _gradient(dx: Operand, dy_: Operand, rows_: Operand, n_: Int32, F_: Int32):
     var found = unsafe_stack_allocation[THREADS * EACH, Int32, address_space=AddressSpace.SHARED]()
     var s = Float32(0)
     for first in range(0, n, THREADS * EACH):
-        var own = thread_idx.x * EACH // BITS  # which word has this thread's bits, and from where on
-        var at = UInt32(thread_idx.x * EACH % BITS)
+        var own = thread_idx.x * EACH // WARP  # which word has this thread's bits, and from where on
+        var at = UInt32(thread_idx.x * EACH % WARP)
         var word = UInt32(0)
         comptime for k in range(EACH):
             var j = first + thread_idx.x * EACH + k
@@ -83,7 +80,7 @@ def _gradient(dx: Operand, dy_: Operand, rows_: Operand, n_: Int32, F_: Int32):
             all += many
             before += many if i < own else 0
         while mine != 0:
-            found[unsafe_offset=before] = Int32(first + own * BITS + Int(count_trailing_zeros(mine)))
+            found[unsafe_offset=before] = Int32(first + own * WARP + Int(count_trailing_zeros(mine)))
             before += 1
             mine &= mine - 1
         barrier()

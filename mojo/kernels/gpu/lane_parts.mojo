@@ -18,11 +18,10 @@ from ..lanes import F32, LANES, Ptr
 from ..record import Record
 from ..views import OfLoss, OfRow, OfTerm, Row, Team
 from .launch import Launch, Operand, Queue, Sent, StepContextPtr, blocks
-from .quads import QUADS, THREADS, Four, in_lanes, index, of_shard
+from .quads import QUADS, THREADS, WARP, Four, in_lanes, index, of_shard, warp_sum
 from .reduce import tree
 
 comptime QUAD = LANES // QUADS  # samples of a thread
-comptime WARP = 32  # threads that exchange by shuffles, on every GPU
 comptime FEW = 128  # features: up to here 16 threads share a row, beyond 64
 
 
@@ -33,21 +32,6 @@ def _across[dtype: DType, //](v: SIMD[dtype, QUAD], distance: Int) -> SIMD[dtype
     comptime for i in range(QUAD):
         other[i] = shuffle_xor(v[i], UInt32(distance))
     return other
-
-
-@always_inline
-def _halved[n: Int](mut v: Array[Four, n]) -> Four:
-    """Their sum, halves added to halves."""
-    comptime half = n // 2
-    comptime for i in range(half):
-        v[i] += v[i + half]
-    comptime if half > 1:
-        var rest = Array[Four, half](fill=0)
-        comptime for i in range(half):
-            rest[i] = v[i]
-        return _halved[half](rest)
-    else:
-        return v[0]
 
 
 @fieldwise_init
@@ -62,38 +46,30 @@ struct Threads[threads: Int](Team):
     def part(self) -> Int:
         return thread_idx.x // QUADS % Self.K
 
-    @staticmethod
     @always_inline
-    def shared[dtype: DType]() -> Pointer[SIMD[dtype, QUAD], MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
-        """Room for what the warps of a block have found, for each its QUADS quads."""
-        return unsafe_stack_allocation[THREADS // WARP * QUADS, SIMD[dtype, QUAD], address_space=AddressSpace.SHARED]()
-
-    @staticmethod
-    @always_inline
-    def slot(warp: Int) -> Int:
-        """Where a warp of the block has what it found for this thread's samples."""
-        return warp * QUADS + thread_idx.x % QUADS
-
-    @staticmethod
-    @always_inline
-    def first() -> Int:
-        """The first warp of this team."""
-        return thread_idx.x // WARP // Self.WARPS * Self.WARPS
+    def exchanged[dtype: DType, //](self, v: SIMD[dtype, QUAD]) -> Array[SIMD[dtype, QUAD], Self.WARPS]:
+        """What the warps of the team have found, each the same in its eight threads."""
+        var shared = unsafe_stack_allocation[
+            THREADS // WARP * QUADS, SIMD[dtype, QUAD], address_space=AddressSpace.SHARED
+        ]()
+        var warp = thread_idx.x // WARP
+        var quad = thread_idx.x % QUADS
+        barrier()  # what an earlier call left there has been read
+        if thread_idx.x % WARP < QUADS:
+            shared[unsafe_offset=warp * QUADS + quad] = v
+        barrier()
+        var all = Array[SIMD[dtype, QUAD], Self.WARPS](fill=0)
+        comptime for k in range(Self.WARPS):
+            all[k] = shared[unsafe_offset=(warp // Self.WARPS * Self.WARPS + k) * QUADS + quad]
+        return all^
 
     @always_inline
     def sum(self, v: SIMD[F32, Self.L]) -> SIMD[F32, Self.L]:
-        var s = v
-        comptime for level in range(3):
-            s += _across(s, QUADS << level)
-        var found = Self.shared[F32]()
-        barrier()  # what an earlier call left there has been read
-        if thread_idx.x % WARP < QUADS:
-            found[unsafe_offset=Self.slot(thread_idx.x // WARP)] = s
-        barrier()
-        var all = Array[Four, Self.WARPS](fill=0)
-        comptime for k in range(Self.WARPS):
-            all[k] = found[unsafe_offset=Self.slot(Self.first() + k)]
-        return _halved(all)
+        var all = self.exchanged(warp_sum[low=2](v))
+        var s = all[0]
+        comptime for k in range(1, Self.WARPS):
+            s += all[k]
+        return s
 
     @always_inline
     def best(
@@ -110,16 +86,10 @@ struct Threads[threads: Int](Team):
 
         comptime for level in range(3):
             take(_across(best, QUADS << level), _across(at, QUADS << level))
-        var values = Self.shared[F32]()
-        var places = Self.shared[DType.int32]()
-        barrier()
-        if thread_idx.x % WARP < QUADS:
-            values[unsafe_offset=Self.slot(thread_idx.x // WARP)] = best
-            places[unsafe_offset=Self.slot(thread_idx.x // WARP)] = at
-        barrier()
+        var values = self.exchanged(best)
+        var places = self.exchanged(at)
         comptime for k in range(Self.WARPS):
-            var i = Self.slot(Self.first() + k)
-            take(values[unsafe_offset=i], places[unsafe_offset=i])
+            take(values[k], places[k])
         return (best, at)
 
 
@@ -212,21 +182,19 @@ def _columns[f: OfTerm](sent: Sent[Rows], shards: Int32, fold: Int32, accumulate
         if i < rows.F:
             for g in range(strand, rows.G, STRANDS):
                 s += f(rows.row(first + j, g), i)
-        var all = (s[0] + s[1]) + (s[2] + s[3])
-        comptime for level in range(2):
-            all += shuffle_xor(all, UInt32(1 << level))
+        var all = warp_sum[high=2](SIMD[F32, 1]((s[0] + s[1]) + (s[2] + s[3])))
         if thread_idx.x % QUADS == 0:
-            found[unsafe_offset=(j * STRANDS + strand) * FEATURES + feature] = all
+            found[unsafe_offset=(j * STRANDS + strand) * FEATURES + feature] = all[0]
     barrier()
     if strand > 0 or thread_idx.x % QUADS > 0 or i >= rows.F:
         return
 
     @always_inline
     def of_shard_(j: Int) {imm} -> SIMD[F32, 1]:
-        var v = Array[Float32, STRANDS](fill=0)
-        comptime for k in range(STRANDS):
-            v[k] = found[unsafe_offset=(j * STRANDS + k) * FEATURES + feature]
-        return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
+        var s = found[unsafe_offset=j * STRANDS * FEATURES + feature]
+        for k in range(1, STRANDS):
+            s += found[unsafe_offset=(j * STRANDS + k) * FEATURES + feature]
+        return s
 
     var s = tree[1](of_shard_, n)
     var y = of_shard(rows.a)
@@ -264,8 +232,7 @@ def _losses[f: OfLoss, K: Int](sent: Sent[Rows], found: Operand, scaled: Int32, 
     var sums = [one.loss, one.counts.cast[F32](), one.right.cast[F32]()]
     var all = unsafe_stack_allocation[GROUPS * 3, Float32, address_space=AddressSpace.SHARED]()
     comptime for i in range(3):
-        sums[i] += _across(sums[i], 2)
-        sums[i] += _across(sums[i], 1)
+        sums[i] = warp_sum[high=2](sums[i])
         if thread_idx.x % (QUADS * K) == 0:
             all[unsafe_offset=3 * group + i] = (sums[i][0] + sums[i][2]) + (sums[i][1] + sums[i][3])
     barrier()

@@ -24,9 +24,10 @@ from max.gpu.host import DeviceContext
 
 from ..lanes import BytePtr, IntPtr, LongPtr, Ptr
 from ..op import OpOf
-from ..record import Argument, Arguments, BF16, FP16, FP32, OFFSET, SPACES, Source, TF32
+from ..record import Argument, Arguments, BF16, FP16, FP32, OFFSET, RECORD, SPACES, Source, TF32
 
 comptime Queue = DeviceContext
+comptime SOME = 8  # records of one op that a launch may compute
 
 
 @fieldwise_init
@@ -88,6 +89,16 @@ struct Sent[T: TrivialRegisterPassable](DevicePassable, TrivialRegisterPassable)
         return "Sent"
 
 
+@always_inline
+def of_several[T: TrivialRegisterPassable, //](all: Sent[StaticTuple[T, SOME]], i: Int) -> T:
+    """What launch.several found i-th, without an index, for which they would be copied to local memory."""
+    var one = all.sizes[0]
+    comptime for k in range(1, SOME):
+        if i == k:
+            one = all.sizes[k]
+    return one
+
+
 @fieldwise_init
 struct StepContext(TrivialRegisterPassable):
     """What changes from step to step without being an address; in device memory, written before a step's launches.
@@ -144,6 +155,7 @@ struct Launch(Copyable, Source):
     var scratch: Ptr  # memory that launches share
     var context: StepContextPtr  # what a run brings to the program
     var flag: Int  # address of an int32: 1 while all numbers checked were finite
+    var left: Pointer[Int, MutUntrackedOrigin]  # records of the program behind this one that are not computed with it
 
     @always_inline
     def number(self, i: Int) -> Int64:
@@ -169,6 +181,21 @@ struct Launch(Copyable, Source):
     @always_inline
     def run(self) -> Int:
         return Int(self.context)
+
+    def several[T: TrivialRegisterPassable, //, f: def(Self) thin -> T](self) -> Tuple[StaticTuple[T, SOME], Int]:
+        """What f gives of this record and of those behind it of the same op, as many as one launch computes, and how many.
+        """
+        var found = StaticTuple[T, SOME](fill=f(self))
+        var many = 1
+        var other = self.copy()
+        while many < SOME and self.left[] > 0:
+            other.at = self.at.unsafe_offset(many * RECORD)
+            if other.number(0) != self.number(0):
+                break
+            found[many] = f(other)
+            many += 1
+            self.left[] -= 1
+        return found, many
 
     @always_inline
     def op(self, i: Int) -> Operand:

@@ -5,15 +5,18 @@ Most ops only walk over memory. Their threads take four floats each, one access 
 of a tensor in lanes, four samples of one feature. Device code, but for `quads` and `in_lanes`.
 """
 
+from std.bit import log2_floor
 from std.memory import unsafe_stack_allocation
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
+from max.gpu.primitives.warp import shuffle_xor
 
 from ..division import MOST, divide, divisor
 from ..lanes import F32, LANES, Ptr
 from .launch import Operand
 
 comptime THREADS = 256  # of a block
+comptime WARP = 32  # threads that exchange by shuffles, on every GPU
 comptime Four = SIMD[F32, 4]
 comptime QUADS = LANES // 4  # per vector of lanes
 
@@ -69,38 +72,50 @@ def small_index() -> UInt32:
     return UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
 
 
-def quads(vectors: Int) raises -> Int:
-    """Threads for so many vectors of lanes, four floats each."""
-    var n = vectors * QUADS
+def small(n: Int, each: Int = 1) raises -> UInt32:
+    """Threads that have `each` floats, as small_index counts them."""
     if n >= MOST:
         raise Error(
-            t"[gpu] a tensor of {vectors * LANES} floats per shard is too large for one launch; make shard_size smaller"
+            t"[gpu] a tensor of {n * each} floats per shard is too large for one launch; make shard_size smaller"
         )
-    return n
+    return UInt32(n)
+
+
+def quads(vectors: Int) raises -> Int:
+    """Threads for so many vectors of lanes, four floats each."""
+    return Int(small(vectors * QUADS, 4))
 
 
 # --- sums over a block ----------------------------------------------------------------------
 
 
 @always_inline
-def block_sum[dtype: DType, //, threads: Int](value: Scalar[dtype]) -> Scalar[dtype]:
-    """The sum over the threads of a block, a power of two, in thread 0: halves are added. All threads must call it."""
-    var shared = unsafe_stack_allocation[threads, Scalar[dtype], address_space=AddressSpace.SHARED]()
-    var t = thread_idx.x
-    shared[unsafe_offset=t] = value
+def warp_sum[dtype: DType, w: SIMDLength, //, low: Int = 0, high: Int = 5](value: SIMD[dtype, w]) -> SIMD[dtype, w]:
+    """The sum over the threads of 32 whose numbers differ in bits `low` to `high` - 1, the largest distance first, for all of them.
+    """
+    var s = value
+    comptime for level in range(high - low):
+        comptime for i in range(Int(w)):
+            s[i] += shuffle_xor(s[i], UInt32(1 << (high - 1 - level)))
+    return s
+
+
+@always_inline
+def block_sum[dtype: DType, w: SIMDLength, //, threads: Int](value: SIMD[dtype, w]) -> SIMD[dtype, w]:
+    """The sum over the threads of a block, a power of two from 32 on, for all of them. All threads must call it."""
+    comptime WARPS = threads // WARP
+    var shared = unsafe_stack_allocation[WARPS, SIMD[dtype, w], address_space=AddressSpace.SHARED]()
+    var s = warp_sum(value)
+    barrier()  # what an earlier call left there has been read
+    if thread_idx.x % WARP == 0:
+        shared[unsafe_offset=thread_idx.x // WARP] = s
     barrier()
-    var half = threads // 2
-    while half > 0:
-        if t < half:
-            shared[unsafe_offset=t] += shared[unsafe_offset=t + half]
-        barrier()
-        half //= 2
-    return shared[unsafe_offset=0]
+    return warp_sum[high=log2_floor(WARPS)](shared[unsafe_offset=thread_idx.x % WARPS])
 
 
 @always_inline
 def block_max[dtype: DType, //, threads: Int](value: Scalar[dtype]) -> Scalar[dtype]:
-    """The largest of a block's values, as block_sum."""
+    """The largest value of a block, in thread 0: halves are compared."""
     var shared = unsafe_stack_allocation[threads, Scalar[dtype], address_space=AddressSpace.SHARED]()
     var t = thread_idx.x
     shared[unsafe_offset=t] = value

@@ -8,8 +8,8 @@ from max.gpu import block_idx
 from ..lanes import F32
 from ..strided import AXES, Strided
 from ..views import Of2
-from .launch import Enqueue, GpuOp, Launch, Operand, Queue, blocks
-from .quads import MOST, THREADS, divide, divisor, index, of_shard, small_index
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, SOME, Sent, blocks, of_several
+from .quads import THREADS, divide, divisor, index, of_shard, small, small_index
 from .reduce import tree
 
 
@@ -74,13 +74,11 @@ def _launch[
     for i in range(AXES):
         n *= Int(sizes[i])
         by[i] = divisor(max(Int(sizes[i]), 1))
-    if n >= MOST:
-        raise Error(t"[gpu] a tensor of {n} floats per shard is too large for one launch; make shard_size smaller")
     q.enqueue_function[_pairs[f]](
         y,
         a,
         b,
-        UInt32(n),
+        small(n),
         sizes,
         by,
         ys,
@@ -111,34 +109,52 @@ def _copy(q: Queue, r: Launch) raises:
 # --- gradients of parameters ----------------------------------------------------------------------------------------------
 
 
-def _accumulate(y_: Operand, x: Operand, n: Int64, shards: Int32, fold: Int32, accumulate: Int32):
+@fieldwise_init
+struct _Sum(TrivialRegisterPassable):
+    """One gradient: what it is added to, of each shard what it is, and its floats."""
+
+    var y: Operand
+    var x: Operand
+    var n: Int
+
+
+def _accumulate(sums: Sent[StaticTuple[_Sum, SOME]], shards: Int32, fold: Int32, accumulate: Int32):
+    var sum = of_several(sums, block_idx.z)
     var i = index()
-    if i >= Int(n):
+    if i >= sum.n:
         return
     var first = block_idx.y * Int(fold)
 
     @always_inline
     def leaf(j: Int) {imm} -> SIMD[F32, 1]:
-        return x.at(first + j)[unsafe_offset=i]
+        return sum.x.at(first + j)[unsafe_offset=i]
 
     var s = tree[1](leaf, min(Int(fold), Int(shards) - first))
-    var y = of_shard(y_)
+    var y = of_shard(sum.y)
     if accumulate != 0:
         s += y[unsafe_offset=i]
     y[unsafe_offset=i] = s[0]
 
 
+def _sum_of(r: Launch) -> _Sum:
+    return _Sum(r.op(1), r.op(2), r.int(3))
+
+
 def _enqueue_accumulate(q: Queue, r: Launch) raises:
-    var y = r.op(1)
-    var x = r.op(2)
+    """Also of the gradients that follow, unless one may be added to twice: those of a normalisation are small."""
+    var sums = StaticTuple[_Sum, SOME](fill=_sum_of(r))
+    var many = 1
+    if not r.accumulate:
+        sums, many = r.several[_sum_of]()
+    var most = 0
+    for k in range(many):
+        most = max(most, sums[k].n)
     q.enqueue_function[_accumulate](
-        y,
-        x,
-        Int64(r.int(3)),
+        Sent(sums),
         Int32(r.shards),
         Int32(r.fold),
         Int32(r.accumulate),
-        grid_dim=(blocks(r.int(3), THREADS), ceildiv(r.shards, r.fold)),
+        grid_dim=(blocks(most, THREADS), ceildiv(r.shards, r.fold), many),
         block_dim=THREADS,
     )
 

@@ -268,6 +268,12 @@ static int resolve(Warp *w, char *R, const Inst *I, u32 m, int space, bool addr3
         LANES p[l] = (u8 *)(base + ad[l]);
         return shape;
     }
+    if (space == PARAM) {
+        u64 size = (u64)b->launch->f->param_bytes;
+        EACH(m) if (ad[l] + bytes > size) finding(w, I, lane_bit(l), "access at %ld of the parameters, which are %ld bytes", (long)ad[l], (long)size);
+        LANES p[l] = (u8 *)b->launch->params + ad[l];
+        return 0;
+    }
     if (space == LOCAL) {
         u64 size = (u64)b->launch->f->local_bytes;
         if (hi + bytes > size || hi > WINDOW)
@@ -369,7 +375,7 @@ void op_st(Warp *w, char *R, const Inst *I, u32 m) {
     }
 }
 
-/* kernel parameters: the same for all lanes */
+/* a kernel parameter by its name: the same for all lanes */
 void op_ld_param(Warp *w, char *R, const Inst *I, u32 m) {
     u32 k = I->k, n = K_N(k), e = K_BYTES(k), r = K_REG(k);
     const s32 *vec = w->block->launch->f->vec + I->d;

@@ -224,8 +224,8 @@ static bool load_store(Compiler *c, Stmt *s, bool load) {
         where = LOCAL;
         k = (u16)((k & ~(7 << 9)) | LOCAL << 9);
     }
-    if (where == PARAM) {
-        if (!load || at->sub[0].kind != O_SYM || at->sub[0].sym->space != PARAM) return false;
+    if (where == PARAM && (!load || (at->sub[0].kind == O_SYM && at->sub[0].sym->space != PARAM))) return false;
+    if (where == PARAM && at->sub[0].kind == O_SYM) {
         i = emit(c, op_ld_param);
         c->f->code[i].imm = (s64)at->sub[0].sym->address + at->sub[0].offset + at->offset;
     } else {
