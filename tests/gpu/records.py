@@ -409,6 +409,9 @@ def cases() -> Iterator[Case]:
         yield from conv(1, 17, 11, 13, 34, 3, 3, 2, form)
         yield from conv(1, 33, 9, 12, 18, 1, 1, 2, form)
         yield from conv(2, 24, 10, 10, 72, 3, 3, 1, form, 2)  # several blocks of every kind
+        yield from inside(1, 17, 11, 13, 34, 3, 3, 2, 1, 1, form)
+        yield from inside(1, 20, 8, 12, 18, 3, 5, 1, 1, 2, form)
+        yield from inside(1, 5, 10, 9, 7, 4, 3, 3, 2, 1, form)
     yield from conv(2, 1, 32, 32, 6, 5, 5, 1)
     yield from conv(1, 1, 1, 1, 1, 1, 1, 1)
     yield from conv(1, 32, 12, 12, 64, 3, 3, 1)

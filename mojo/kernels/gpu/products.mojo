@@ -115,6 +115,13 @@ def ops() -> List[GpuOp]:
         GpuOp("conv2d_backward_weight", _by_dtype[_conv2d_backward_weight], _conv2d_scratch),
         GpuOp("conv2d_backward_input", _by_dtype[_conv2d_backward_input], _input_scratch),
         GpuOp(
+            "conv2d_backward_input_inside",
+            "dx; dy, w; G, C, H, W, K, R, T, S, ph of y, pw of y",
+            _by_dtype[_conv2d_input_inside],
+            "rounds of:conv2d_backward_input+pad_backward",
+            _inside_scratch,
+        ),
+        GpuOp(
             "conv2d_relu_maxpool_forward",
             "y, argmax; x, w, b; G, C, H, W, K, R, T, S, R of y, T of y, S of y",
             call[conv2d_relu_maxpool_forward[FP32]],
