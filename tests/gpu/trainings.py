@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "layouts"))
 from draws import AdamRule, MadeUp
 
 from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.core import functional as F
 from odyssey.errors import ConfigError, NumericsError
 
 CHECKS: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -172,6 +173,28 @@ def normalised() -> dict[str, Any]:
     far = compare(made(True), made(True, device="cpu"))
     alike = all(hashes[m, n] == hashes[m, 1] for m, n in hashes)
     return {"ok": alike and far < 1e-4, "hashes": {f"{m} {n}": h for (m, n), h in hashes.items()}, "far": far}
+
+
+class Looking(nn.Module):
+    """Images as texts of 98 tokens, two tiles of a GPU's attention, of which each looks back, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.manual_seed(1)
+        self.parts, self.last = nn.Linear(8, 24), nn.Linear(98 * 8, 10)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: Any) -> Any:
+        y = F.attention(self.parts(x.reshape(x.shape[0], 98, 8)), None, None, 2, past=0, dropout=0.1)
+        return self.last(y.reshape(x.shape[0], -1))
+
+
+@check
+def looking() -> dict[str, Any]:
+    """Attention: the same bits on 1, 2 and 3 workers, close to the CPU's."""
+    hashes = {n: steps(trainer(Looking(), num_gpus=n), 2) for n in (1, 2, 3)}
+    far = compare(trainer(Looking()), trainer(Looking(), device="cpu"), 2)
+    return {"ok": len(set(hashes.values())) == 1 and far < 1e-4, "hashes": hashes, "far": far}
 
 
 @check

@@ -23,23 +23,24 @@ from std.utils import StaticTuple
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 from max.gpu.globals import MAX_THREADS_PER_BLOCK_METADATA
 from max.gpu.host import FuncAttribute
-from max.gpu.memory import external_memory
+from max.gpu.memory import async_copy, async_copy_wait_all, external_memory
 from max.gpu.primitives.warp import shuffle_xor
 
 from ..attention_tiles import Attention, HIDDEN, QUERIES
 from ..dropout import stays
 from ..functions import exp_of_vectors as exp, log
-from ..lanes import LANES, Ptr
+from ..lanes import F32, LANES, Ptr
 from ..record import Record, sizes_of
 from .gemm_tiles import NVIDIA, Quad, SMALL, Shared, meet
 from .launch import GpuOp, Launch, Operand, Queue, Sent, StepContextPtr
-from .quads import load4, of_shard, store4
+from .quads import of_shard, store4
 
 comptime I = Int32  # indices within a shard: those of 64 bits would take twice the registers
 comptime SIDE = I(64)
 comptime ROW = SIDE + I(4 if NVIDIA else 0)  # of shared memory; AMD has 64 KB
 comptime TILE = Int(SIDE * ROW)
 comptime TEAM = I(128)  # threads of a block; who names three times as many gets registers for three blocks
+comptime Global = Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.GLOBAL]
 comptime ROWS = 8  # of a thread: own tokens
 comptime Sums = Array[Quad, ROWS]
 comptime Numbers = Array[Float32, ROWS]
@@ -96,6 +97,26 @@ def _own_quad(p: Shared, t: I, i: I) -> Quad:
     return _quad(p, (_row(t) + _row_of(i)) * ROW + 4 * _column(t))
 
 
+@always_inline
+def _copy[n: Int](to: Shared, x: Ptr, there: Bool):
+    """Copies n floats if they are there, else zeros; on NVIDIA without a detour through registers, until `_arrive`."""
+    comptime if NVIDIA:
+        async_copy[4 * n, fill=Float32(0)](Global(unsafe_from_address=Int(x)), to, Int32(4 * n if there else 0))
+    else:
+        var v = SIMD[F32, n](0)
+        if there:
+            v = x.unsafe_load[width=n, alignment=4 * n]()
+        to.unsafe_store[alignment=4 * n](0, v)
+
+
+@always_inline
+def _arrive():
+    """What all threads have copied is there for all of them."""
+    comptime if NVIDIA:
+        async_copy_wait_all()
+    barrier()
+
+
 @fieldwise_init
 struct _Head(TrivialRegisterPassable):
     """A head of sequence n of a tensor (G, of, L), with T tokens of each: its first feature, in group 0."""
@@ -117,29 +138,21 @@ struct _Head(TrivialRegisterPassable):
         var x = self.p.unsafe_offset(Int(part * SIDE * LANES))
         var width = self.D - part * SIDE
         var first = self.token(start)
-        if (first | count) % 4 == 0:
-            # Neighbouring threads read neighbours; of eight that store at once, no two meet in a bank. All loads are
-            # under way before the first is stored.
+        if (first | count) % 4 == 0:  # neighbouring threads read neighbours; of eight no two meet in a bank
             var feature = t // 4 % 2 * 4 + t // 8 % 4 + t // 32 * 8
             var column = t % 4 * 4
-            var px = x.unsafe_offset(_at(self.of, feature, first + column))
-            comptime for batch in range(2):
-                var v = Array[Quad, 4](fill=Quad(0))
-                comptime for u in range(4):
-                    if feature + I(u % 2 * 32) < width and column + I(u // 2 * 16 + batch * 32) < count:
-                        v[u] = load4(px, u % 2 * 32 * LANES)
-                    comptime if u % 2 == 1:
-                        px = px.unsafe_offset(Int(self.of) * LANES)
-                comptime for u in range(4):
-                    _put_quad(to, (feature + I(u % 2 * 32)) * ROW + I(u // 2 * 16 + batch * 32) + column, v[u])
+            x = x.unsafe_offset(_at(self.of, feature, first + column))
+            comptime for u in range(8):
+                var d, other = I(u % 2 * 32), I(u // 2 * 16)
+                var at = to.unsafe_offset(Int((feature + d) * ROW + column + other))
+                _copy[4](at, x.unsafe_offset(u % 2 * 32 * LANES), feature + d < width and column + other < count)
+                comptime if u % 2 == 1:
+                    x = x.unsafe_offset(Int(self.of) * LANES)
         else:
             for u in range(t, SIDE * SIDE, TEAM):
-                var d = u // SIDE
-                var column = u % SIDE
-                var v = Float32(0)
-                if d < width and column < count:
-                    v = x[unsafe_offset=_at(self.of, d, first + column)]
-                to[unsafe_offset=Int(d * ROW + column)] = v
+                var d, column = u // SIDE, u % SIDE
+                var from_ = x.unsafe_offset(_at(self.of, d, first + column))
+                _copy[1](to.unsafe_offset(Int(d * ROW + column)), from_, d < width and column < count)
 
 
 @always_inline
@@ -351,7 +364,7 @@ def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
             k.fill(keys, part, other, count, t)
             if part == 0:
                 v.fill(values, own.part, other, count, t)
-            barrier()
+            _arrive()
             _outer(scores, queries, keys, own.work(min(SIDE, q.D - part * SIDE), t), t)
         barrier()
         own.hide(scores, a.mask, other, keys, t)
@@ -419,7 +432,7 @@ def _put_delta[keys: Bool](deltas: Ptr, own: _Block[keys], dy: _Head, y: _Head, 
         barrier()
         dy.fill(a, part, own.start, own.count, t)
         y.fill(b, part, own.start, own.count, t)
-        barrier()
+        _arrive()
         if t < own.count:
             for i in range(t, min(SIDE, y.D - part * SIDE) * ROW, ROW):
                 sum = a[unsafe_offset=Int(i)].fma(b[unsafe_offset=Int(i)], sum)
@@ -471,7 +484,7 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
                 slope_own.fill(a2, part, own.start, own.count, t)
             of_other.fill(b1, part, other, count, t)
             slope_other.fill(b2, part, other, count, t)
-            barrier()
+            _arrive()
             _outer(p, a1, b1, own.work(min(SIDE, q.D - part * SIDE), t), t)
             _outer(slopes, a2, b2, own.work(min(SIDE, q.D - part * SIDE), t), t)
         barrier()
@@ -479,7 +492,7 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
             of_other.fill(b1, own.part, other, count, t)
             comptime if keys:
                 slope_other.fill(b2, own.part, other, count, t)
-            barrier()
+            _arrive()
         own.hide(p, a.mask, other, weights, t)
         var log_sums = Quad(0)
         var delta = Quad(0)
