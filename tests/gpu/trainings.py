@@ -181,12 +181,10 @@ class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         nn.manual_seed(1)
-        self.parts, self.last = nn.Linear(8, 24), nn.Linear(98 * 8, 10)
-        self.loss = nn.CrossEntropyLoss()
+        self.parts, self.last, self.loss = nn.Linear(8, 24), nn.Linear(784, 10), nn.CrossEntropyLoss()
 
     def forward(self, x: Any) -> Any:
-        y = F.attention(self.parts(x.reshape(x.shape[0], 98, 8)), None, None, 2, past=0, dropout=0.1)
-        return self.last(y.reshape(x.shape[0], -1))
+        return self.last(F.attention(self.parts(x.reshape(-1, 98, 8)), None, None, 2, 0, dropout=0.1).reshape(-1, 784))
 
 
 @check

@@ -1,20 +1,20 @@
 """kernels/attention.mojo on a GPU: softmax's blocks in shared memory and registers (Dao 2023, FlashAttention-2).
 
-A block of threads has SIDE queries of a head of a sequence and walks over the keys they see, SIDE at a time: scores as sums in
-registers, the maximum and the sum of exponentials of each query so far, results rescaled when the maximum grows. The backward
-pass computes probabilities again from the saved log of the sum. Its first kernel has queries, as above, and gives dq and
-sum dy y of each query, its second has SIDE keys, walks over the queries that see them and gives dk and dv. No two blocks add to one
-number.
+A block of threads has SIDE queries of a head of a sequence and walks over the keys they see, SIDE at a time. Scores are sums
+in registers; of each query there are the maximum and the sum of exponentials so far, and results are rescaled when the maximum
+grows. The backward pass computes probabilities again from the saved log of the sum. A block of its first kernel has queries
+as well, and gives dq and sum dy y of each query; a block of its second has SIDE keys, walks over the queries that see them,
+and gives dk and dv. No two blocks add to one number.
 
     tile   SIDE tokens of SIDE features in shared memory: row d has feature d of all tokens, as in memory
     part   SIDE features of a head, the last filled up with zeros. Sums over features walk over all parts; of results
            a block has one part, grid z
     own, other  the block's tokens, and those it walks over
-    place  of a thread among the 8 x 4 numbers each has of a tile of own x other tokens or own tokens x features
 
-Two products make all of it: `_outer`, sums over features of two tiles, and `_inner`, sums over the other tokens of probabilities, which
-lie in shared memory row by own token, with a tile. Tiles begin at multiples of SIDE of a sequence, so the order of all sums depends
-on the sizes alone. Dropout draws the CPU's numbers.
+A thread has 8 x 4 numbers of own x other tokens, or of own tokens x features. Two products make all of it: `_outer` adds
+over the features of two tiles, `_inner` over the other tokens, of weights (probabilities, or their gradients), which lie in shared
+memory row by own token, and a tile. Tiles begin at multiples of SIDE of a sequence, so the order of all sums depends on the
+sizes alone. Dropout draws the CPU's numbers. Float32 in every precision.
 """
 
 from std.math import ceildiv, iota
@@ -39,7 +39,7 @@ comptime I = Int32  # indices within a shard: those of 64 bits would take twice 
 comptime SIDE = I(64)
 comptime ROW = SIDE + I(4 if NVIDIA else 0)  # of shared memory; AMD has 64 KB
 comptime TILE = Int(SIDE * ROW)
-comptime TEAM = I(128)  # threads of a block; who names three times as many gets registers for three blocks
+comptime TEAM = I(128)  # threads of a block; a kernel that allows three times as many leaves registers for three blocks
 comptime Global = Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.GLOBAL]
 comptime ROWS = 8  # of a thread: own tokens
 comptime Sums = Array[Quad, ROWS]
@@ -71,7 +71,7 @@ def _row(t: I) -> I:
 
 @always_inline
 def _row_of(i: I) -> I:
-    """How far from `_row` the thread's i-th own token is."""
+    """The distance of a thread's i-th own token from `_row`."""
     return i % 4 + i // 4 * 8
 
 
@@ -111,7 +111,7 @@ def _copy[n: Int](to: Shared, x: Ptr, there: Bool):
 
 @always_inline
 def _arrive():
-    """What all threads have copied is there for all of them."""
+    """Waits until the copies of all threads are there for all of them."""
     comptime if NVIDIA:
         async_copy_wait_all()
     barrier()
@@ -201,8 +201,9 @@ def _stage(to: Shared, weights: Sums, t: I):
 # --- a block ----------------------------------------------------------------------------
 
 
-struct _Block[keys: Bool](TrivialRegisterPassable):
-    """What a block has: tokens of a head of a sequence, queries or `keys`."""
+struct _Block[keys: Bool, plain: Bool](TrivialRegisterPassable):
+    """The tokens of a block, queries or `keys` of a head of a sequence. plain: heads are of one part, and there is neither
+    a mask nor dropout, so that on an H100 registers are enough for three blocks at once."""
 
     var s: Attention
     var n: I
@@ -222,8 +223,8 @@ struct _Block[keys: Bool](TrivialRegisterPassable):
         self.s = s
         self.n = head // I(s.H)
         self.h = head % I(s.H)
-        self.part = I(block_idx.z)
-        self.parts = (I(s.D) + SIDE - 1) // SIDE
+        self.part = 0 if Self.plain else I(block_idx.z)
+        self.parts = 1 if Self.plain else (I(s.D) + SIDE - 1) // SIDE
         self.start = tile * SIDE
         self.count = min(SIDE, mine - self.start)
         self.clears = tile == 0 and self.n == I(s.N) - 1
@@ -284,7 +285,7 @@ struct _Block[keys: Bool](TrivialRegisterPassable):
             else:
                 var last = min(own + I(min(s.past, s.S)) - column + _row_of(I(i)), I(s.S) - 1 - column)
                 scores[i] = iota[DType.int32, 4]().le(last).select(scores[i] * s.scale, Quad(HIDDEN))
-        if s.masks == 0:
+        if Self.plain or s.masks == 0:
             return
         var mask = of_shard(mask_).unsafe_offset(s.mask(Int(self.n), Int(self.h)))
         for i in range(I(ROWS)):
@@ -340,10 +341,10 @@ struct _Forward(TrivialRegisterPassable):
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](3 * TEAM))
-def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
+def _forward[plain: Bool](sent: Sent[_Forward], ctx: StepContextPtr, scratch: Ptr):
     var a = sent.sizes
     var s = a.s
-    var own = _Block[False](s)
+    var own = _Block[False, plain](s)
     var queries = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
     var keys = queries.unsafe_offset(TILE)  # and probabilities
     var values = queries.unsafe_offset(2 * TILE)
@@ -378,7 +379,7 @@ def _forward(sent: Sent[_Forward], ctx: StepContextPtr):
             scores[i] = exp(scores[i] - base)
             total[i] = total[i] * shrink + scores[i].reduce_add()
             sums[i] *= shrink
-        if s.p > 0:
+        if not plain and s.p > 0:
             own.draw(ctx, other, keys, t)
             comptime for i in range(ROWS):
                 scores[i] *= _own_quad(keys, t, I(i))
@@ -423,7 +424,7 @@ struct _Backward(TrivialRegisterPassable):
 
 
 @always_inline
-def _put_delta[keys: Bool](deltas: Ptr, own: _Block[keys], dy: _Head, y: _Head, a: Shared, b: Shared):
+def _put_delta(deltas: Ptr, own: _Block, dy: _Head, y: _Head, a: Shared, b: Shared):
     """The sum over features of dy y, for own queries: a thread has a query. a and b: tiles, free again behind a barrier.
     """
     var t = I(thread_idx.x)
@@ -440,13 +441,13 @@ def _put_delta[keys: Bool](deltas: Ptr, own: _Block[keys], dy: _Head, y: _Head, 
         deltas[unsafe_offset=Int(own.start + t)] = sum
 
 
-@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](I(2 if keys else 3) * TEAM))
-def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: Ptr):
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](I(3 if plain or not keys else 2) * TEAM))
+def _backward[keys: Bool, plain: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: Ptr):
     """The gradients of queries, or with `keys` of keys and their values; scratch (shards, H, N T): delta of each query.
     """
     var a = sent.sizes
     var s = a.s
-    var own = _Block[keys](s)
+    var own = _Block[keys, plain](s)
     var a1 = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
     var a2 = a1.unsafe_offset(TILE)
     var b1 = a1.unsafe_offset(2 * TILE)
@@ -506,7 +507,7 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
         comptime if keys:
             comptime for j in range(4):
                 find(j, other + 4 * _column(t) + I(j))
-        if s.p > 0:
+        if not plain and s.p > 0:
             own.draw(ctx, other, weights, t)
             comptime for i in range(ROWS):
                 slopes[i] *= _own_quad(weights, t, I(i))
@@ -518,7 +519,7 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
             p[i] = exp(p[i] - log_sums)
             slopes[i] = (slopes[i] - delta) * (p[i] * s.scale)
         comptime if keys:
-            if s.p > 0:
+            if not plain and s.p > 0:
                 comptime for i in range(ROWS):
                     p[i] *= _own_quad(weights, t, I(i))
             _stage(weights, p, t)
@@ -536,44 +537,44 @@ def _backward[keys: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: P
 # --- the ops ----------------------------------------------------------------------------
 
 
-@always_inline
-def _grid(s: Attention, tokens: Int, shards: Int) -> Tuple[Int, Int, Int]:
-    return ceildiv(tokens, Int(SIDE)) * s.N * s.H, shards, ceildiv(s.D, Int(SIDE))
-
-
-def attention_forward(q: Queue, r: Launch) raises:
-    """Arguments as the CPU's."""
-    var s = sizes_of[Attention](r, 8)
-    comptime SHARED = 4 * 3 * TILE
-    q.enqueue_function[_forward](
-        Sent(sizes_of[_Forward](r, 1)),
+def _enqueue[
+    T: TrivialRegisterPassable, kernel: def(Sent[T], StepContextPtr, Ptr) thin, tiles: Int
+](q: Queue, r: Launch, s: Attention, tokens: Int) raises:
+    """A block for each tile of `tokens` of a head and, if it has several, each of its parts."""
+    comptime SHARED = 4 * tiles * TILE
+    q.enqueue_function[kernel](
+        Sent(sizes_of[T](r, 1)),
         r.context,
-        grid_dim=_grid(s, s.T, r.shards),
+        r.scratch,
+        grid_dim=(ceildiv(tokens, Int(SIDE)) * s.N * s.H, r.shards, ceildiv(s.D, Int(SIDE))),
         block_dim=Int(TEAM),
         shared_mem_bytes=SHARED,
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
     )
 
 
+def _plain(s: Attention) -> Bool:
+    return s.D <= Int(SIDE) and s.masks == 0 and s.p == 0
+
+
+def attention_forward(q: Queue, r: Launch) raises:
+    """Arguments as the CPU's."""
+    var s = sizes_of[Attention](r, 8)
+    if _plain(s):
+        _enqueue[_Forward, _forward[True], 3](q, r, s, s.T)
+    else:
+        _enqueue[_Forward, _forward[False], 3](q, r, s, s.T)
+
+
 def attention_backward(q: Queue, r: Launch) raises:
     """Arguments as the CPU's."""
     var s = sizes_of[Attention](r, 12)
-
-    @always_inline
-    def launch[keys: Bool](tokens: Int) raises {imm}:
-        comptime SHARED = 4 * 4 * TILE
-        q.enqueue_function[_backward[keys]](
-            Sent(sizes_of[_Backward](r, 1)),
-            r.context,
-            r.scratch,
-            grid_dim=_grid(s, tokens, r.shards),
-            block_dim=Int(TEAM),
-            shared_mem_bytes=SHARED,
-            func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(SHARED)),
-        )
-
-    launch[False](s.T)
-    launch[True](s.S)
+    if _plain(s):
+        _enqueue[_Backward, _backward[False, True], 4](q, r, s, s.T)
+        _enqueue[_Backward, _backward[True, True], 4](q, r, s, s.S)
+    else:
+        _enqueue[_Backward, _backward[False, False], 4](q, r, s, s.T)
+        _enqueue[_Backward, _backward[True, False], 4](q, r, s, s.S)
 
 
 def _backward_scratch(r: Record, shards: Int, fold: Int) -> Int:
