@@ -79,7 +79,7 @@ def test_large_tiles(program, name):
     check(program, name)
 
 
-@pytest.mark.parametrize("name", ["bits5", "bits3", "bits0", "bits of groups"])
+@pytest.mark.parametrize("name", ["bits5", "bits3", "bits0", "bits of groups", "bits of a large layer"])
 def test_bits_do_not_depend_on_shards_and_fold(program, name):
     """1, 2, 3, 5 and 8 shards, 1 to 8 of them in a buffer; added to a buffer and written to one."""
     assert f"{name} precision 0 bits ok" in check(program, name)

@@ -2,10 +2,10 @@
 
 Which kernel computes what is chosen here and in correlate(), by the sizes:
 
-    conv2d_direct.mojo      float32 multiply-adds: forward, forward with ReLU and max-pool, gradient of the input
-    conv2d_weight.mojo      float32 multiply-adds: gradient of the weights
-    conv2d_mma.mojo         tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16
+    conv2d_mma.mojo         NVIDIA GPUs, layers of some size: forward and gradient of the input; tensor cores unless float32
     conv2d_mma_weight.mojo  likewise, gradient of the weights
+    conv2d_direct.mojo      other GPUs, small layers, forward with ReLU and max-pool: float32 multiply-adds
+    conv2d_weight.mojo      likewise, gradient of the weights
     conv2d_any.mojo         sizes that are left, groups and dilation (their weights: conv2d_weight.mojo)
     conv2d_tiles.mojo       what they share
 """
@@ -26,18 +26,15 @@ from .launch import BF16, FP32, Operand, Queue
 comptime NONE = Operand(0, 0)
 
 
-@always_inline
-def _on_tensor_cores[precision: Int]() -> Bool:
-    return precision != FP32 and _has_nvidia_gpu_accelerator()
+comptime NVIDIA = _has_nvidia_gpu_accelerator()
 
 
 def conv2d_scratch(precision: Int, size: General) -> Int:
     """Floats of scratch memory that conv2d_forward and conv2d_backward_input want: for the weights, rounded and in order.
     """
-    comptime if _on_tensor_cores[BF16]():
-        if precision != FP32:
-            var s = Shape.forward(size, precision, False)
-            return max(weights_mma(s), weights_mma(s.phase(0, 0, 0, 0)))
+    comptime if NVIDIA:
+        var s = Shape.forward(size, precision, False)
+        return max(weights_mma(s), weights_mma(s.phase(0, 0, 0, 0)))
     return 0
 
 
@@ -59,7 +56,7 @@ def conv2d_forward[
     if s.D * s.groups > 1:
         correlate_any[PLAIN, low](q, shards, y, NONE, x, w, b, s)
         return
-    comptime if _on_tensor_cores[precision]():
+    comptime if NVIDIA:
         if worth_it(s):
             correlate_mma[precision, False](q, shards, y, x, w, b, scratch, s)
             return
@@ -121,7 +118,7 @@ def conv2d_backward_input[
     for row in range(min(size.S, size.H - 2 * frame_rows)):
         for column in range(min(size.S, size.W - 2 * frame_columns)):  # phases
             var s = of.phase(row, column, frame_rows, frame_columns)
-            comptime if _on_tensor_cores[precision]():
+            comptime if NVIDIA:
                 if worth_it(s):
                     correlate_mma[precision, True](q, shards, dx, dy, w, NONE, scratch, s)
                     continue
@@ -132,8 +129,10 @@ def conv2d_backward_weight_scratch(shards: Int, fold: Int, size: General) -> Int
     """Floats of scratch memory that conv2d_backward_weight wants."""
     var s = Shape.forward(size, FP32, False)
     var most = shards * pieces(s) * s.K * (s.taps() + 1)
-    comptime if _on_tensor_cores[BF16]():
-        most = max(most, scratch_mma(shards, fold, s))
+    comptime if NVIDIA:
+        for precision in [FP32, BF16]:
+            s.precision = precision
+            most = max(most, scratch_mma(shards, fold, s))
     return most
 
 
@@ -159,7 +158,7 @@ def conv2d_backward_weight[
         raise Error("conv2d_backward_weight: ", fold, " shards for one buffer; at most ", STRANDS)
     var s = Shape.forward(size, precision, False)
     var of = Gradients(shards, fold, dw, db, dy, x, scratch, accumulate)
-    comptime if _on_tensor_cores[precision]():
+    comptime if NVIDIA:
         if s.D * s.groups == 1 and worth_it_for_weights(s):
             weight_gradient_mma[precision](q, of, s)
             return

@@ -1,4 +1,5 @@
-"""Convolution on the tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16: implicit GEMM with mma.sync.
+"""Large convolutions on NVIDIA GPUs, implicit GEMM: with mma.sync on tensor cores for tf32, bf16 and fp16, and with float32
+multiply-adds.
 
 Forward and gradient of the input; conv2d_mma_weight.mojo has the gradient of the weights. A block has 16 neighbouring
 pixels of a group of samples and up to 128 output channels. It goes over the input channels a *chunk* at a time: the
@@ -6,14 +7,15 @@ chunk's pixels, with those around that the taps reach, are rounded into shared m
 there; the next chunk is loaded meanwhile, a part beside each tap. Weights come a row of taps at a time with cp.async, from
 scratch memory, where a launch before has put them, rounded, in the order of the fragments.
 
-A *word* has what a register of a fragment has: two channels of a sample in bf16 and fp16, one in tf32. A chunk is 8 words.
+A *word* has what a register of a fragment has: two channels of a sample in bf16 and fp16, else one. A chunk is 8 words.
 Fragments of m16n8k16 (bf16, fp16; PTX ISA, "Matrix fragments for mma.m16n8k16"), and in words those of m16n8k8 (tf32),
 lane = 4 g + t:
     A  register 2 h + r is row g + 8 r, word t + 4 h
     B  register h is column g, word t + 4 h
     C  element 2 r + e is row g + 8 r, column 2 t + e
 Columns g of two neighbouring tiles are samples 2 g and 2 g + 1 of a pixel, so that both are one load, and results vectors.
-Each sum has the chunks in order, of each the rows and columns of taps, of each what the hardware adds.
+For float32 a thread, lane = 4 g + t, has channels 4 g to 4 g + 3 of each 32 and samples 4 t to 4 t + 3.
+Each sum has the chunks in order, of each the rows and columns of taps, of each its channels, as the hardware adds them.
 """
 
 from std.math import ceildiv
@@ -24,9 +26,9 @@ from max.gpu.compute.mma import mma
 from max.gpu.memory import async_copy, async_copy_commit_group, async_copy_wait_group, external_memory
 
 from ..lanes import F32, LANES, Ptr
-from .conv2d_tiles import ENOUGH_BLOCKS, Shape, Sizes, THREADS, split
+from .conv2d_tiles import ENOUGH_BLOCKS, Shape, Sizes, THREADS, quotient, split
 from .gemm_tiles import Quad, SHARED_LIMIT, Shared, paired, rounded
-from .launch import BF16, FP16, Operand, Queue, TF32, blocks
+from .launch import BF16, FP16, FP32, Operand, Queue, TF32, blocks
 
 comptime WORDS = 8  # of a chunk
 comptime PIXELS = 4  # of a warp, neighbours in a row
@@ -44,14 +46,14 @@ comptime FRAGMENT = 4 * WARP_SIZE  # words of a tile of A
 @always_inline
 def terms(precision: Int) -> Int:
     """What a word has of the terms of a sum."""
-    return 1 if precision == TF32 else 2
+    return 1 if precision == TF32 or precision == FP32 else 2
 
 
 @always_inline
 def words[precision: Int](v0: Quad, v1: Quad) -> Quad:
-    """Four words of two terms each, or of v0 alone in tf32. Rounded to the nearest, ties to even."""
-    comptime if precision == TF32:
-        return rounded[TF32](v0)
+    """Four words of two terms each, or of one, those of v0. Rounded to the nearest, ties to even."""
+    comptime if terms(precision) == 1:
+        return rounded[precision](v0)
     else:
         var word = Quad()
         comptime for j in range(4):
@@ -122,41 +124,55 @@ def find_pixels(to: SharedInts, n: Int, across: Int, row: Int, column: Int, H: I
 
 
 def _pack[precision: Int, padded: Bool](to: Ptr, w: Ptr, sizes: Sizes):
-    """Writes the weights as (blocks of channels, chunks, rows of taps, columns, tiles of a block, lanes, registers)."""
+    """Writes the weights as (blocks of channels, chunks, rows of taps, columns, tiles of a block, lanes, registers), for float32
+    the tiles of a warp as (words, channels). A thread has all taps of a place.
+    """
     var s = Shape(sizes)
-    var tiles = s.tiles
-    var i = global_idx.x
-    var register = split(i, 4)
-    var lane = split(i, WARP_SIZE)
-    var tile = split(i, tiles)
-    var t = split(i, s.T)
-    var r = split(i, s.R)
-    var c = split(i, s.chunk) * WORDS + lane % 4 + register // 2 * 4
-    var k = (i * tiles + tile) * 16 + lane // 4 + register % 2 * 8
-    if i >= ceildiv(s.K, tiles * 16):
+    var block = global_idx.x
+    var i = split(block, s.tiles * FRAGMENT)
+    var out = to.unsafe_offset((global_idx.x - i) * s.R * s.T + i)
+    var c = split(block, s.chunk) * WORDS
+    if block >= ceildiv(s.K, s.tiles * 16):
         return
-    var v = SIMD[F32, 2](0)
-    comptime for e in range(terms(precision)):
-        var channel = c * terms(precision) + e
-        if k < s.K and channel < s.C:
-            comptime if padded:
-                v[e] = w[unsafe_offset=(channel * s.K + k) * s.WR * s.WT + s.turned(r, t)]
-            else:
-                v[e] = w[unsafe_offset=((k * s.C + channel) * s.R + r) * s.T + t]
-    to[unsafe_offset=global_idx.x] = words[precision](Quad(v[0]), Quad(v[1]))[0]
+    var k = block * s.tiles * 16
+    comptime if precision == FP32:
+        var rows = quotient(s.tiles, s.k_warps) * 16
+        k += split(i, rows)
+        c += split(i, WORDS)
+        k += i * rows
+    else:
+        var register = split(i, 4)
+        var lane = split(i, WARP_SIZE)
+        k += i * 16 + lane // 4 + register % 2 * 8
+        c += lane % 4 + register // 2 * 4
+    for r in range(s.R):
+        for t in range(s.T):
+            var v = SIMD[F32, 2](0)
+            comptime for e in range(terms(precision)):
+                var channel = c * terms(precision) + e
+                if k < s.K and channel < s.C:
+                    comptime if padded:
+                        v[e] = w[unsafe_offset=(channel * s.K + k) * s.WR * s.WT + s.turned(r, t)]
+                    else:
+                        v[e] = w[unsafe_offset=((k * s.C + channel) * s.R + r) * s.T + t]
+            out[unsafe_offset=(r * s.T + t) * s.tiles * FRAGMENT] = words[precision](Quad(v[0]), Quad(v[1]))[0]
 
 
 def weights_mma(s: Shape) -> Int:
-    """Words of scratch memory for the weights of a correlation, at most; those of tf32 are the most."""
+    """Words of scratch memory for the weights of a correlation, at most; those of one term are the most."""
     return ceildiv(s.K, 128) * 128 * ceildiv(s.C, WORDS) * WORDS * s.R * s.T
+
+
+@always_inline
+def row_of[precision: Int](i: Int, g: Int) -> Int:
+    """Which of a warp's channels a thread has in its i-th row."""
+    return i // 4 * 32 + g * 4 + i % 4 if precision == FP32 else i * 8 + g
 
 
 # --- the product -----------------------------------------------------------------------------
 
 
-def _correlate[
-    precision: Int, M: Int, padded: Bool
-](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, weights: Ptr, b: Ptr, sizes: Sizes):
+def _correlate[precision: Int, M: Int, padded: Bool](y: Operand, x: Operand, weights: Ptr, b: Ptr, sizes: Sizes):
     """A warp has M x 16 output channels of PIXELS pixels; `k_warps` of a block differ in their channels."""
     comptime TERMS = terms(precision)
     var s = Shape(sizes)
@@ -184,50 +200,53 @@ def _correlate[
     var row_words = s.T * s.k_warps * M * FRAGMENT
     var activations = ring.unsafe_offset(RING * row_words)
     var offsets = activations.unsafe_offset((2 if chunks > 1 else 1) * WORDS * plane).unsafe_bitcast[Int32]()
-    var here = x.unsafe_offset(shard * Int(x_step) + group * s.C * s.H * s.W * LANES + thread % 4 * 4)
+    var here = x.at(shard).unsafe_offset(group * s.C * s.H * s.W * LANES + thread % 4 * 4)
     var x_plane = s.H * s.W * LANES
     var packed = weights.unsafe_offset(block_idx.y * chunks * s.R * row_words)
 
-    # Units, four words each, that this thread brings into shared memory: of a chunk each threads / 4th pixel.
-    var pixel = 0
-    var word = 0
-    var chunk = 0
+    # Units, four words each, that this thread brings into shared memory: of a chunk each threads / 4th pixel. In 32 bits,
+    # where multiplications are short.
+    var pixel = Int32(0)
+    var word = Int32(0)
+    var chunk = Int32(0)
+    var n = Int32(pixels)
+    var place = Int32(thread % 4 * 4)
 
     @always_inline
     def begin(next: Int) {mut pixel, mut word, mut chunk, imm}:
-        chunk = next
-        word = 0 if next < chunks else WORDS
-        pixel = thread // 4
-        while pixel >= pixels:
-            pixel -= pixels
+        chunk = Int32(next)
+        word = Int32(0 if next < chunks else WORDS)
+        pixel = Int32(thread // 4)
+        while pixel >= n:
+            pixel -= n
             word += 1
 
     @always_inline
-    def load(mut v0: Quad, mut v1: Quad, mut at: Int) {mut pixel, mut word, imm}:
+    def load(mut v0: Quad, mut v1: Quad, mut at: Int32) {mut pixel, mut word, imm}:
         """Loads the next unit, and says where in shared memory it goes; nowhere, -1, after the last."""
         v0 = Quad(0)
         v1 = Quad(0)
         at = -1
-        if word < WORDS:
-            var offset = Int(offsets[unsafe_offset=pixel])
-            var c = (chunk * WORDS + word) * TERMS
-            at = (chunk % 2 * WORDS + word) * plane + pixel * LANES + thread % 4 * 4
+        if word < Int32(WORDS):
+            var offset = offsets[unsafe_offset=Int(pixel)]
+            var c = (chunk * Int32(WORDS) + word) * Int32(TERMS)
+            at = ((chunk & 1) * Int32(WORDS) + word) * Int32(plane) + pixel * Int32(LANES) + place
             if offset >= 0:
-                var from_ = here.unsafe_offset(c * x_plane + offset)
-                if c < s.C:
+                var from_ = here.unsafe_offset(Int(c * Int32(x_plane) + offset))
+                if c < Int32(s.C):
                     v0 = from_.unsafe_load[width=4, alignment=16]()
                 comptime if TERMS == 2:
-                    if c + 1 < s.C:
+                    if c + 1 < Int32(s.C):
                         v1 = from_.unsafe_offset(x_plane).unsafe_load[width=4, alignment=16]()
-            pixel += threads // 4
-            while pixel >= pixels:
-                pixel -= pixels
+            pixel += Int32(threads // 4)
+            while pixel >= n:
+                pixel -= n
                 word += 1
 
     @always_inline
-    def store(v0: Quad, v1: Quad, at: Int) {imm}:
+    def store(v0: Quad, v1: Quad, at: Int32) {imm}:
         if at >= 0:
-            activations.unsafe_store[alignment=16](at, words[precision](v0, v1))
+            activations.unsafe_store[alignment=16](Int(at), words[precision](v0, v1))
 
     @always_inline
     def copy_row(step: Int, slot: Int) {imm}:
@@ -248,10 +267,10 @@ def _correlate[
         copy_row(i, i)
     barrier()
     begin(0)
-    while word < WORDS:
+    while word < Int32(WORDS):
         var v = Array[Quad, AHEAD](fill=Quad(0))
         var u = Array[Quad, AHEAD](fill=Quad(0))
-        var at = Array[Int, AHEAD](fill=0)
+        var at = Array[Int32, AHEAD](fill=0)
         comptime for e in range(AHEAD):
             load(v[e], u[e], at[e])
         comptime for e in range(AHEAD):
@@ -260,18 +279,25 @@ def _correlate[
     var k_first = (block_idx.y * s.k_warps + k_warp) * M * 16
     var acc = Array[Quad, M * PIXELS * 2](fill=Quad(0))
     comptime if not padded:
-        comptime for m in range(M):
-            comptime for r in range(2):
-                var k = k_first + 16 * m + 8 * r + g
-                var bias = Float32(0)
-                if k < s.K:
-                    bias = b[unsafe_offset=k]
-                comptime for i in range(PIXELS * 2):
-                    acc[m * PIXELS * 2 + i][2 * r] = bias
-                    acc[m * PIXELS * 2 + i][2 * r + 1] = bias
+        comptime for i in range(2 * M):
+            var k = k_first + row_of[precision](i, g)
+            var bias = Float32(0)
+            if k < s.K:
+                bias = b[unsafe_offset=k]
+            comptime for j in range(PIXELS):
+                comptime if precision == FP32:
+                    acc[i * PIXELS + j] = Quad(bias)
+                else:
+                    comptime for half in range(2):
+                        comptime for e in range(2):
+                            acc[(i // 2 * PIXELS + j) * 2 + half][i % 2 * 2 + e] = bias
 
     var each = ceildiv(ceildiv(WORDS * 4 * pixels, threads), s.R * s.T)  # units beside a tap
-    var corner = t * plane + (warp_row * s.S * width + warp_column * s.S) * LANES + 2 * g
+    var corner = (warp_row * s.S * width + warp_column * s.S) * LANES
+    comptime if precision == FP32:
+        corner += 4 * t
+    else:
+        corner += t * plane + 2 * g
     var slot = 0
     var step = 0
     for c in range(chunks):
@@ -280,26 +306,40 @@ def _correlate[
             async_copy_wait_group(RING - 2)
             barrier()
             copy_row(step + RING - 1, slot + RING - 1 if slot == 0 else slot - 1)
-            var pa = ring.unsafe_offset(slot * row_words + k_warp * M * FRAGMENT + 4 * lane)
+            var pa = ring.unsafe_offset(
+                slot * row_words + k_warp * M * FRAGMENT + 4 * (g if precision == FP32 else lane)
+            )
             var pb = activations.unsafe_offset(c % 2 * WORDS * plane + corner + r * width * LANES)
             for _ in range(s.T):
                 var v = Array[Quad, AHEAD](fill=Quad(0))
                 var u = Array[Quad, AHEAD](fill=Quad(0))
-                var at = Array[Int, AHEAD](fill=-1)
+                var at = Array[Int32, AHEAD](fill=-1)
                 comptime for e in range(AHEAD):
                     if e < each:
                         load(v[e], u[e], at[e])
-                var fa = Array[Quad, M](fill=Quad(0))
-                comptime for m in range(M):
-                    fa[m] = pa.unsafe_offset(m * FRAGMENT).unsafe_load[width=4, alignment=16]()
-                comptime for j in range(PIXELS):
-                    var pixel_at = pb.unsafe_offset(j * s.S * LANES)
-                    var low = pixel_at.unsafe_load[width=2, alignment=8]()
-                    var high = pixel_at.unsafe_offset(4 * plane).unsafe_load[width=2, alignment=8]()
-                    comptime for half in range(2):
-                        var fb = SIMD[F32, 2](low[half], high[half])
-                        comptime for m in range(M):
-                            multiply[precision](acc[(m * PIXELS + j) * 2 + half], fa[m], fb)
+                comptime if precision == FP32:
+                    comptime for c in range(WORDS):
+                        var fb = Array[Quad, PIXELS](fill=Quad(0))
+                        comptime for j in range(PIXELS):
+                            fb[j] = pb.unsafe_offset(c * plane + j * s.S * LANES).unsafe_load[width=4, alignment=16]()
+                        comptime for h in range(M // 2):
+                            var fa = pa.unsafe_offset(c * 16 * M + 32 * h).unsafe_load[width=4, alignment=16]()
+                            comptime for e in range(4):
+                                comptime for j in range(PIXELS):
+                                    comptime i = (4 * h + e) * PIXELS + j
+                                    acc[i] = fb[j].fma(Quad(fa[e]), acc[i])
+                else:
+                    var fa = Array[Quad, M](fill=Quad(0))
+                    comptime for m in range(M):
+                        fa[m] = pa.unsafe_offset(m * FRAGMENT).unsafe_load[width=4, alignment=16]()
+                    comptime for j in range(PIXELS):
+                        var pixel_at = pb.unsafe_offset(j * s.S * LANES)
+                        var low = pixel_at.unsafe_load[width=2, alignment=8]()
+                        var high = pixel_at.unsafe_offset(4 * plane).unsafe_load[width=2, alignment=8]()
+                        comptime for half in range(2):
+                            var fb = SIMD[F32, 2](low[half], high[half])
+                            comptime for m in range(M):
+                                multiply[precision](acc[(m * PIXELS + j) * 2 + half], fa[m], fb)
                 comptime for e in range(AHEAD):
                     store(v[e], u[e], at[e])
                 for _ in range(AHEAD, each):
@@ -311,21 +351,23 @@ def _correlate[
             slot = slot + 1 if slot < RING - 1 else 0
 
     var p = p_first + warp_row
-    comptime for m in range(M):
-        comptime for r in range(2):
-            var k = k_first + 16 * m + 8 * r + g
-            if p < s.P and k < s.K:
-                comptime for j in range(PIXELS):
-                    comptime i = (m * PIXELS + j) * 2
-                    var q = q_first + warp_column + j
-                    if q < s.Q:
+    comptime for i in range(2 * M):
+        var k = k_first + row_of[precision](i, g)
+        if p < s.P and k < s.K:
+            comptime for j in range(PIXELS):
+                var q = q_first + warp_column + j
+                if q < s.Q:
+                    var v = acc[i * PIXELS + j]
+                    comptime if precision != FP32:
                         # columns 2 t and 2 t + 1 of two tiles: samples 4 t to 4 t + 3
-                        var v = Quad(acc[i][2 * r], acc[i + 1][2 * r], acc[i][2 * r + 1], acc[i + 1][2 * r + 1])
-                        if s.relu != 0:
-                            v = v.lt(0).select(Quad(0), v)
-                        y.unsafe_offset(
-                            shard * Int(y_step) + ((group * s.K + k) * s.YP * s.YQ + s.pixel(p, q)) * LANES + 4 * t
-                        ).unsafe_store[alignment=16](0, v)
+                        comptime at = (i // 2 * PIXELS + j) * 2
+                        comptime r = i % 2 * 2
+                        v = Quad(acc[at][r], acc[at + 1][r], acc[at][r + 1], acc[at + 1][r + 1])
+                    if s.relu != 0:
+                        v = v.lt(0).select(Quad(0), v)
+                    y.at(shard).unsafe_offset(
+                        ((group * s.K + k) * s.YP * s.YQ + s.pixel(p, q)) * LANES + 4 * t
+                    ).unsafe_store[alignment=16](0, v)
 
 
 # --- which tile ---------------------------------------------------------------------------------
@@ -339,11 +381,14 @@ def _shared_bytes(s: Shape, tiles: Int) -> Int:
 
 
 def worth_it(shape: Shape) -> Bool:
-    """Whether a correlation is large enough for tensor cores and small enough for shared memory; depends on the layer alone.
+    """Whether a correlation is large enough for these kernels and small enough for shared memory; depends on the layer alone.
     """
     var s = tiled(shape)
     s.chunk = 2
-    return s.K >= 16 and s.C >= 5 and s.C * s.R * s.T >= 32 and s.P * s.Q >= 12 and _shared_bytes(s, 4) <= SHARED_LIMIT
+    var small = s.K < 32 or s.C < 16 if s.precision == FP32 else s.K < 16 or s.C < 5 or s.C * s.R * s.T < 32
+    if small or s.P * s.Q < 12 or s.C * s.H * s.W * LANES >= 1 << 31:
+        return False
+    return _shared_bytes(s, 4) <= SHARED_LIMIT
 
 
 def _launch[
@@ -355,15 +400,13 @@ def _launch[
     s.k_warps = k_warps
     s.tiles = k_warps * M  # tiles of 16 channels of a block
     var across = ceildiv(s.K, s.tiles * 16)
-    var packed = across * s.tiles * s.chunk * s.R * s.T * FRAGMENT
+    var packed = across * s.tiles * s.chunk * FRAGMENT
     q.enqueue_function[_pack[precision, padded]](
         scratch, w.ptr(), s.pack(), grid_dim=blocks(packed, THREADS), block_dim=THREADS
     )
     q.enqueue_function[_correlate[precision, M, padded]](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         scratch,
         b.ptr(),
         s.pack(),
