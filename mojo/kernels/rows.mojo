@@ -3,7 +3,7 @@
 from std.math import sqrt
 from std.memory import bitcast
 
-from .lanes import F32, Ptr
+from .lanes import F32
 from .op import Device, OpOf
 from .views import Row, Team
 

@@ -3,7 +3,6 @@
 from std.bit import count_trailing_zeros, pop_count
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
-from std.utils import StaticTuple
 from std.utils.numerics import nan
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx

@@ -14,7 +14,7 @@ from std.memory import unsafe_stack_allocation
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 from max.gpu.primitives.warp import shuffle_xor
 
-from ..lanes import F32, LANES, Ptr
+from ..lanes import F32, LANES
 from ..record import Record
 from ..views import OfLoss, OfRow, OfTerm, Row, Team
 from .launch import Launch, Operand, Queue, Sent, StepContextPtr, blocks
