@@ -1,7 +1,4 @@
-"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where it is, what it did.
-
-`Trainable` is all that these know of a trainer, so that something else than the engine can stand there.
-"""
+"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where it is, what it did."""
 
 from __future__ import annotations
 

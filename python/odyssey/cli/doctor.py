@@ -1,7 +1,6 @@
 """`odyssey doctor`: looks at everything a run needs on this machine and says what to do where something is missing.
 
-Each check is a function that gives one `Check`; those that start processes or wait for hosts run side by side. Nothing
-is changed, nothing is left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each process prints one
+Nothing is changed or left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each process prints one
 line of JSON about itself and its MPI.
 """
 

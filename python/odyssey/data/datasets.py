@@ -1,7 +1,6 @@
 """Data sets that fit in memory: the checked array pair, and MNIST, Fashion-MNIST and CIFAR-10 read from their files.
 
-Images keep the dtype of the file (uint8) and carry the two numbers per channel that normalise them; normalising happens
-where a batch is gathered. Nothing here downloads, augments, shuffles or batches.
+Images keep the dtype of the file (uint8), and the two numbers per channel that normalise them when a batch is gathered.
 
 MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0 (mnist/LICENSE.txt).
 """

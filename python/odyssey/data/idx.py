@@ -1,7 +1,6 @@
 """Strict reader for IDX files, the format of MNIST: a magic number, big-endian sizes, then the values.
 
-It reads unsigned bytes only (type 0x08), plain or gzip, and gives the whole array or an error; it never gives part of a
-file. It does not know any particular data set (see `datasets`), and does not download.
+It reads unsigned bytes only (type 0x08), plain or gzip, and gives the whole array or an error.
 """
 
 from __future__ import annotations

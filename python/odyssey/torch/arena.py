@@ -1,8 +1,7 @@
 """A module's parameters, gradients and buffers in memory that torch, NumPy and the reductions see.
 
-Parameters become views of one array, with their strides (channels-last stays what it is); those that are trained come
-first, so that gradients are an array of the same layout. The running statistics of normalisations lie behind each other
-too. What it is not: our own Arena (core/arena.py), whose parameters are not torch's.
+Parameters become views of one array, with their strides (channels-last stays what it is), the trained ones first, so
+that gradients are an array of the same layout. Running statistics of normalisations become views of another.
 """
 
 from __future__ import annotations

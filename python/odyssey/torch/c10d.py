@@ -1,10 +1,8 @@
 """The backend "odyssey" of torch.distributed: a process group over a communicator of `odyssey.comm`.
 
 So DDP, FSDP2, ZeroRedundancyOptimizer and whatever else calls torch.distributed get its matching of calls, its errors
-that name ranks and source lines, and sums in a fixed order. Works are pending: pending.py. Messages (isend, irecv) are
-under way until they are waited for.
-
-What it is not: the same bits on any number of ranks. DDP over it adds one sum per rank; ddp.py adds fixed shards.
+that name ranks and source lines, and sums in a fixed order. Works are pending: pending.py. What it is not: the same
+bits on any number of ranks. DDP over it adds one sum per rank; ddp.py adds fixed shards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Settings of a torch module while it is trained: modes, requires_grad, attributes that JSON has (nn/settings.py).
 
-A callback may change them; a checkpoint holds what differs from the beginning of fit(), and a training that goes on
-sets them to that. What forward() itself sets is none of the program's settings: it is left out, and where it counts its
-calls it is refused, as how often forward() runs on a rank depends on the layout.
+A callback may change them; a checkpoint holds what differs from the beginning of fit(). What forward() itself sets is
+left out; where it counts its calls it is refused, as how often it runs on a rank depends on the layout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Global batches for torch: `DataLoader`, of which each rank reads its own fixed shards, and what any loader gives.
 
-The order is that of odyssey's own loaders, of which `DataLoader` is one. Random transforms (torchvision's v2 among
-them) draw the same for a sample on whatever rank and worker (seeded.py). Each shard is collated alone: padding does not
-depend on the ranks. What it is not: a DistributedSampler; `shards` of ddp.py and the trainer take what it yields.
+The order is that of odyssey's own loaders. Random transforms (torchvision's v2 among them) draw the same for a sample
+on whatever rank and worker (seeded.py). Each shard is collated alone: padding does not depend on the ranks.
 """
 
 from __future__ import annotations

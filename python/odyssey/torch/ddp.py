@@ -7,9 +7,8 @@
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
-When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks: the shards
-are those of shards.py, which the trainer takes as well. What it is not: torch's class, whose sums depend on the number
-of ranks; that works over `init_process_group("odyssey")`.
+When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks. What it is
+not: torch's class, whose sums depend on that number; it works over `init_process_group("odyssey")`.
 """
 
 from __future__ import annotations

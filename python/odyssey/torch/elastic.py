@@ -1,8 +1,7 @@
 """`hvd.elastic`: a state that is committed, and a function that begins from the last commit.
 
-Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey launch`, which may
-give it another number of ranks. So a commit is a file beside the run, written by rank 0; without `odyssey launch` it is
-kept in memory, for `restore`. What it is not: a checkpoint; `odyssey inspect` does not know it.
+Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey launch`, perhaps
+with fewer. So a commit is a file beside the run, and no checkpoint; without `odyssey launch` it is kept in memory.
 """
 
 from __future__ import annotations

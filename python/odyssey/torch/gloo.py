@@ -1,9 +1,8 @@
-"""Ranks connected by PyTorch's Gloo, without MPI. The only file that imports torch; extra `[torch]`.
+"""Ranks connected by PyTorch's Gloo, without MPI; extra `[torch]`.
 
-Processes find each other by a store that init_process_group was given (`meet`), or by the variables of env://: RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them (`connect`).
-Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of torch.distributed that the
-program makes for itself is left alone. What it is not: fast; docs/log.md has figures beside those of MPI.
+Processes find each other by a store that init_process_group was given (`meet`), or by the variables of env://
+(`connect`). Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of
+torch.distributed that the program makes for itself is left alone.
 """
 
 from __future__ import annotations

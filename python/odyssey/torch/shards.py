@@ -8,8 +8,6 @@ Behind the gradients travel:
     14 sums         loss, samples, metrics
     parameters      whether the shard reached them: what no shard reaches has no gradient, as in torch alone
     counters        by how much it raised the integer buffers of normalisations
-
-DistributedTrainer and DistributedDataParallel take it as it is.
 """
 
 from __future__ import annotations

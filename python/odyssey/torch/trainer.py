@@ -1,7 +1,6 @@
 """DistributedTrainer of a PyTorch module: a step is torch's, what is between shards and around steps is odyssey's.
 
-fit() is train/fit.py's, checkpoints, step log, replay and verify as for our own models; the state is state.py's, the
-shards of a batch shards.py's. docs/pytorch.md says what is held and what is not.
+The state is state.py's, the shards of a batch are shards.py's. docs/pytorch.md says what is held and what is not.
 """
 
 from __future__ import annotations

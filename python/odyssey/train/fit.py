@@ -1,7 +1,6 @@
 """fit(): epochs over batches, with evaluation, history and checkpoints, for any trainer that can take a step.
 
-What a step is, and what the state of a training, is the subclass's (trainer.py); what happens between two steps is
-session.py's; who hears of it is wired here.
+A step, and the state of a training, are the subclass's (trainer.py); what happens between two steps is session.py's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Numbers that are wrong: what a training does when they are not finite, and how ranks find that their weights differ.
 
-Both decide only. The trainer asks them with what all ranks know alike, so all ranks decide alike; taking a step back,
-leaving a batch out and ending are its business.
+Both decide only, by what all ranks know alike; taking a step back, leaving a batch out and ending are the trainer's.
 """
 
 from __future__ import annotations

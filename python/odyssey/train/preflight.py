@@ -1,7 +1,6 @@
 """Checks before a run begins: that the ranks fit together, and that this machine has room for them.
 
 `at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
-Limits are looked at before MPI starts (base/limits.py), the whole machine by `odyssey doctor`, which takes seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Going on from a checkpoint: which settings must be the same for the same bits, and how all ranks get it.
-
-What the state of a training is, its trainer knows (state.py); how it is kept, checkpoints/.
-"""
+"""Going on from a checkpoint: which settings must be the same for the same bits, and how all ranks get it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """One fit(): where it is in its data, and what happens between two of its steps.
 
-A trainer (trainable.py) takes the steps and knows its state; checkpoints/ knows how that is kept. Who listens, and who
-may stop a training, are callbacks. All methods are called by all ranks at the same steps; only rank 0 reads and writes
-files.
+All methods are called by all ranks at the same steps; only rank 0 reads and writes files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """DistributedTrainer: a step that all ranks take or none, and evaluation, with the engine.
 
-fit() is fit.py's, the state of a training state.py's. It decides nothing about where shards are computed (engine.py) or
-how sums travel (parallel/); a group of one rank and one worker is the ordinary case.
+Where shards are computed is engine.py's to decide, how sums travel parallel/'s.
 """
 
 from __future__ import annotations
