@@ -1,6 +1,6 @@
 """Data sets that fit in memory: the checked array pair, and MNIST, Fashion-MNIST and CIFAR-10 read from their files.
 
-Images keep the dtype of the file (uint8), and the two numbers per channel that normalise them when a batch is gathered.
+Images keep the dtype of the file (uint8); two numbers per channel normalise them when a batch is gathered.
 
 MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0 (mnist/LICENSE.txt).
 """
@@ -164,11 +164,9 @@ class ArrayDataset(Gathered):
         return len(leaves(self.images)[0])
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape) and labels int32 (B,).
-
-        The images are normalised. Trees stay trees. All arrays are new. Raises DataError for an index outside 0..N-1 (a
-        negative one does not count from the end).
-        """
+        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape), normalised, and labels int32
+        (B,); trees stay trees. All arrays are new. Raises DataError for an index outside 0..N-1 (a negative one does
+        not count from the end)."""
         indices = np.asarray(indices, dtype=np.int64)
         if (wrong := outside(indices, len(self))) is not None:
             raise DataError(f"{self.name}: index {indices[wrong]} is not a sample; 0 to {len(self) - 1} are allowed")
@@ -245,20 +243,15 @@ def arrays(
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Facts about a data set that are known before its files are read.
+    """Facts about a data set that are known before its files are read."""
 
-    shape: (C, H, W) of one sample. classes: number of classes. mean, std: per channel, of pixels divided by 255.
-    train_files, test_files: file names; for IDX the images, then the labels, each also allowed with .gz.
-    folders: where under a data folder the files may be, the most telling place first.
-    """
-
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # (C, H, W) of one sample
     classes: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # per channel, of pixels divided by 255
     std: tuple[float, ...]
-    train_files: tuple[str, ...]
+    train_files: tuple[str, ...]  # for IDX the images, then the labels, each also allowed with .gz
     test_files: tuple[str, ...]
-    folders: tuple[str, ...]
+    folders: tuple[str, ...]  # where under a data folder the files may be, the most telling place first
 
 
 _IDX_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")

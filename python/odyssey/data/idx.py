@@ -62,9 +62,9 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
 def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
     """Reads as `read_idx` with a digest; what was unpacked is kept in `cache` under it and used from there next time.
 
-    Unpacking takes four times as long as hashing what was unpacked, and every rank does it at every start. The copy is
-    not read but mapped: all ranks of a machine share the system's pages of it. One that does not have the digest any
-    more is replaced; where none can be kept it works without.
+    Unpacking takes four times as long as hashing, and every rank does it at every start. The copy is not read but
+    mapped: all ranks of a machine share its pages. One without the digest is replaced; where none can be kept it works
+    without.
     """
     kept = cache / f"{sha256}.idx"
     with contextlib.suppress(DataError, OSError, ValueError):

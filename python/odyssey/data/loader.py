@@ -143,13 +143,9 @@ class DataLoader:
         return self.steps()
 
     def steps(self, *, pieces: int = 1, join: int = 1, part: Part | None = None) -> Iterator[Batch]:
-        """The batches of the next epoch as a trainer takes them.
-
-        Args:
-            pieces: each batch is cut into so many. join: so many of these make one batch then.
-            part: of a batch of n samples part(n) is the run that this process reads, (first, one past the last); the
-                others are read when somebody asks for the whole batch. All are read without it, or in memory.
-        """
+        """The batches of the next epoch as a trainer takes them: each cut into so many `pieces`, and so many of these
+        made one (`join`). part: of a batch of n samples part(n) is the run that this process reads, (first, one past
+        the last); the others are read when somebody asks for the whole batch. All are read without it, or in memory."""
         workers.refuse_import()
         epoch = self._begin_epoch()
         order = self._order(epoch)

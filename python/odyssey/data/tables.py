@@ -27,11 +27,9 @@ LARGE = 100.0  # a column of larger numbers is warned of
 
 
 class Table:
-    """The columns of a CSV file, as texts. path: "-" is standard input.
-
-    header: names. lines: those that are not empty, each with its number in the file.
-    Raises DataError: it cannot be read, has no lines, two columns of a name, or a line of another length.
-    """
+    """The columns of a CSV file, as texts. path: "-" is standard input. header: names. lines: those that are not empty,
+    each with its number in the file. Raises DataError: it cannot be read, has no lines, two columns of a name, or a
+    line of another length."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = "standard input" if str(path) == "-" else printable(str(path), limit=200)

@@ -50,13 +50,10 @@ _STEP = re.compile(r"step_([0-9]{1,18})", re.ASCII)
 class Attempt:
     """One start of all ranks.
 
-    Args:
-        config: of the launch. run: directory and number of the attempt. words, environment: what is started, see
-            starting.py. layout: hosts and their ranks.
-        signals: numbers of the signals that the launcher got, in order; others append to it.
-        say: prints a line of the launcher's own. scancel: SLURM's, if srun starts the ranks.
-        idle: called now and then while the ranks run, for chores that can wait. meets: the ranks are known to meet, as
-            odyssey's own training does.
+    words, environment: what is started (starting.py). layout: hosts and their ranks. signals: numbers of those that the
+    launcher got, in order; others append to it. say: prints a line of the launcher's own. scancel: SLURM's, if srun
+    starts the ranks. idle: called now and then while the ranks run, for chores that can wait. meets: the ranks are
+    known to meet, as odyssey's own training does.
     """
 
     def __init__(

@@ -128,12 +128,9 @@ def check_room(hosts: Sequence[Host], ranks: int) -> None:
 
 
 def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
-    """Which host gets how many ranks, in blocks: the first ranks go to the first host.
-
-    Hosts with slots are filled in order, one without among them has one slot. Where no host has slots, each gets as
-    many as the others, the first ones one more. Hosts that get none are left out. Raises ConfigError: the hosts have
-    fewer slots than there are ranks.
-    """
+    """Which host gets how many ranks, in blocks: the first ranks go to the first host. Hosts with slots are filled in
+    order, one without among them has one slot. Where no host has slots, each gets as many as the others, the first ones
+    one more. Hosts that get none are left out. Raises ConfigError: the hosts have fewer slots than there are ranks."""
     check_room(hosts, ranks)
     if capacity(hosts) is None:
         each, more = divmod(ranks, len(hosts))

@@ -25,11 +25,8 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 class Pump:
-    """Copies one pipe of the ranks to one stream of the launcher.
-
-    source: descriptor to read; it is made non-blocking. target: descriptor to write. log: file that gets everything
-    unchanged, or None. words: that it listens for.
-    """
+    """Copies one pipe of the ranks to one stream of the launcher. source: descriptor to read; it is made non-blocking.
+    target: descriptor to write. log: file that gets everything unchanged, or None. words: that it listens for."""
 
     def __init__(self, source: int, target: int, log: BinaryIO | None, words: bytes = b"") -> None:
         os.set_blocking(source, False)

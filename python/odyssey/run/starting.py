@@ -171,9 +171,8 @@ def tied(words: Sequence[str], parent: int) -> list[str]:
 
 
 def plain(words: Sequence[str]) -> list[str]:
-    """A command line as `odyssey launch` keeps it: what can be written in several ways, in one.
-    "python script.py" is "script.py" and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are
-    "train"."""
+    """A command line as `odyssey launch` keeps it, of several ways to write it one: "python script.py" is "script.py"
+    and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are "train"."""
     words = list(words)
     if words[0] in _INTERPRETERS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
         del words[0]

@@ -26,13 +26,8 @@ LONGEST = 1 << 20  # bytes of the names of attributes that forward() sets
 
 
 class ModuleSettings:
-    """The settings of a module, and of the loss if that is a module.
-
-    strict: refuse a forward() that counts its calls.
-
-    Attributes:
-        by_forward: keys of attributes that forward() sets, of shards that this rank has run, or of all (`share`).
-    """
+    """The settings of a module, and of the loss if that is a module. strict: refuse a forward() that counts its calls.
+    by_forward: keys of attributes that forward() sets, of shards that this rank has run, or of all (`share`)."""
 
     def __init__(self, module: nn.Module, loss: Any, strict: bool) -> None:
         self.roots = {"module": module}

@@ -43,12 +43,9 @@ class Outputs:
 
 
 class WholeBatchLoss:
-    """The loss of all outputs of a batch, and its gradients of them.
-
-    loss: of (output, targets). scale: what the loss is multiplied with for the gradients; None: they are not needed.
-
-    Raises ConfigError: the outputs of shards cannot be joined.
-    """
+    """The loss of all outputs of a batch, and its gradients of them. loss: of (output, targets). scale: what it is
+    multiplied with for the gradients; None: they are not needed. Raises ConfigError: the shards' outputs cannot be
+    joined."""
 
     def __init__(self, outputs: Outputs, shards: list[Any], loss: Callable[[Any, Any], Any], scale: Any) -> None:
         self.outputs = outputs

@@ -38,10 +38,8 @@ class NonFinite:
         self, step: int, epoch: int, batch: int, checkpoint: int | None, what: str = "gradient", rate: float = 0.0
     ) -> str:
         """Returns what the user is told of step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is
-        not finite, where the training goes on as `policy` says.
-
-        checkpoint: the step of the newest checkpoint, None if there is none. Raises NumericsError: the training ends.
-        """
+        not finite, where the training goes on as `policy` says. checkpoint: the step of the newest, None if there is
+        none. Raises NumericsError: the training ends."""
         said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
         cure = "lower --lr, or warm up"
         if what == "loss":
@@ -98,10 +96,8 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
     """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`.
 
     comm: the world, so that all ranks learn of it. fingerprints: what it is ("weights") -> its 64 bits on this rank.
-    group: ranks with the same number are compared: those that hold the same (with pipeline and tensor parallelism the
-        replicas of one share of the model). A group of one rank is always in order.
-
-    Raises NumericsError: on all ranks, naming those that differ.
+    group: ranks with the same number are compared, which hold the same (with pipeline and tensor parallelism the
+    replicas of one share of the model). Raises NumericsError: on all ranks, naming those that differ.
     """
     mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
     everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
@@ -111,10 +107,8 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
 
 
 def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """Returns what to say about the fingerprints of all ranks; None if replicas are the same.
-
-    table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
-    """
+    """Returns what to say about the fingerprints of all ranks; None if replicas are the same. table: int64 (ranks, 1 +
+    names): the group of each rank, then its fingerprints."""
     if (table == table[0]).all():
         return None  # by far the most frequent, and quickly seen
     for column, name in enumerate(names, 1):

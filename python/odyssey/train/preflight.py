@@ -62,8 +62,7 @@ def versions() -> dict[str, str]:
 
 
 def odd_one(rows: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """The first column whose numbers are not all the same, a rank that has another one than most, and one of those;
-    pure."""
+    """The first column whose numbers are not all the same, a rank that has another one than most, one of these."""
     for column in range(len(rows[0])):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:

@@ -68,8 +68,7 @@ def settings_of(module: object) -> list[list[Any]]:
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
-    """Returns what decides which samples a step sees, where a DataLoader gives them; a data set by its
-    `fingerprint`."""
+    """Returns what decides which samples a step sees; a data set by its `fingerprint`."""
     data, sampler = loader.dataset, loader.sampler
     vocabulary = getattr(data, "vocabulary", None)
     return {

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class EngineState(Changing):
-    """The part of a DistributedTrainer that is about its state."""
+    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says what each method does."""
 
     layout: Layout
     mesh: Mesh
@@ -43,8 +43,7 @@ class EngineState(Changing):
     _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
 
     def fingerprints(self) -> tuple[int, int]:
-        """Returns those of the gradients of the last step and of the weights, as far as this rank counts them
-        (fingerprint.py)."""
+        """Returns those of the last step's gradients and of the weights, as far as this rank counts them."""
         updates = self.last.updates
         own = self._prints.get(id(updates))
         if own is None:  # the updates are kept, so that their id stays their own
@@ -157,7 +156,6 @@ class EngineState(Changing):
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named if name not in buffers}
 
     def named_state(self) -> dict[str, np.ndarray]:
-        """Weights as "weight NAME", the optimizer's arrays as "optimizer STATE of NAME", whole; collective likewise."""
         arrays = {f"weight {name}": value for name, value in self.state_dict().items()}
         for state, flat in self.optimizer_arrays().items():
             views = ((name, self.arena.view(flat, name).copy()) for name, _ in self.arena.named)
@@ -187,12 +185,8 @@ class EngineState(Changing):
         }
 
     def configuration(self) -> dict[str, Any]:
-        """Returns what decides the bits of a training, beside its data, as JSON values by the names that users know
-        them by.
-
-        Settings are those that it was built with. Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are
-        not in it: they change nothing.
-        """
+        """Returns what decides the bits of a training beside its data, as it was built. Ranks, workers, threads, mesh,
+        ZeRO stage, buckets and execution are not in it: they change nothing."""
         built, frozen = self._built, self._built["frozen"]
         settings = {k: v for k, v in built["optimizer"].items() if isinstance(v, (int, float, tuple, list))}
         strategy = self.layout.reduction
@@ -213,8 +207,6 @@ class EngineState(Changing):
         )
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: one
-        on each rank, of what it has. Arrays may be those that training goes on with: copy or write them."""
         from ..checkpoints import Snapshot
 
         arena, arrays = self.arena, {}
@@ -286,13 +278,6 @@ class EngineState(Changing):
         return arrays, counts
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        """Puts a snapshot that all ranks have into their trainers, of whatever layout.
-
-        name: of the checkpoint, for messages.
-
-        Raises ConfigError: it is of another training; nothing was changed. CheckpointError: something is missing in it;
-        nothing was changed.
-        """
         values, arrays, arena = snapshot.values, snapshot.arrays, self.arena
         now, saved = self.configuration(), _entry(values, "configuration", name)
         own_size = self.layout.shard_size
@@ -340,7 +325,6 @@ class EngineState(Changing):
         self.steps = snapshot.step
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
-        """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
         parameters = _Named(self.arena, snapshot.arrays.get("parameters", {}), "", name)
         with resume.on_all_ranks(self.comm, snapshot.source is not None):
             self._train.load(parameters.read, {})

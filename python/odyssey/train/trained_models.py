@@ -321,11 +321,9 @@ def predicted(
     model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
 ) -> Any:
     """Returns what a model gives for all samples of some batches, in their order, whole on every rank: (N, ...)
-    float32, or a tuple or dict of such, as forward() gives them; a collective call.
-
-    batches: the same on all ranks, each of which computes its shards of each. shard: samples that are computed at once;
-    the result depends on it in its last bits, and on no number of ranks. algorithm: conv_algorithm of the training.
-    """
+    float32, or a tuple or dict of such; a collective call. batches: the same on all ranks, each of which computes its
+    shards of each. shard: samples that are computed at once; the result depends on it in its last bits, and on no
+    number of ranks. algorithm: conv_algorithm of the training."""
     size = shard or SHARD
     executor = current()
     before, executor.conv_algorithm = executor.conv_algorithm, algorithm

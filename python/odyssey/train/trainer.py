@@ -190,7 +190,6 @@ class DistributedTrainer(EngineState):
         self.comm.broadcast(self.arena.params)
 
     def take_step(self, batch: datasets.Batch) -> Step:
-        """See train_step()."""
         if self.mode.own_loop:
             raise ConfigError("[async] ranks do not take steps together; call fit()")
         self._scale_rate(len(batch.indices))
@@ -234,9 +233,7 @@ class DistributedTrainer(EngineState):
     def rehearse(self, batch: datasets.Batch, *, prepare: bool = False) -> tuple[int, int]:
         """Takes a step of this rank alone, in a world whose others are absent (comm/stand_in.py): nothing is compared,
         and their samples count as if they were there. prepare: only makes what a step needs, and computes nothing.
-
-        Returns how many shards this rank has, and how many bytes others have read from memory that it shares so far.
-        """
+        Returns how many shards this rank has, and how many bytes others have read from memory that it shares so far."""
         samples, form = len(batch.indices), batch.dataset.form
         self._share_out(samples, form)
         if prepare:
