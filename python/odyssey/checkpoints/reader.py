@@ -82,8 +82,7 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
     from ..core.offload import maker
 
     make = maker(np.empty)  # on this thread
-    flags = os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
-    with _open("the directory", path, flags) as directory:
+    with _open("the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)) as directory:
         check_owner(os.fstat(directory))
         found, digest = _manifest(directory, path, key)
         starts = {}

@@ -255,10 +255,10 @@ class Trainable(Protocol):
         """Takes the same snapshot back once more, in silence."""
 
     def expect(self, snapshot: Snapshot, name: str, exactly: bool) -> None:
-        """The next step must compute what the snapshot says, if `exactly`; not collective."""
+        """The next step must compute what the snapshot says, if `exactly` and it can be known; not collective."""
 
     def stays(self) -> None:
-        """Raises ConfigError: what a step computes has changed though no setting has."""
+        """Raises ConfigError: what a step computes has changed though no setting has, where that can be known."""
 
     def check_alike(self) -> None:
         """Compares what ranks hold alike: settings, weights. Raises ConfigError, NumericsError."""

@@ -100,8 +100,7 @@ class DataLoader:
 
     def __repr__(self) -> str:
         how = f"sampler={type(self.sampler).__name__}" if self.sampler is not None else f"shuffle={self.shuffle}"
-        what = described(self.dataset)
-        return f"DataLoader({what}, batch_size={self.batch_size}, {how}, {len(self)} batches)"
+        return f"DataLoader({described(self.dataset)}, batch_size={self.batch_size}, {how}, {len(self)} batches)"
 
     @classmethod
     def with_sampler(cls, dataset: Any, batch_size: int, sampler: Iterable[int], **options: Any) -> DataLoader:

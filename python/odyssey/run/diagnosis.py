@@ -120,8 +120,7 @@ def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
     others = [ranks[p] for p in members if p in ranks and p != rank.rank]
     call = rank.wait_group, rank.wait_sequence
     elsewhere = [s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)]
-    stopped = [s.rank for s in others if s.state in ("T", "t") or not s.alive]
-    return elsewhere or stopped
+    return elsewhere or [s.rank for s in others if s.state in ("T", "t") or not s.alive]
 
 
 def _wait(rank: Seen) -> tuple[Any, ...]:
@@ -182,8 +181,7 @@ def paragraph(
     if found.circle:
         what, waits = "wait for each other", f"{victim.waited:.0f} s by now"
     lines = [f"odyssey: [watch] {whom} {what}; {waits}"]
-    for p in found.culprits[:8]:
-        lines.append(f"  {about(ranks[p], stacks.get(p, ''))}")
+    lines += [f"  {about(ranks[p], stacks.get(p, ''))}" for p in found.culprits[:8]]
     if len(found.culprits) > 8:
         lines.append(f"  and {len(found.culprits) - 8} more")
     for s in [ranks[p] for p in found.waiting if ranks[p].wait_text != victim.wait_text][:4]:

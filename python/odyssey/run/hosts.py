@@ -115,9 +115,7 @@ def _short(text: str) -> str:
 
 def capacity(hosts: Sequence[Host]) -> int | None:
     """How many ranks the hosts take together; None where nothing limits it, or where there are none."""
-    if all(host.slots is None for host in hosts):
-        return None
-    return sum(host.slots or 1 for host in hosts)
+    return None if all(host.slots is None for host in hosts) else sum(host.slots or 1 for host in hosts)
 
 
 def check_room(hosts: Sequence[Host], ranks: int) -> None:

@@ -87,8 +87,7 @@ def pids() -> Iterator[int]:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    return Path(path).read_bytes()
 
 
 def _dead(pid: int) -> bool:

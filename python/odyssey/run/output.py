@@ -116,7 +116,9 @@ class Pump:
         """Writes what the target takes at once; whether nothing is left."""
         while self._pending or self.unshown:
             if not self._pending:  # it takes bytes again
-                self._pending += self._missed()
+                where = f", see {getattr(self.log, 'name', 'the log')}"
+                text = f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{where}\n"
+                self._pending += text.encode(errors="replace")
                 self.unshown = 0
             try:
                 if not select.select([], [self.target], [], 0)[1]:
@@ -134,7 +136,3 @@ class Pump:
                 self.shown = lambda data: b""
         self._taken = time.monotonic()
         return True
-
-    def _missed(self) -> bytes:
-        where = f", see {getattr(self.log, 'name', 'the log')}"
-        return f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{where}\n".encode(errors="replace")

@@ -164,8 +164,7 @@ class DistributedLauncher:
             except OSError as problem:
                 raise _unwritable(run.path, problem) from problem
             environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
-            exported = _exported(environment, config)
-            command = starting.words(config, starter, action.ranks, layout, exported)
+            command = starting.words(config, starter, action.ranks, layout, _exported(environment, config))
             command += starting.wrapped(starting.program(words))
             attempt = Attempt(
                 *(config, run, starting.tied(command, os.getpid()), environment, action.ranks, layout),
@@ -371,9 +370,7 @@ def _unwritable(path: Path, problem: OSError) -> OutputError:
 
 
 def _line(words: object) -> str:
-    if not isinstance(words, list):
-        return "something else"
-    return printable(" ".join(map(str, words)))[:300]
+    return printable(" ".join(map(str, words)))[:300] if isinstance(words, list) else "something else"
 
 
 def _to_stderr(line: str) -> None:

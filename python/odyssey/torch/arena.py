@@ -31,8 +31,7 @@ def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
     """The place of a tensor in an array, with its shape and strides; it counts its own changes (`_version`)."""
-    part = torch.from_numpy(flat[at : at + like.numel()])
-    return part.as_strided(like.shape, like.stride())
+    return torch.from_numpy(flat[at : at + like.numel()]).as_strided(like.shape, like.stride())
 
 
 class ModuleArena:

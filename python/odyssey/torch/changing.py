@@ -121,8 +121,7 @@ class ModuleSettings:
 
     def _set(self, key: str, old: Any, value: Any) -> None:
         self.by_forward.add(key)
-        numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (old, value))
-        if not numbers:
+        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (old, value)):
             return
         by, (last, rose, times) = value - old, self._last.get(key, (math.nan, math.nan, 0))
         times = times + 1 if by and last == old and math.isclose(by, rose) else 0

@@ -67,8 +67,7 @@ class ObjectState:
         if path is not None and horovod.rank() == 0:
             text, arrays = resume.written(self._committed)
             data = b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays)])
-            whole = hashlib.sha256(data).digest() + data
-            files.write_whole(path, lambda file: file.write(whole), durable=False)
+            files.write_whole(path, lambda file: file.write(hashlib.sha256(data).digest() + data), durable=False)
 
     def check_host_updates(self) -> None:
         """Nothing: ranks come and go when the job is started anew."""

@@ -157,8 +157,7 @@ class GlooCommunicator(Staged):
 
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: calls.Header) -> _Message:
         def work() -> None:
-            paper = torch.from_numpy(calls.pack_envelope(envelope))
-            self._data.send([paper], dest, 2 * tag + 1).wait()
+            self._data.send([torch.from_numpy(calls.pack_envelope(envelope))], dest, 2 * tag + 1).wait()
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
 
@@ -259,14 +258,13 @@ def _done(work: Any) -> bool:
     return True
 
 
-def _when(work: Any, *kept: Any, then: Callable[[], None] | None = None) -> Callable[[], bool]:
+def _when(work: Any, *kept: Any, then: Callable[[], None] = lambda: None) -> Callable[[], bool]:
     """A test of a work that holds its buffers, and does `then` once when it has ended."""
 
     def done() -> bool:
         if not _done(work):
             return False
-        if then is not None:
-            then()
+        then()
         assert kept is not None
         return True
 

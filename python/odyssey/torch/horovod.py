@@ -355,8 +355,7 @@ def join(device: int = -1) -> int:
         if not len(active):
             break
         _, dtype, elements, op, _ = everyone[active[0]]
-        zeros = torch.zeros(int(elements), dtype=_DTYPES[dtype])
-        dist.all_reduce(zeros, _OPS[op], global_process_set)
+        dist.all_reduce(torch.zeros(int(elements), dtype=_DTYPES[dtype]), _OPS[op], global_process_set)
         rounds += 1
     waited = comm.all_gather(np.array([rounds]))[:, 0]
     return int(np.flatnonzero(waited == waited.min())[-1])

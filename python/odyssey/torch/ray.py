@@ -165,8 +165,7 @@ def from_settings(model: Any, optimizer: Any = None, **given: Any) -> RayTrainer
     given.pop("backend", None)
     from ..distributed import DistributedConfig
 
-    config = {"num_workers": DistributedConfig(**given).workers(1), **given}
-    return RayTrainer(model, config, optimizer=optimizer)
+    return RayTrainer(model, {"num_workers": DistributedConfig(**given).workers(1), **given}, optimizer=optimizer)
 
 
 def _fit(

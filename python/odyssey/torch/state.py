@@ -114,8 +114,7 @@ class TrainerState(Sharing):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and buffers by name, copies; tied parameters once. Collective with zero=3."""
         with self.shards.whole():
-            tensors = [*self.arena.named, *self.arena.buffers]
-            return {name: t.detach().numpy().copy() for name, t in tensors}
+            return {name: t.detach().numpy().copy() for name, t in (*self.arena.named, *self.arena.buffers)}
 
     def last_gradients(self) -> dict[str, np.ndarray]:
         """The last step's mean gradients by their names, as the optimizer saw them; collective with zero 2 and 3."""

@@ -143,7 +143,9 @@ class DistributedTrainer(TrainerState):
                 "ranks; use odyssey.data.DataLoader, or leave it out"
             )
         self._move_shards(len(batch.indices))
-        self._catch_up()
+        while self.scheduler is not None and self.per_epoch and self._scheduled < self.context.cursor.epoch:
+            self.scheduler.step()  # to the epoch that this step is of
+            self._scheduled += 1
         self._built.check_structure()
         self._unfreeze()
         rate = self.rate
@@ -182,13 +184,6 @@ class DistributedTrainer(TrainerState):
             raise ConfigError(f"[torch] {what}").on_all_ranks()
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
-
-    def _catch_up(self) -> None:
-        """Steps a scheduler of epochs to the epoch that this step is of."""
-        if self.scheduler is not None and self.per_epoch:
-            while self._scheduled < self.context.cursor.epoch:
-                self.scheduler.step()
-                self._scheduled += 1
 
     def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> BatchSums:
         """Runs this rank's shards of a batch; the sums over all."""
@@ -294,9 +289,7 @@ class DistributedTrainer(TrainerState):
         return self.module(*x) if isinstance(x, tuple) else self.module(x)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision == "bf16":
-            return torch.autocast("cpu", dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
 
     def _commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, unless it is not finite: then nothing is changed."""

@@ -61,8 +61,7 @@ class WholeBatchLoss:
         value = loss(*pytree.tree_unflatten(leaves, outputs.spec))
         self.loss = float(value.detach())
         if scale is not None:
-            ends = [leaves[i] for i in self._at]
-            self._gradients = torch.autograd.grad(value * scale, ends, allow_unused=True)
+            self._gradients = torch.autograd.grad(value * scale, [leaves[i] for i in self._at], allow_unused=True)
 
     def backward(self, lo: int, hi: int, out: Any) -> None:
         """The second pass of a shard. Raises ConfigError: it is not what the first one gave, or has no gradient."""

@@ -112,8 +112,7 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     error: Exception | None = None
     listed = Listed()
     try:
-        n = engine.shard_size_of(len(batch.indices))
-        recording = engine.programs.recording(n, batch.dataset.form)
+        recording = engine.programs.recording(engine.shard_size_of(len(batch.indices)), batch.dataset.form)
         if recording is None:
             engine.trace(batch, step, listed.listen)
         else:

@@ -186,8 +186,7 @@ class Changing(Sharing):
         nothing was changed. An exception inside changes nothing either.
         """
         self.mode.settle()
-        flat = self._train.ownership.parameters()
-        whole = flat.copy()
+        whole = self._train.ownership.parameters().copy()
         states = {name: array.copy() for name, array in self.optimizer_arrays().items()}
         with self.arena.whole(whole), self.optimizer.whole(states):
             yield

@@ -91,12 +91,6 @@ class Trainer(Trainable):
     def epoch_begins(self) -> None:
         """Callbacks of an epoch's start have been called: what the program computes may have changed."""
 
-    def stays(self) -> None:
-        """See Trainable; of torch modules nothing is known."""
-
-    def expect(self, snapshot: Any, name: str, exactly: bool) -> None:
-        """See Trainable; of torch modules nothing is known."""
-
     def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
         return batches_of(loader)
@@ -403,8 +397,7 @@ class Trainer(Trainable):
         }
         context.record = record
         if val_loader is not None:
-            result = self.evaluate(val_loader)
-            record.update((f"test_{name}", value) for name, value in result.metrics.items())
+            record.update((f"test_{name}", value) for name, value in self.evaluate(val_loader).metrics.items())
             context.emit("on_validation_end")
         history.records.append(record)
         session.epoch_ended()

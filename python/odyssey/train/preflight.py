@@ -37,8 +37,7 @@ _TEXT = 16 << 10  # bytes by which ranks explain a difference
 
 def version(package: str) -> str:
     """The installed version of a package, "none" where it is not."""
-    module = sys.modules.get(package)
-    found = getattr(module, "__version__", None)
+    found = getattr(sys.modules.get(package), "__version__", None)
     if isinstance(found, str):
         return found  # a look at files takes longer
     from importlib import metadata

@@ -90,9 +90,7 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
     """A live line on a terminal, a plain line per epoch elsewhere, nothing when none is wanted."""
     if no_progress:
         return None
-    if logged():
-        return PlainProgress(None)
-    return RichProgress(stream) if stream.isatty() else PlainProgress(stream)
+    return PlainProgress(None) if logged() else RichProgress(stream) if stream.isatty() else PlainProgress(stream)
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:

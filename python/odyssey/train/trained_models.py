@@ -252,10 +252,8 @@ def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
     if isinstance(samples, (np.ndarray, Tensor)) or hasattr(samples, "__array__"):
         given = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
         batches = batches_of_array(np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32))
-    elif hasattr(samples, "__getitem__"):
-        batches = datasets.DataLoader(samples, batch_size=batch_size)
     else:
-        batches = samples
+        batches = datasets.DataLoader(samples, batch_size=batch_size) if hasattr(samples, "__getitem__") else samples
     return predicted(model, batches, world("auto"))
 
 

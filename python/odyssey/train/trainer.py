@@ -263,8 +263,7 @@ class DistributedTrainer(EngineState):
         if engine is None:
             engine = self._train
             self._watch.batch(batch, self.steps, self.rate)
-        n = engine.shard_size_of(len(batch.indices))
-        kind = (engine.train, n, *batch.dataset.form)
+        kind = (engine.train, engine.shard_size_of(len(batch.indices)), *batch.dataset.form)
         if self.comm.size > 1 and kind not in self._watch.programs:
             agreement.programs(self.comm, engine, batch, self.steps)
             self._watch.programs.add(kind)  # not where that raises: a program that catches it may go on

@@ -33,8 +33,7 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
         found = trained_models.opened(model, trained_models.own_model(own))
         names, samples = _samples(inputs, found.data)
     world = comm.world(backend="auto")
-    normal = (found.data.get("scale", 1.0), found.data.get("shift", 0.0))
-    batches = trained_models.batches_of_array(samples, *normal)
+    batches = trained_models.batches_of_array(samples, found.data.get("scale", 1.0), found.data.get("shift", 0.0))
     outputs = trained_models.predicted(found.model, batches, world, algorithm=found.algorithm)
     if world.rank:
         return

@@ -342,8 +342,7 @@ def _model_settings(train_set: Any, made: Settings) -> dict[str, Any]:
         raise ConfigError(
             f"[train] --model {made.model} is for text, --dataset {made.dataset} has none; use shakespeare, or text"
         )
-    dropout = GPT_DROPOUT[made.model]
-    return {"vocab_size": train_set.classes, "context": made.sequence_length, "dropout": dropout}
+    return {"vocab_size": train_set.classes, "context": made.sequence_length, "dropout": GPT_DROPOUT[made.model]}
 
 
 def _outputs(train_set: Any, made: Settings) -> int:
