@@ -35,7 +35,6 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
     path: the file, plain or gzip (told apart by its first bytes, not by its name).
     ndim: how many dimensions it must have; None accepts 1 to 8.
     sha256: hex digest the uncompressed file (header included) must have; None skips the check.
-
     Returns a read-only, C-contiguous uint8 array of the header's shape.
     Raises DataError if the file is missing, unreadable, a damaged gzip, of another type or number of dimensions, not
     exactly as long as its header says, or altered. Nothing is allocated for sizes that the file cannot hold.
@@ -62,9 +61,8 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
 def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
     """Reads as `read_idx` with a digest; what was unpacked is kept in `cache` under it and used from there next time.
 
-    Unpacking takes four times as long as hashing, and every rank does it at every start. The copy is not read but
-    mapped: all ranks of a machine share its pages. One without the digest is replaced; where none can be kept it works
-    without.
+    Unpacking takes four times as long as hashing, and every rank does it at every start. The copy is mapped: all ranks
+    of a machine share its pages. One without the digest is replaced; where none can be kept it works without.
     """
     kept = cache / f"{sha256}.idx"
     with contextlib.suppress(DataError, OSError, ValueError):

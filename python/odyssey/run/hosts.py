@@ -40,9 +40,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment.
-    Raises ConfigError: it cannot be read, is longer than FILE_LIMIT bytes or is not ASCII; else as `parse_hosts`,
-    naming the line."""
+    """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment. Raises
+    ConfigError: it cannot be read, is too long or not ASCII; else as `parse_hosts`, naming the line."""
     try:
         with open(path, "rb") as file:
             return parse_hostfile_text(file.read(FILE_LIMIT + 1), f"host file {path}")

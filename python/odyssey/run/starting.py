@@ -134,9 +134,8 @@ def _allowed(name: str, more: Sequence[str]) -> bool:
 def words(
     config: LaunchConfig, starter: Starter, ranks: int, layout: Sequence[tuple[str, int]], exported: Sequence[str]
 ) -> list[str]:
-    """The launcher and its options; what it is to start comes behind.
-    layout: hosts and how many ranks each gets; empty: this machine, or the allocation.
-    exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself)."""
+    """The launcher and its options; what it is to start comes behind. layout: hosts and their ranks; empty: this
+    machine, or the allocation. exported: variables for other machines' ranks (Open MPI sends none by itself)."""
     hosts = ",".join(f"{name}:{count}" for name, count in layout)
     out = [starter.path]
     if starter.kind == "srun":

@@ -43,7 +43,6 @@ class ModuleArena:
             of them, wherever they are (zero.py). grads: gradients of the parameters `held`; gradients: their places.
         statistics: float buffers of normalisations (name, tensor), views of `running`; `kept`: their values before a
             step. counters: integer buffers of normalisations. others: buffers that a shard must leave as they are.
-
     Raises ConfigError: a parameter or module cannot be trained this way; the message names it.
     """
 

@@ -112,7 +112,6 @@ class DistributedDataParallel(torch.nn.Module):
 
         batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all ranks: tensors
             (samples, ...) in tuples, lists or dictionaries.
-
         Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
         another, or another net's running statistics or gradients moved by it. ConfigError: no tensor in the batch, or a
         loader with another shard_size.

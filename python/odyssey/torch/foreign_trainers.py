@@ -103,12 +103,8 @@ class PyTorchDDPTrainer(DistributedTrainer):
 
 
 class HorovodTrainer(PyTorchDDPTrainer):
-    """The same from the arguments of Horovod's trainers.
-
-    Args:
-        compression: "none", "fp16", or an object of that name, such as hvd.Compression.fp16.
-        verbose: whether rank 0 prints.
-    """
+    """The same from the arguments of Horovod's trainers. compression: "none", "fp16", or an object of that name, such
+    as hvd.Compression.fp16. verbose: whether rank 0 prints."""
 
     def __init__(
         self,

@@ -55,7 +55,6 @@ def launch(
 
     cpus_per_worker: cores that Ray is to keep free for each rank.
     environment: variables of the ranks.
-
     Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores. LaunchError: a rank failed; the
     message is its own. The others are ended.
     """

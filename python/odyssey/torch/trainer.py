@@ -412,7 +412,6 @@ class DistributedTrainer(TrainerState):
         """Returns what the module gives in eval mode for all samples, in order, whole on every rank.
 
         loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N, ...).
-
         Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16": the outputs, or their `logits`. Raises
         ConfigError: they are no tensors, or have several shapes.
         """

@@ -218,8 +218,7 @@ def of_batch(batch: Batch) -> int:
 
 
 def last_batch(comm: Communicator, batch: Batch, step: int) -> None:
-    """Compares the samples of the batch of step `step`, read once more where they are read; a collective call. Raises
-    DataError: on all ranks: a rank has others."""
+    """Compares the samples of the batch of step `step`, read once more; collective. Raises DataError on all ranks."""
     other, _ = first_other(comm, [fingerprint.signed(of_batch(batch.whole()))])
     if other is not None:
         raise DataError(

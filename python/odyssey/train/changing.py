@@ -105,8 +105,6 @@ class Changing(Sharing):
         self._train.programs.refresh()
 
     def stays(self) -> None:
-        """Raises ConfigError, on all ranks: forward() computes something else than it did in the last step, though no
-        attribute was changed; a collective call."""
         astray = self._train.programs.astray()
         everyone = self.comm.all_gather(np.array([bool(astray)], np.int32))
         if everyone.any():

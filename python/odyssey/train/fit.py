@@ -167,8 +167,7 @@ class Trainer(Trainable):
             raise Rollback
 
     def say(self, line: str) -> None:
-        """One line to the user, from rank 0, without tearing a progress bar; to Python's logger "odyssey" where the
-        program has made use of that (progress.LOGGER)."""
+        """See Trainable; to Python's logger "odyssey" where the program has made use of that (progress.LOGGER)."""
         if self.comm.rank == 0 and not self._silent:
             tell(getattr(self._shown or self.progress, "say", None), line)
 
@@ -404,10 +403,8 @@ class Trainer(Trainable):
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.
-
         For a custom training loop; fit() makes its own, and says in them where it is in its data. Raises OutputError:
-        it could not be written; those that are there stay.
-        """
+        it could not be written; those that are there stay."""
         from ..checkpoints import Store, environment_key
 
         self.mode.settle()
@@ -424,12 +421,9 @@ class Trainer(Trainable):
                 resume.by_first(self.comm, lambda: str(store.save(snapshot)))
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Takes back a checkpoint, made on any layout; returns its step. All ranks call.
-
-        path: a checkpoint, or a directory of them: then the newest that is valid.
-
-        Raises CheckpointError: there is none that is valid. ConfigError: it is of another training.
-        """
+        """Takes back a checkpoint, made on any layout; returns its step. All ranks call. path: a checkpoint, or a
+        directory of them: then the newest that is valid. Raises CheckpointError: there is none. ConfigError: it is of
+        another training."""
         with offload(self.layout and self.layout.offload):
             found = resume.shared(self.comm, lambda whole: resume.find(Path(path), self.say, whole), self.in_parts)
         snapshot, name = found

@@ -81,7 +81,6 @@ class EngineState(Changing):
         return self._train.ownership.digest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
         self.mode.settle()
         flat = self._train.ownership.parameters()
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
@@ -170,7 +169,6 @@ class EngineState(Changing):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the tensors of a checkpoint."""
         return 4 * self.arena.size * (1 + len(self.optimizer.states))
 
     def _layers(self) -> dict[str, Any]:

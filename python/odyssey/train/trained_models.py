@@ -226,7 +226,6 @@ def export(
 
     format: "safetensors" or "torch", weights by name; "onnx", the whole model; None: by the path's ending,
     .safetensors, .pt or .onnx. sample_shape: of one sample, without the batch; needed for ONNX, but not of a GPT.
-
     Raises ConfigError: the ending says no format, or an op of the model has no form. OutputError: the file cannot be
     written; one that was there stays.
     """
@@ -262,7 +261,6 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
 
     path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
     model: takes its weights; needed where the model is of your own code.
-
     Raises ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
     """
     return opened(path, model).model

@@ -292,7 +292,6 @@ class DistributedTrainer(EngineState):
 
     @property
     def base_rate(self) -> float:
-        """Returns what the schedule's factor is multiplied with."""
         return self.optimizer.lr * self._lr_factor
 
     def scale_rate(self, factor: float) -> None:

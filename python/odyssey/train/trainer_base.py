@@ -64,8 +64,6 @@ class Sharing(Trainer):
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
     def check_alike(self) -> None:
-        """Compares settings, and the weights that several ranks have; a collective call. Raises ConfigError,
-        NumericsError: on all ranks: they differ."""
         agreement.standing(self.comm, f"step {self.steps}", self.standing())
         self.check_replicas()
 
