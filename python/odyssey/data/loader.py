@@ -286,8 +286,7 @@ def _prefetched(made: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch:
 
 
 def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
-    given = sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler)
-    order = np.array(given, dtype=np.int64)
+    order = np.array(sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler), np.int64)
     if (wrong := outside(order, count)) is not None:
         raise ConfigError(
             f"DataLoader: the sampler gave the index {order[wrong]}; 0 to {count - 1} are allowed; "

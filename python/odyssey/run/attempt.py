@@ -334,8 +334,7 @@ class Attempt:
         if not self._told and asked > UNREAD and now - self._begun > UNKNOWN and unread(phases):
             self._told = True
             self._tell()
-        times = LONGER if "checkpoint" in phases.values() else 1
-        self._forced = asked > times * self.config.grace
+        self._forced = asked > self.config.grace * (LONGER if "checkpoint" in phases.values() else 1)
         return self._forced
 
     def _phases(self) -> dict[int, str]:

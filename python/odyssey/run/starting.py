@@ -38,8 +38,7 @@ FOREIGN = (
     "PMIX_SERVER_*"
 ).split()
 
-# Credentials among what ALLOWED names.
-SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()
+SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()  # credentials among what ALLOWED names
 
 _INTERPRETERS = ("python", "python3")
 _SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o StrictHostKeyChecking=yes"

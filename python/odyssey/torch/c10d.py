@@ -263,8 +263,6 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         works, self._together = self._together or [], None
         return self._after(works, None)
 
-    # --- one to one ---
-
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
         message = _Message(self.comm, distributed.isend(tensors[0], rank, self._members, tag), tensors)
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
@@ -275,8 +273,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
         place = distributed.Place(tensors[0], "backend odyssey")
-        request = self.comm.recv(place.memory, None, tag, wait=False)
-        return _Message(self.comm, Work(request, place.filled), tensors)
+        return _Message(self.comm, Work(self.comm.recv(place.memory, None, tag, wait=False), place.filled), tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._run(self.comm.barrier, None, opts)

@@ -43,8 +43,7 @@ class ModuleSettings:
         ]
         holders = [own for _, own in self._owned if "_modules" in own]
         self._held = [(own[kind], dict(own[kind])) for own in holders for kind in ("_modules", "_parameters")]
-        #: of numbers that forward() sets: the last one, by how much it rose, and how often by as much
-        self._last: dict[str, tuple[float, float, int]] = {}
+        self._last: dict[str, tuple[float, float, int]] = {}  # numbers that forward() sets: last, rise, how often so
         self.remember()
 
     def remember(self) -> None:
@@ -81,8 +80,6 @@ class ModuleSettings:
         if comm.size > 1:
             for text in agreement.texts(comm, json.dumps(sorted(self.by_forward)), LONGEST):
                 self.by_forward.update(json.loads(text))
-
-    # --- structure ---
 
     def _structure(self) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
         top = self.roots["module"]

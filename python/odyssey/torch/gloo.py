@@ -69,8 +69,6 @@ class GlooCommunicator(Staged):
         except RuntimeError as e:
             raise _lost(e) from None
 
-    # --- headers ---
-
     def _send_header(self, header: calls.Header) -> tuple:
         mine = np.zeros(calls.header_bytes(self.size), np.uint8)
         calls.pack(header, mine)
@@ -186,8 +184,6 @@ class GlooCommunicator(Staged):
         message = _Message(self, envelope, source)
         message.future = self._in_line("recv", source, tag, work)
         return message
-
-    # --- groups and ends ---
 
     def _sub(self, members: tuple[int, ...]) -> GlooCommunicator:
         ranks = tuple(self.ranks[p] for p in members)

@@ -80,14 +80,13 @@ class TrainerState(Sharing):
         )
 
     def configuration(self) -> dict[str, Any]:
-        kind = "tree" if self.strategy.same_bits else repr(self.strategy)
         return as_json(
             {
                 **environment(),
                 **self._given,
                 "shard size": self.shard_size,
                 "precision": self.precision,
-                "reduction": kind,
+                "reduction": "tree" if self.strategy.same_bits else repr(self.strategy),
                 **of_checkpoint(self.settings),
                 **(self.data_configuration or {"accumulation": self.accumulation_steps}),
             }

@@ -434,7 +434,6 @@ class DistributedTrainer(TrainerState):
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
     def _predicted(self, x: Any, samples: int) -> np.ndarray:
-        """Outputs of a shard."""
         with self._autocast():
             out = huggingface.predictions(self._forward(x))
         if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
@@ -469,22 +468,17 @@ def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: An
     name, own = type(optimizer).__name__, {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}
     ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    optim, plateau = torch.optim, torch.optim.lr_scheduler.ReduceLROnPlateau
     groups = optimizer.param_groups
+    apart = scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer
     foreign = any(id(p) not in own for group in groups for p in group["params"])
     for wrong, says in (
-        (isinstance(optimizer, torch.optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
-        (
-            isinstance(optimizer, torch.optim.SparseAdam),
-            "SparseAdam needs sparse gradients, which no tree adds; use Adam",
-        ),
+        (isinstance(optimizer, optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
+        (isinstance(optimizer, optim.SparseAdam), "SparseAdam needs sparse gradients, which no tree adds; use Adam"),
         (foreign, f"{name} has parameters that are not the module's; make it of module.parameters()"),
         (any(isinstance(group["lr"], torch.Tensor) for group in groups), f"{name}'s lr is a tensor; give a number"),
         (isinstance(scheduler, plateau), "ReduceLROnPlateau needs a figure at each step(); use another scheduler"),
-        (
-            scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
-            f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
-        ),
+        (apart, f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer"),
         (
             loss is not None and (isinstance(loss, type) or not callable(loss)),
             f"loss is {loss!r}; give a function of (output, target) or an object such as nn.CrossEntropyLoss()",

@@ -307,8 +307,6 @@ class Spread(Shards):
             with contextlib.suppress(ConfigError):
                 b.free()
 
-    # --- sums ---
-
     def own(self, samples: int, train: bool = True) -> range:
         if not train or self.shard_size is None:
             return super().own(samples, train)

@@ -95,8 +95,6 @@ class Trainer(Trainable):
         """The batches of an epoch, from its first or from where the loader was told to start."""
         return batches_of(loader)
 
-    # --- steps ---
-
     def train_step(self, batch: datasets.Batch) -> tuple[float, float]:
         """One optimizer step over a global batch; returns (sum of losses, correct predictions) over its samples.
 

@@ -67,8 +67,7 @@ def odd_one(rows: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
         if len(set(values)) > 1:
             counts = Counter(values)
             usual = max(counts, key=lambda value: (counts[value], value == values[0]))
-            rank = next(r for r, value in enumerate(values) if value != usual)
-            return column, rank, values.index(usual)
+            return column, next(r for r, value in enumerate(values) if value != usual), values.index(usual)
     return None
 
 

@@ -67,8 +67,7 @@ class Shown(Callback):
         self.progress.end()
 
 
-#: Where a program has configured logging for INFO, lines go there and not to standard error.
-LOGGER = logging.getLogger("odyssey")
+LOGGER = logging.getLogger("odyssey")  # where it is configured for INFO, lines go there and not to standard error
 
 
 def logged() -> bool:

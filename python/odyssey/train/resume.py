@@ -32,8 +32,7 @@ PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 _NO_SETTINGS = ("training", "arguments")  # of a module
 _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
 EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
-#: What a checkpoint was made with that is older than the setting.
-BEFORE = {"convolution algorithm": "auto"}
+BEFORE = {"convolution algorithm": "auto"}  # what a checkpoint was made with that is older than the setting
 #: What helps where settings are others on purpose.
 ANEW = (
     "take its weights alone into a new training (resume='weights', --resume weights), or start anew (resume='never', "

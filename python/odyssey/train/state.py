@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from ..checkpoints.snapshot import TensorSlice
 
 
+def _per_step(key: str, text: str) -> Any:
+    """A figure of the engine for each training step so far."""
+    return property(lambda trainer: getattr(trainer._train, key) / max(trainer.steps, 1), doc=text)
+
+
 class EngineState(Changing):
     """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says what each method does."""
 
@@ -128,20 +133,9 @@ class EngineState(Changing):
             "activations": activations,
         }
 
-    @property
-    def bytes_per_step(self) -> float:
-        """Bytes that this rank has sent per training step: gradients, parameters of ZeRO, activations of pp and tp."""
-        return self._train.bytes_sent / max(self.steps, 1)
-
-    @property
-    def wire_bytes_per_step(self) -> float:
-        """Bytes of `bytes_per_step` that go to other machines, where gradients are summed along the tree."""
-        return self._train.bytes_wire / max(self.steps, 1)
-
-    @property
-    def bytes_per_step_uncompressed(self) -> float:
-        """The same if gradients were summed along the tree, uncompressed."""
-        return self._train.bytes_plain / max(self.steps, 1)
+    bytes_per_step = _per_step("bytes_sent", "Bytes that this rank sends: gradients, ZeRO's parameters, pp's and tp's.")
+    wire_bytes_per_step = _per_step("bytes_wire", "Bytes of them to other machines, of gradients along the tree.")
+    bytes_per_step_uncompressed = _per_step("bytes_plain", "The same along the tree, uncompressed.")
 
     def last_gradients(self) -> dict[str, np.ndarray]:
         """The summed gradients of the last step by the parameters' names; before division, scaling and clipping. Raises
@@ -188,7 +182,6 @@ class EngineState(Changing):
         built, frozen = self._built, self._built["frozen"]
         settings = {k: v for k, v in built["optimizer"].items() if isinstance(v, (int, float, tuple, list))}
         strategy = self.layout.reduction
-        kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
             {
                 "model": [[name, list(p.shape), *["frozen"] * (name in frozen)] for name, p in self.arena.named],
@@ -197,7 +190,7 @@ class EngineState(Changing):
                 **built["layers"],
                 "loss": type(self.loss).__name__,
                 "precision": [self.precision, self.scaler.growth_interval if self.scaler.enabled else 0],
-                "reduction": kind,
+                "reduction": "tree" if strategy.same_bits else repr(strategy),
                 **of_checkpoint(self.settings),
                 "schedule": resume.probed(self.schedule),
                 **(self.data_configuration or {"accumulation": self.accumulation_steps}),

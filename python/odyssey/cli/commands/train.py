@@ -35,7 +35,6 @@ def _load_config(context: click.Context, _: click.Parameter, path: Path | None) 
 
 
 def _option(s: Setting) -> click.Option:
-    """The option of a setting."""
     choice = DataSet if s.name == "dataset" else OrOwn if s.own else click.Choice
     kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
@@ -123,8 +122,7 @@ def settings_of(context: click.Context) -> Settings:
 
 def _one_batch_size(context: click.Context, size: int, ranks: int | None, workers: int | None) -> int:
     """--batch-size as the global one, if it can mean nothing else."""
-    source = context.get_parameter_source("global_batch_size")
-    if source not in (None, click.core.ParameterSource.DEFAULT):
+    if context.get_parameter_source("global_batch_size") not in (None, click.core.ParameterSource.DEFAULT):
         raise ConfigError("[train] --batch-size and --global-batch-size are both given; leave out --batch-size")
     started = launchers.launched()
     count = (ranks or (started.size if started else 1)) * (workers or 1)
@@ -352,15 +350,12 @@ def _outputs(train_set: Any, made: Settings) -> int:
             f"[train] --dataset {made.dataset} gives tokens, which --model {made.model} does not take; use "
             "--model gpt-mini or gpt, or train a model of your own on it from Python"
         )
-    classes = train_set.classes
-    if not classes:
-        shape = getattr(train_set.labels, "shape", ())
-        if len(shape) > 2:
-            raise ConfigError(
-                f"[train] targets have the shape {shape[1:]}; --model {made.model} gives one row of numbers"
-            )
-        return shape[1] if len(shape) == 2 else 1
-    return len(classes) if isinstance(classes, list) else classes
+    if classes := train_set.classes:
+        return len(classes) if isinstance(classes, list) else classes
+    shape = getattr(train_set.labels, "shape", ())
+    if len(shape) > 2:
+        raise ConfigError(f"[train] targets have the shape {shape[1:]}; --model {made.model} gives one row of numbers")
+    return shape[1] if len(shape) == 2 else 1
 
 
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
