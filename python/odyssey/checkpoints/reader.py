@@ -95,9 +95,8 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
     stems = [file.name.removesuffix(SUFFIX) for file in found.files if found.version == manifest.WHOLE]
     arrays: dict[str, dict[str, Any]] = {stem: {} for stem in stems}
     for (stem, name), parts in found.tensors.items():
-        arrays.setdefault(stem, {})[name] = Stored(
-            folder, [(starts[file.name], file, *one) for file, *one in parts], make
-        )
+        placed = [(starts[file.name], file, *one) for file, *one in parts]
+        arrays.setdefault(stem, {})[name] = Stored(folder, placed, make)
     return Snapshot(found.step, arrays, found.values, source=(os.path.abspath(path), digest)), found
 
 

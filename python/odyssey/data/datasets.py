@@ -121,9 +121,8 @@ class ArrayDataset(Gathered):
             _check_labels(self.labels, len(self), self.classes, self.name)
         for field, values in (("scale", self.scale), ("shift", self.shift)):
             if values.dtype != np.float32 or values.shape != (self._channels,):
-                raise DataError(
-                    f"{self.name}: {field} is {values.dtype} {values.shape}; float32 ({self._channels},) expected"
-                )
+                found, wanted = f"{values.dtype} {values.shape}", f"float32 ({self._channels},)"
+                raise DataError(f"{self.name}: {field} is {found}; {wanted} expected")
 
     @functools.cached_property
     def normalised(self) -> bool:

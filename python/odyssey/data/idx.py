@@ -121,9 +121,7 @@ def _read(
 def _read_header(stream: BinaryIO | gzip.GzipFile, path: Path, ndim: int | None) -> tuple[bytes, tuple[int, ...]]:
     magic = stream.read(4)
     if len(magic) < 4:
-        raise DataError(
-            f"{path} holds {len(magic)} bytes; an IDX file starts with a magic number of 4; get the file again"
-        )
+        raise DataError(f"{path} holds {len(magic)} bytes; IDX files have a magic number of 4; get the file again")
     if magic[:2] != b"\x00\x00" or magic[2] != _UINT8:
         raise DataError(
             f"{path} has the magic number 0x{magic.hex()}; only 0x000008NN (IDX of unsigned bytes) is read; "

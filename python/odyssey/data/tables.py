@@ -76,9 +76,7 @@ class Table:
             if target:
                 raise DataError(f"{fault}; write it as a number, or leave the line out")
             advice = "fill it (--fill mean, fill='mean')" if missing[row] else "write it as a number"
-            raise DataError(
-                f"{fault}; {advice}, or leave the line or the column out (--drop-columns {shlex.quote(name)})"
-            )
+            raise DataError(f"{fault}; {advice}, or leave line or column out (--drop-columns {shlex.quote(name)})")
         return values
 
 

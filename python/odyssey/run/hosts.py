@@ -57,9 +57,7 @@ def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
     try:
         lines = data.decode("ascii").split("\n")
     except UnicodeDecodeError:
-        raise ConfigError(
-            f"[launch] {name} is not ASCII text; a host name has letters, digits, '.', '_' and '-'"
-        ) from None
+        raise ConfigError(f"[launch] {name} is not ASCII; a host name has letters, digits, '.', '_' and '-'") from None
     found = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()

@@ -132,9 +132,7 @@ class DataLoader(own.DataLoader):
     ) -> None:
         for name in ("sampler", "batch_sampler"):
             if options.get(name) is not None:
-                raise ConfigError(
-                    f"[torch] DataLoader({name}=...): the loader shares batches out by itself; leave it out"
-                )
+                raise ConfigError(f"[torch] DataLoader({name}=...): the loader shares batches out; leave it out")
         super().__init__(dataset, batch_size, shuffle, seed=seed, drop_last=drop_last, prefetch=0)
         default = plan.default_shard_size(self.batch_size)
         self.fixed_size = shard_size is not None

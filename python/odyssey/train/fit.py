@@ -360,9 +360,8 @@ class Trainer(Trainable):
         self.epoch_begins()
         session.leave_out(time.perf_counter() - now)  # loggers open their files there
         if own_steps(train_loader):
-            batches = train_loader.steps(
-                pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)
-            )
+            part = self._part(training=True)
+            batches = train_loader.steps(pieces=context.pieces, join=self.accumulation_steps, part=part)
         else:
             batches = self._batches(train_loader, context.cursor.loader_epoch)
             batches = itertools.islice(batches, session.first_batch, None)
@@ -466,9 +465,7 @@ def check_batches(loader: Any, what: str = "data") -> None:
         name = type(loader).__name__
         given = "data.arrays(x, y)" if arrays else f"your {name}"
         advice = f"; give data.DataLoader({given}, batch_size=...)" if arrays or is_data_set(loader) else ""
-        raise ConfigError(
-            f"[train] expected a data.DataLoader or a list of (x, y) batches as {what}, got {name}{advice}"
-        )
+        raise ConfigError(f"[train] expected a data.DataLoader or list of (x, y) batches as {what}, got {name}{advice}")
 
 
 def is_data_set(given: Any) -> bool:

@@ -48,17 +48,13 @@ class NonFinite:
             raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}")
         if self.policy == "skip":
             if self._row >= SKIPS:
-                raise NumericsError(
-                    f"{said}, and the {self._row} steps before it were skipped for the same reason; {cure}"
-                )
+                raise NumericsError(f"{said}; the {self._row} steps before were skipped for the same reason; {cure}")
             self._row += 1
             return f"{said}; the step is skipped ({self._row} of at most {SKIPS} in a row)"
         if checkpoint is None:
             raise NumericsError(f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every")
         if self._gone_back[checkpoint] >= ROLLBACKS:
-            raise NumericsError(
-                f"{said}; the training went back to step {checkpoint} {ROLLBACKS} times already; {cure}"
-            )
+            raise NumericsError(f"{said}; it went back to step {checkpoint} {ROLLBACKS} times already; {cure}")
         self._gone_back[checkpoint] += 1
         self._left_out.add((epoch, batch))
         times = f"{self._gone_back[checkpoint]} of at most {ROLLBACKS} times"

@@ -101,9 +101,7 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
                 f"schedule and length (--schedule, --warmup-steps, --epochs, --steps), or {ANEW}"
             )
         if saved[key] != value and key == "model" and (differs := _parameter(saved[key], value)):
-            raise ConfigError(
-                f"[resume] {name} is of another model: {differs}; build the same, or take another directory"
-            )
+            raise ConfigError(f"[resume] {name} is of another model: {differs}; build that, or take another directory")
         if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:  # of before 0.3
             value = [value[0], value[2]]
         if saved[key] != value and key == "data set":
@@ -268,9 +266,7 @@ def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[S
     for one in refused:
         tell(one.message(snapshot))
     if snapshot is None:
-        raise CheckpointError(
-            f"[resume] {path} has no valid checkpoint; name another path, or 'auto', 'never' or 'weights'"
-        )
+        raise CheckpointError(f"[resume] {path} has no valid checkpoint; name another, or 'auto', 'never' or 'weights'")
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
 
 

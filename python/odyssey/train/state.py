@@ -301,9 +301,7 @@ class EngineState(Changing):
             self._lr_factor, self._lr_scaled = float(values["lr_scaling"][0]), bool(values["lr_scaling"][1])
             self.optimizer.steps, self.optimizer.lr = int(optimizer["steps"]), float(optimizer["lr"])
         except (KeyError, ConfigError, TypeError, ValueError) as problem:
-            raise CheckpointError(
-                f"[resume] {name}: its state of the optimizer is not complete: {problem}"
-            ) from problem
+            raise CheckpointError(f"[resume] {name}: the optimizer's state is not complete: {problem}") from problem
         self.optimizer.coming = lambda: self._take_states(states)
         with resume.on_all_ranks(self.comm, snapshot.source is not None):
             self._train.load(parameters.read, memories)

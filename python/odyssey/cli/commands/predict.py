@@ -58,9 +58,7 @@ def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], 
     shape = data.get("sample_shape")
     tables = [name for name in inputs if name == "-" or name.lower().endswith(".csv")]
     if not shape and not tables:
-        raise ConfigError(
-            "[predict] the checkpoint does not say what its samples are; give a table, or use odyssey.load()"
-        )
+        raise ConfigError("[predict] the checkpoint does not say what samples are; give a table, or use odyssey.load()")
     if not tables:
         return list(inputs), _pictures(inputs, shape)
     if len(inputs) > 1:

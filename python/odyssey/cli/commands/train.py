@@ -114,9 +114,7 @@ def settings_of(context: click.Context) -> Settings:
         given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
     made = core.settings(given)
     if ranks is not None and launchers.launched() is not None:
-        raise ConfigError(
-            f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
-        )
+        raise ConfigError(f"[train] --ranks {ranks} is given, but the ranks were started already; leave one out")
     return made
 
 
@@ -271,9 +269,8 @@ def _optimizer(made: Settings, text: bool) -> Any:
         optimizer = own(**given)
     except TypeError as problem:
         todo = f"it is called with what is given of {', '.join(map(core.option, numbers))}, by name"
-        raise ConfigError(
-            f"{said}: {problem}; {todo}: leave out what it does not take, give the rest defaults"
-        ) from problem
+        advice = f"{todo}: leave out what it does not take, give the rest defaults"
+        raise ConfigError(f"{said}: {problem}; {advice}") from problem
     if not isinstance(optimizer, optim.Optimizer):
         raise ConfigError(f"{said} gives a {type(optimizer).__name__}; a subclass of odyssey.optim.Optimizer is needed")
     return optimizer
