@@ -78,9 +78,7 @@ class DirectoryLock:
                     return made
                 if time.monotonic() > until:
                     who = holder or "another process"
-                    raise OutputError(
-                        f"[checkpoint] {self._place} is in use by {who}; wait for its end, or give another directory"
-                    )
+                    raise OutputError(f"[checkpoint] {self._place} is in use by {who}; wait, or give another directory")
             except BaseException:
                 file.release(empty=False)
                 raise

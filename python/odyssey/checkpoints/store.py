@@ -57,9 +57,7 @@ class Store:
         gets a line for a person, also from another thread. Raises ConfigError: `keep` is less than 2. OutputError: the
         directory cannot be made, is another job's now, or can be written by anybody and is somebody else's."""
         if keep < 2:
-            raise ConfigError(
-                f"[checkpoint] keep {keep} leaves nothing to fall back to when the newest is damaged; keep 2 or more"
-            )
+            raise ConfigError(f"[checkpoint] keep {keep} leaves nothing if the newest is damaged; keep 2 or more")
         self.folder = Path(os.path.abspath(folder))
         self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
         self.kept: frozenset[int] = frozenset()  # steps whose checkpoints stay beside the newest

@@ -225,9 +225,7 @@ def arrays(
         classes is None and isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
     ):
         if labels.dtype.kind not in "iu":
-            raise DataError(
-                f"{name}: labels are {labels.dtype}; classes are integers; for other targets give no number of classes"
-            )
+            raise DataError(f"{name}: labels are {labels.dtype}; classes are integers; for others leave out classes=")
         if classes is None:
             classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
         advice = "correct the labels or the number of classes; give classes=0 if the loss is to ignore some"
@@ -303,9 +301,7 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
         )
     root = _SHIPPED if data_dir is None else Path(data_dir)
     if not os.path.isdir(root):  # False as well for a name that no file can have
-        raise DataError(
-            f"--data-dir {printable(str(root), limit=200)} is not a folder; give one that holds the files of {name}"
-        )
+        raise DataError(f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of {name}'s files")
     tried = [[_in_folder(root / folder, file) for file in wanted] for folder in info.folders]
     best = min(tried, key=lambda found: found.count(None))  # the first of the most telling
     if None not in best:
@@ -471,9 +467,7 @@ def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str
     if numbers.ndim == 0:
         numbers = np.full(channels, numbers)
     if numbers.shape != (channels,) or not np.isfinite(numbers).all():
-        raise ConfigError(
-            f"{name}: {field} is {value!r}; one finite number, or one for each of {channels} channels, is allowed"
-        )
+        raise ConfigError(f"{name}: {field} is {value!r}; give a finite number, or one per channel ({channels})")
     return _read_only(numbers)
 
 

@@ -251,9 +251,8 @@ def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
     known = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
     if len(known) < 2:
         return []
-    middle, middle_data = (
-        sorted(times)[(len(known) - 1) // 2] for times in zip(*((s.own, s.own_data) for s in known), strict=True)
-    )
+    columns = zip(*((s.own, s.own_data) for s in known), strict=True)
+    middle, middle_data = (sorted(times)[(len(known) - 1) // 2] for times in columns)
     found = []
     for s in known:
         if s.own > STRAGGLER * middle:

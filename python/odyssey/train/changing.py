@@ -85,9 +85,8 @@ class Changing(Sharing):
     def take_back(self, saved: Mapping[str, Any], name: str) -> None:
         """Puts back what `changed` gave. Raises CheckpointError: it is something else."""
         try:
-            self.optimizer.restore(
-                {key: of_modules.decoded(v) for key, v in saved["settings"].items()}, list(saved["undecayed"])
-            )
+            settings = {key: of_modules.decoded(v) for key, v in saved["settings"].items()}
+            self.optimizer.restore(settings, list(saved["undecayed"]))
             norm = saved["clip_norm"]
             self.clip_norm = None if norm is None else float(norm)
             modules = {key: of_modules.decoded(value) for key, value in saved["modules"].items()}

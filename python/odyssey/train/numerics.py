@@ -48,7 +48,8 @@ class NonFinite:
             raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}")
         if self.policy == "skip":
             if self._row >= SKIPS:
-                raise NumericsError(f"{said}; the {self._row} steps before were skipped for the same reason; {cure}")
+                said += f", and the {self._row} steps before it were skipped for the same reason"
+                raise NumericsError(f"{said}; {cure}")
             self._row += 1
             return f"{said}; the step is skipped ({self._row} of at most {SKIPS} in a row)"
         if checkpoint is None:

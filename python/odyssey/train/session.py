@@ -71,9 +71,7 @@ class Session:
             and not saving.off
             and (saving.every is not None or not (saving.resume in RESUME or resume.wants_weights(saving.resume)))
         ):
-            raise ConfigError(
-                "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
-            )
+            raise ConfigError("[checkpoint] checkpoint_every or resume without a checkpoint_dir; give one, or neither")
         if saving.every is not None and trainer.mode.own_loop:
             raise ConfigError(
                 "[checkpoint] checkpoint_every counts steps that all ranks take together, and async_parameter_server "
