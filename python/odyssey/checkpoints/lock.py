@@ -86,7 +86,6 @@ class DirectoryLock:
             time.sleep(0.05)
 
     def _try(self, file: LockFile) -> bool:
-        """Takes the file if it is free."""
         taken = file.take()
         if taken is None:
             holder = _holder(file)

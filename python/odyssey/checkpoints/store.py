@@ -382,7 +382,6 @@ class Store:
 
     @property
     def _place(self) -> str:
-        """The directory, for a message."""
         return printable(str(self.folder))
 
 

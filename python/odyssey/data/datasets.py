@@ -221,9 +221,8 @@ def arrays(
     else:
         images, channels = _as_tree(images, None, "inputs", name), 1
     count = len(leaves(images)[0])
-    if classes or (
-        classes is None and isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
-    ):
+    integers = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
+    if classes or (classes is None and integers):
         if labels.dtype.kind not in "iu":
             raise DataError(f"{name}: labels are {labels.dtype}; classes are integers; for others leave out classes=")
         if classes is None:

@@ -318,9 +318,8 @@ class Attempt:
             if not _numbers(self.run.ranks) and self._beat_at is None:
                 self._forced = True
                 return True
-            self._say(
-                f"{name}: the ranks stop after this step and write a checkpoint (at most {self.config.grace:g} s)"
-            )
+            limit = f"at most {self.config.grace:g} s"
+            self._say(f"{name}: the ranks stop after this step and write a checkpoint ({limit})")
             try:
                 write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
             except OSError as problem:

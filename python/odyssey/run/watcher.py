@@ -217,7 +217,6 @@ class Watcher:
         self._end(HUNG, avoid=set(found.culprits))
 
     def _gather_stacks(self) -> dict[int, str]:
-        """The stacks of all ranks that can give any."""
         starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
         self.answers = {}
         self._tell_nodes({"stacks": True})
@@ -392,7 +391,6 @@ class Watcher:
             self._drop(peer)
 
     def _tell_nodes(self, value: Any) -> None:
-        """To the watchers of all other machines."""
         for peer in [peer for peer in self.peers.values() if peer.role == "node"]:
             self._tell(peer, value)
 

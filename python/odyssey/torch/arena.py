@@ -37,13 +37,12 @@ def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
 class ModuleArena:
     """The memory of a module; its parameters and running statistics are moved here, their values stay.
 
-    Attributes:
-        named: parameters by name, each once, those that are trained first.
-        trained: how many these are. size: floats of their gradients. params: all parameters, float32; extent: floats
-            of them, wherever they are (zero.py). grads: gradients of the parameters `held`; gradients: their places.
-        statistics: float buffers of normalisations (name, tensor), views of `running`; `kept`: their values before a
-            step. counters: integer buffers of normalisations. others: buffers that a shard must leave as they are.
-    Raises ConfigError: a parameter or module cannot be trained this way; the message names it.
+    named: parameters by name, each once, those that are trained first. trained: how many these are. size: floats of
+    their gradients. params: all parameters, float32; extent: floats of them, wherever they are (zero.py). grads:
+    gradients of the parameters `held`; gradients: their places. statistics: float buffers of normalisations (name,
+    tensor), views of `running`; kept: their values before a step. counters: integer buffers of normalisations. others:
+    buffers that a shard must leave as they are. Raises ConfigError: a parameter or module cannot be trained this way;
+    the message names it.
     """
 
     def __init__(self, module: nn.Module) -> None:

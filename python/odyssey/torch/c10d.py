@@ -179,7 +179,6 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         return self._run(work, outputs, opts)
 
     def _bitwise(self, a: np.ndarray, op: np.ufunc) -> np.ndarray:
-        """A bitwise operation on the arrays of all ranks."""
         return op.reduce(self.comm.all_gather(a), axis=0)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:

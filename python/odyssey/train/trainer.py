@@ -122,9 +122,8 @@ class DistributedTrainer(EngineState):
         self.model, self.optimizer = model, optimizer
         self.schedule = schedule or (lambda step: 1.0)
         check_shared(self.mesh, made.precision)
-        self.scaler = precisions.GradScaler(
-            made.scaler_init_scale, growth_interval=made.scaler_growth_interval, enabled=made.precision == "fp16"
-        )
+        scaling = {"growth_interval": made.scaler_growth_interval, "enabled": made.precision == "fp16"}
+        self.scaler = precisions.GradScaler(made.scaler_init_scale, **scaling)
         self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
         with offload(made.offload):
             self.arena = Arena.of(model.named_parameters(), model.named_buffers())
