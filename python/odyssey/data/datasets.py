@@ -336,8 +336,7 @@ def _read_idx_pair(name: str, files: list[Path]) -> tuple[np.ndarray, np.ndarray
         )
     if len(images) != len(labels):
         raise DataError(
-            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; "
-            "the two files must belong together"
+            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; they must belong together"
         )
     _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _RIGHT)
     if name == "fashion-mnist":

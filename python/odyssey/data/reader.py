@@ -169,8 +169,7 @@ class Reader:
             most = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
             if (wrong := outside(labels, most + 1)) is not None:
                 raise DataError(
-                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are allowed; correct the "
-                    "data set"
+                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are allowed; correct it"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
             scaling = self._scaling

@@ -25,13 +25,12 @@ AGAIN = 2  # failures of one rank, one after the other, after which an elastic r
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an attempt went. started, ended: what rank wrappers wrote. layout: hosts and their ranks, empty for this
-    machine."""
+    """How an attempt went."""
 
     attempt: int
     ranks: int
-    layout: tuple[tuple[str, int], ...] = ()
-    started: dict[int, Started] = dataclasses.field(default_factory=dict)
+    layout: tuple[tuple[str, int], ...] = ()  # hosts and their ranks; empty: this machine
+    started: dict[int, Started] = dataclasses.field(default_factory=dict)  # both: what rank wrappers wrote
     ended: dict[int, End] = dataclasses.field(default_factory=dict)
     code: int | None = None  # of mpirun or srun; negative: its signal; None: it was killed here
     done: bool = False  # the run's record of completion is there

@@ -210,8 +210,7 @@ class DistributedDataParallel(torch.nn.Module):
             )
         if not self._versions:
             raise LoopError(
-                "[torch] backward() outside of shards(); write `for x, y in net.shards(batch): "
-                "loss(net(x), y).backward()`"
+                "[torch] backward() outside of shards(): `for x, y in net.shards(batch): loss(net(x), y).backward()`"
             )
         assert parameter.grad is not None
         self._versions[id(parameter)] = parameter.grad._version

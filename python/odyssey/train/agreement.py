@@ -152,8 +152,7 @@ def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
     name = min(filter(None, (each[0], each[other])))  # one may have it, and the other not
     told = texts(comm, repr(settings[name]) if name in settings else "not there")
     raise ConfigError(
-        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; change it on all ranks "
-        "alike"
+        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; change it on all alike"
     ).on_all_ranks()
 
 

@@ -151,8 +151,7 @@ class DistributedTrainer(EngineState):
             raise ConfigError(f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()")
         if (how := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
-                f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
-                "use 'mean'"
+                f"[train] the loss has reduction={how!r}, but trainers divide by the global batch; use 'mean'"
             )
         groups = Groups(self.comm, self.mesh)
         self.metrics = None if metrics is None else chosen(metrics)
