@@ -58,8 +58,7 @@ class RunPlan(NamedTuple):
 
 
 def examine(plan: RunPlan) -> list[Check]:
-    """All checks, in the order of their importance; takes seconds. Raises ConfigError: this process is a rank of a job,
-    where no other job can be started."""
+    """All checks, the most important first; takes seconds. Raises ConfigError: this process is a rank of a job."""
     from ..run import root_user
 
     started = launcher.launched()

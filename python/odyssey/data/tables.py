@@ -166,8 +166,7 @@ class Columns:
 
     @property
     def scaling(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Mean and standard deviation of each number of a sample (F,) float32, 0 and 1 of one that is not normalised;
-        None: none is."""
+        """Mean and deviation of each number of a sample, (F,) float32; 0 and 1 where not normalised; None: none is."""
         if not self.mean:
             return None
         mean, std = ([of.get(n, usual) for n in self.features] for of, usual in ((self.mean, 0.0), (self.std, 1.0)))

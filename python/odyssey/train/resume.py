@@ -195,8 +195,7 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
-    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks; a collective call. Raises
-    OdysseyError: what `act` raised, on all ranks."""
+    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks, or raises its error; collective."""
     value = None
     with on_all_ranks(comm):
         if comm.rank == 0:

@@ -84,8 +84,7 @@ def of_data(data: Any) -> dict[str, Any]:
 
 
 def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
-    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError or a ConfigError
-    where it says something else."""
+    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError, ConfigError."""
     with limited(3 * most):  # of a weight that two layers share, and where values are drawn again (GPT)
         return _build(said, most)
 

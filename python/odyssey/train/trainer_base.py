@@ -115,8 +115,7 @@ class Sharing(Trainer):
             )
 
     def _look_at_route(self, reductions: Sequence[Any], samples: int) -> None:
-        """Once the first step of so many samples is taken: says if other shards or another placement of all ranks would
-        send much less between machines."""
+        """After the first step: says if other shards or places of ranks would send much less between machines."""
         if self._looked_at_route:
             return
         self._looked_at_route = True
