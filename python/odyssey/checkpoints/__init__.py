@@ -1,7 +1,6 @@
 """Checkpoints: the state of a training on disk, whole or not there, and every byte of it checked before it is used.
 
-docs/checkpoints.md has the format and what is promised, docs/data-flow.md what each file is. What it is not:
-`odyssey.checkpoint`, which recomputes activations; nor does it know a trainer, ranks or MPI.
+docs/checkpoints.md has the format and what is promised. What it is not: `odyssey.checkpoint`, for activations.
 """
 
 from ..base.lazy import attach

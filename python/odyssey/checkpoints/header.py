@@ -168,10 +168,8 @@ def encode_header(tensors: Sequence[Entry]) -> bytes:
 
 def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
     """The header for tensors of these dtypes and shapes (length and JSON), and their places in the order of the data.
-
     Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes. Raises
-    OutputError: a name or a dtype that the format, or its limits, do not have.
-    """
+    OutputError: a name or a dtype that the format, or its limits, do not have."""
     for name, (dtype, shape) in forms.items():
         problem = name_problem(name)
         if problem is None and dtype.str not in _NAMES:

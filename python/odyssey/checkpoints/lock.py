@@ -78,9 +78,7 @@ class DirectoryLock:
                     return made
                 if time.monotonic() > until:
                     who = holder or "another process"
-                    raise OutputError(
-                        f"[checkpoint] {self._place} is in use by {who}; wait for its end, or give another directory"
-                    )
+                    raise OutputError(f"[checkpoint] {self._place} is in use by {who}; wait, or give another directory")
             except BaseException:
                 file.release(empty=False)
                 raise
@@ -88,7 +86,6 @@ class DirectoryLock:
             time.sleep(0.05)
 
     def _try(self, file: LockFile) -> bool:
-        """Takes the file if it is free."""
         taken = file.take()
         if taken is None:
             holder = _holder(file)

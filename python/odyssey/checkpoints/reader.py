@@ -82,8 +82,7 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
     from ..core.offload import maker
 
     make = maker(np.empty)  # on this thread
-    flags = os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
-    with _open("the directory", path, flags) as directory:
+    with _open("the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)) as directory:
         check_owner(os.fstat(directory))
         found, digest = _manifest(directory, path, key)
         starts = {}
@@ -96,9 +95,8 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
     stems = [file.name.removesuffix(SUFFIX) for file in found.files if found.version == manifest.WHOLE]
     arrays: dict[str, dict[str, Any]] = {stem: {} for stem in stems}
     for (stem, name), parts in found.tensors.items():
-        arrays.setdefault(stem, {})[name] = Stored(
-            folder, [(starts[file.name], file, *one) for file, *one in parts], make
-        )
+        placed = [(starts[file.name], file, *one) for file, *one in parts]
+        arrays.setdefault(stem, {})[name] = Stored(folder, placed, make)
     return Snapshot(found.step, arrays, found.values, source=(os.path.abspath(path), digest)), found
 
 

@@ -95,10 +95,8 @@ def plain_values(step: int, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_finite(step: int, stem: str, name: str, array: np.ndarray) -> None:
-    """Refuses NaN and infinities in the files of FINITE; the array is in C order.
-
-    The largest and the smallest number say it, without an array of answers; both are NaN if one is.
-    """
+    """Refuses NaN and infinities in the files of FINITE; the array is in C order. The largest and the smallest number
+    say it, without an array of answers; both are NaN if one is."""
     if stem not in FINITE or array.dtype.kind != "f" or array.size == 0:
         return
     flat = array.reshape(-1)

@@ -41,10 +41,7 @@ class Refused(NamedTuple):
 
 
 class Store:
-    """Checkpoints of one training in `folder`, as `step_00000120/` and so on.
-
-    Not for several threads at once. As a context manager it closes itself.
-    """
+    """Checkpoints of one training in `folder`, as `step_00000120/` and so on. Not for several threads at once."""
 
     def __init__(
         self,
@@ -57,15 +54,10 @@ class Store:
     ) -> None:
         """`owner` makes the directory, locks it and removes what dead writers left aside; without it nothing is
         written. `attempt` is that of the run, 0 outside one. With a `key`, manifests are signed and must be. `tell`
-        gets a line for a person, also from another thread.
-
-        Raises ConfigError: `keep` is less than 2. OutputError: the directory cannot be made, is another job's now, or
-        can be written by anybody and is somebody else's.
-        """
+        gets a line for a person, also from another thread. Raises ConfigError: `keep` is less than 2. OutputError: the
+        directory cannot be made, is another job's now, or can be written by anybody and is somebody else's."""
         if keep < 2:
-            raise ConfigError(
-                f"[checkpoint] keep {keep} leaves nothing to fall back to when the newest is damaged; keep 2 or more"
-            )
+            raise ConfigError(f"[checkpoint] keep {keep} leaves nothing if the newest is damaged; keep 2 or more")
         self.folder = Path(os.path.abspath(folder))
         self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
         self.kept: frozenset[int] = frozenset()  # steps whose checkpoints stay beside the newest
@@ -145,10 +137,8 @@ class Store:
         return None, refused
 
     def verified(self) -> list[Manifest | Refused]:
-        """Every checkpoint, oldest first: its manifest if every byte is right, or why it is refused.
-
-        In constant memory. One that its owner removes meanwhile is left out. Raises CheckpointError: as `names`.
-        """
+        """Every checkpoint, oldest first: its manifest if every byte is right, or why it is refused; in constant
+        memory. One that its owner removes meanwhile is left out. Raises CheckpointError: as `names`."""
         found: list[Manifest | Refused] = []
         for path in [self.folder / name for name in self.names()]:
             for _ in range(LOOKS):
@@ -192,11 +182,9 @@ class Store:
 
     def save(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> Path:
         """Writes a checkpoint, whole or not at all, removes those too old, returns its directory. `marks`: see `mark`.
-
         One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt wrote
         it. Raises NumericsError: parameters or optimizer hold NaN or infinity. OutputError: it cannot be written; the
-        checkpoints before it are as they were.
-        """
+        checkpoints before it are as they were."""
         self.wait()
         arrays = {
             stem: {name: np.asarray(one, order="C") for name, one in some.items()}
@@ -206,11 +194,9 @@ class Store:
         return self._save(Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks)
 
     def save_later(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> None:
-        """Copies a snapshot, which may change after the call, and writes it on a thread.
-
-        Waits for the save before it. What that one raised is raised here, and then this snapshot is not taken. Raises
-        NumericsError, OutputError: as `save`.
-        """
+        """Copies a snapshot, which may change after the call, and writes it on a thread. Waits for the save before it:
+        what that one raised is raised here, and this snapshot is not taken. Raises NumericsError, OutputError: as
+        `save`."""
         self.wait()
         self._check(snapshot.step)
         former, self._staged = self._staged, {}
@@ -396,7 +382,6 @@ class Store:
 
     @property
     def _place(self) -> str:
-        """The directory, for a message."""
         return printable(str(self.folder))
 
 

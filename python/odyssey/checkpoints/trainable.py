@@ -1,7 +1,4 @@
-"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where it is, what it did.
-
-`Trainable` is all that these know of a trainer, so that something else than the engine can stand there.
-"""
+"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where it is, what it did."""
 
 from __future__ import annotations
 
@@ -77,10 +74,7 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Tally:
-    """Sums over some steps and all ranks, and numbers for the record of an epoch.
-
-    metrics: sums by name; None: of accuracy alone, which is `correct`.
-    """
+    """Sums over some steps and all ranks, and numbers for the record of an epoch."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -88,7 +82,7 @@ class Tally:
     samples: int = 0
     steps: int = 0
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, float] | None = None  # sums by name; None: of accuracy alone, which is `correct`
 
     @property
     def named(self) -> dict[str, float]:
@@ -130,17 +124,14 @@ class Cursor:
 
 
 class Step(NamedTuple):
-    """A step: sums of loss and correct predictions over its samples, learning rate, whether it changed the weights.
-
-    `updates` is the trainer's own: what its fingerprints() are of. `metrics`: sums by name.
-    """
+    """A step: sums of loss and correct predictions over its samples, learning rate, whether it changed the weights."""
 
     loss: float
     correct: float
     rate: float
     taken: bool
-    updates: Any
-    metrics: dict[str, float]
+    updates: Any  # the trainer's own: what its fingerprints() are of
+    metrics: dict[str, float]  # sums by name
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):  # would be False for ever
@@ -152,12 +143,9 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Saving:
-    """Where and when checkpoints are made: the arguments of fit().
-
-    resume: a path is that of a checkpoint, or of a directory which must have some; once `folder` has checkpoints that
-    come from there, training goes on from the newest of them. off: nothing is written, whatever run the process belongs
-    to; `resume` may still name where to start.
-    """
+    """Where and when checkpoints are made: the arguments of fit(). resume: a path is that of a checkpoint, or of a
+    directory which must have some; once `folder` has checkpoints that come from there, training goes on from the newest
+    of them. off: nothing is written, whatever run the process belongs to; `resume` may still name where to start."""
 
     folder: Path | None = None
     every: int | None = None  # optimizer steps from one to the next; None: at the end of every `epochs`-th epoch
@@ -267,10 +255,10 @@ class Trainable(Protocol):
         """Takes the same snapshot back once more, in silence."""
 
     def expect(self, snapshot: Snapshot, name: str, exactly: bool) -> None:
-        """The next step must compute what the snapshot says, if `exactly`; not collective."""
+        """The next step must compute what the snapshot says, if `exactly` and it can be known; not collective."""
 
     def stays(self) -> None:
-        """Raises ConfigError: what a step computes has changed though no setting has."""
+        """Raises ConfigError: what a step computes has changed though no setting has, where that can be known."""
 
     def check_alike(self) -> None:
         """Compares what ranks hold alike: settings, weights. Raises ConfigError, NumericsError."""

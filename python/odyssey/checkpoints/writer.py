@@ -138,10 +138,8 @@ def remove(path: Path, aside: Aside) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Removes what had a checkpoint's name; that may have been a link or a file.
-
-    What cannot be removed, such as a file that another machine reads over NFS, stays until the next start.
-    """
+    """Removes what had a checkpoint's name; that may have been a link or a file. What cannot be removed, such as a file
+    that another machine reads over NFS, stays until the next start."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -24,11 +24,9 @@ INTEGER = 2**63  # integers are below, and not below minus this: what the kernel
 
 
 def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
-    """The values of a TOML file, by the names that click uses for its options.
-
-    Raises DataError: the file cannot be read, is longer than LIMIT, or not UTF-8. ConfigError: it is not TOML, has a
-    key that is no option, or a value of another type than its option's.
-    """
+    """The values of a TOML file, by the names that click uses for its options. Raises DataError: the file cannot be
+    read, is longer than LIMIT, or not UTF-8. ConfigError: it is not TOML, has a key that is no option, or a value of
+    another type than its option's."""
     try:
         with open(path, "rb") as file:  # also a pipe, as a shell's <(...) gives
             data = file.read(LIMIT + 1)

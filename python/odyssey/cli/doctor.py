@@ -1,7 +1,6 @@
 """`odyssey doctor`: looks at everything a run needs on this machine and says what to do where something is missing.
 
-Each check is a function that gives one `Check`; those that start processes or wait for hosts run side by side. Nothing
-is changed, nothing is left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each process prints one
+Nothing is changed or left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each process prints one
 line of JSON about itself and its MPI.
 """
 
@@ -59,8 +58,7 @@ class RunPlan(NamedTuple):
 
 
 def examine(plan: RunPlan) -> list[Check]:
-    """All checks, in the order of their importance; takes seconds. Raises ConfigError: this process is a rank of a job,
-    where no other job can be started."""
+    """All checks, the most important first; takes seconds. Raises ConfigError: this process is a rank of a job."""
     from ..run import root_user
 
     started = launcher.launched()

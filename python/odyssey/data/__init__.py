@@ -1,7 +1,4 @@
-"""Data: files, data sets in memory, the order of samples, batches. Importing it costs NumPy and nothing else.
-
-It does not train, split batches over workers or use a device.
-"""
+"""Data: files, data sets in memory, the order of samples, batches. Importing it costs NumPy and nothing else."""
 
 from odyssey.data import transforms
 from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load

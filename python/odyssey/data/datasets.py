@@ -1,7 +1,6 @@
 """Data sets that fit in memory: the checked array pair, and MNIST, Fashion-MNIST and CIFAR-10 read from their files.
 
-Images keep the dtype of the file (uint8) and carry the two numbers per channel that normalise them; normalising happens
-where a batch is gathered. Nothing here downloads, augments, shuffles or batches.
+Images keep the dtype of the file (uint8); two numbers per channel normalise them when a batch is gathered.
 
 MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0 (mnist/LICENSE.txt).
 """
@@ -122,9 +121,8 @@ class ArrayDataset(Gathered):
             _check_labels(self.labels, len(self), self.classes, self.name)
         for field, values in (("scale", self.scale), ("shift", self.shift)):
             if values.dtype != np.float32 or values.shape != (self._channels,):
-                raise DataError(
-                    f"{self.name}: {field} is {values.dtype} {values.shape}; float32 ({self._channels},) expected"
-                )
+                found, wanted = f"{values.dtype} {values.shape}", f"float32 ({self._channels},)"
+                raise DataError(f"{self.name}: {field} is {found}; {wanted} expected")
 
     @functools.cached_property
     def normalised(self) -> bool:
@@ -165,11 +163,9 @@ class ArrayDataset(Gathered):
         return len(leaves(self.images)[0])
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape) and labels int32 (B,).
-
-        The images are normalised. Trees stay trees. All arrays are new. Raises DataError for an index outside 0..N-1 (a
-        negative one does not count from the end).
-        """
+        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape), normalised, and labels int32
+        (B,); trees stay trees. All arrays are new. Raises DataError for an index outside 0..N-1 (a negative one does
+        not count from the end)."""
         indices = np.asarray(indices, dtype=np.int64)
         if (wrong := outside(indices, len(self))) is not None:
             raise DataError(f"{self.name}: index {indices[wrong]} is not a sample; 0 to {len(self) - 1} are allowed")
@@ -225,13 +221,10 @@ def arrays(
     else:
         images, channels = _as_tree(images, None, "inputs", name), 1
     count = len(leaves(images)[0])
-    if classes or (
-        classes is None and isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
-    ):
+    integers = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
+    if classes or (classes is None and integers):
         if labels.dtype.kind not in "iu":
-            raise DataError(
-                f"{name}: labels are {labels.dtype}; classes are integers; for other targets give no number of classes"
-            )
+            raise DataError(f"{name}: labels are {labels.dtype}; classes are integers; for others leave out classes=")
         if classes is None:
             classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
         advice = "correct the labels or the number of classes; give classes=0 if the loss is to ignore some"
@@ -246,20 +239,15 @@ def arrays(
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """Facts about a data set that are known before its files are read.
+    """Facts about a data set that are known before its files are read."""
 
-    shape: (C, H, W) of one sample. classes: number of classes. mean, std: per channel, of pixels divided by 255.
-    train_files, test_files: file names; for IDX the images, then the labels, each also allowed with .gz.
-    folders: where under a data folder the files may be, the most telling place first.
-    """
-
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int]  # (C, H, W) of one sample
     classes: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # per channel, of pixels divided by 255
     std: tuple[float, ...]
-    train_files: tuple[str, ...]
+    train_files: tuple[str, ...]  # for IDX the images, then the labels, each also allowed with .gz
     test_files: tuple[str, ...]
-    folders: tuple[str, ...]
+    folders: tuple[str, ...]  # where under a data folder the files may be, the most telling place first
 
 
 _IDX_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
@@ -312,9 +300,7 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
         )
     root = _SHIPPED if data_dir is None else Path(data_dir)
     if not os.path.isdir(root):  # False as well for a name that no file can have
-        raise DataError(
-            f"--data-dir {printable(str(root), limit=200)} is not a folder; give one that holds the files of {name}"
-        )
+        raise DataError(f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of {name}'s files")
     tried = [[_in_folder(root / folder, file) for file in wanted] for folder in info.folders]
     best = min(tried, key=lambda found: found.count(None))  # the first of the most telling
     if None not in best:
@@ -350,8 +336,7 @@ def _read_idx_pair(name: str, files: list[Path]) -> tuple[np.ndarray, np.ndarray
         )
     if len(images) != len(labels):
         raise DataError(
-            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; "
-            "the two files must belong together"
+            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; they must belong together"
         )
     _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _RIGHT)
     if name == "fashion-mnist":
@@ -480,9 +465,7 @@ def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str
     if numbers.ndim == 0:
         numbers = np.full(channels, numbers)
     if numbers.shape != (channels,) or not np.isfinite(numbers).all():
-        raise ConfigError(
-            f"{name}: {field} is {value!r}; one finite number, or one for each of {channels} channels, is allowed"
-        )
+        raise ConfigError(f"{name}: {field} is {value!r}; give a finite number, or one per channel ({channels})")
     return _read_only(numbers)
 
 

@@ -1,7 +1,6 @@
 """Strict reader for IDX files, the format of MNIST: a magic number, big-endian sizes, then the values.
 
-It reads unsigned bytes only (type 0x08), plain or gzip, and gives the whole array or an error; it never gives part of a
-file. It does not know any particular data set (see `datasets`), and does not download.
+It reads unsigned bytes only (type 0x08), plain or gzip, and gives the whole array or an error.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
     path: the file, plain or gzip (told apart by its first bytes, not by its name).
     ndim: how many dimensions it must have; None accepts 1 to 8.
     sha256: hex digest the uncompressed file (header included) must have; None skips the check.
-
     Returns a read-only, C-contiguous uint8 array of the header's shape.
     Raises DataError if the file is missing, unreadable, a damaged gzip, of another type or number of dimensions, not
     exactly as long as its header says, or altered. Nothing is allocated for sizes that the file cannot hold.
@@ -63,9 +61,8 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
 def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
     """Reads as `read_idx` with a digest; what was unpacked is kept in `cache` under it and used from there next time.
 
-    Unpacking takes four times as long as hashing what was unpacked, and every rank does it at every start. The copy is
-    not read but mapped: all ranks of a machine share the system's pages of it. One that does not have the digest any
-    more is replaced; where none can be kept it works without.
+    Unpacking takes four times as long as hashing, and every rank does it at every start. The copy is mapped: all ranks
+    of a machine share its pages. One without the digest is replaced; where none can be kept it works without.
     """
     kept = cache / f"{sha256}.idx"
     with contextlib.suppress(DataError, OSError, ValueError):
@@ -124,9 +121,7 @@ def _read(
 def _read_header(stream: BinaryIO | gzip.GzipFile, path: Path, ndim: int | None) -> tuple[bytes, tuple[int, ...]]:
     magic = stream.read(4)
     if len(magic) < 4:
-        raise DataError(
-            f"{path} holds {len(magic)} bytes; an IDX file starts with a magic number of 4; get the file again"
-        )
+        raise DataError(f"{path} holds {len(magic)} bytes; IDX files have a magic number of 4; get the file again")
     if magic[:2] != b"\x00\x00" or magic[2] != _UINT8:
         raise DataError(
             f"{path} has the magic number 0x{magic.hex()}; only 0x000008NN (IDX of unsigned bytes) is read; "

@@ -100,8 +100,7 @@ class DataLoader:
 
     def __repr__(self) -> str:
         how = f"sampler={type(self.sampler).__name__}" if self.sampler is not None else f"shuffle={self.shuffle}"
-        what = described(self.dataset)
-        return f"DataLoader({what}, batch_size={self.batch_size}, {how}, {len(self)} batches)"
+        return f"DataLoader({described(self.dataset)}, batch_size={self.batch_size}, {how}, {len(self)} batches)"
 
     @classmethod
     def with_sampler(cls, dataset: Any, batch_size: int, sampler: Iterable[int], **options: Any) -> DataLoader:
@@ -143,13 +142,9 @@ class DataLoader:
         return self.steps()
 
     def steps(self, *, pieces: int = 1, join: int = 1, part: Part | None = None) -> Iterator[Batch]:
-        """The batches of the next epoch as a trainer takes them.
-
-        Args:
-            pieces: each batch is cut into so many. join: so many of these make one batch then.
-            part: of a batch of n samples part(n) is the run that this process reads, (first, one past the last); the
-                others are read when somebody asks for the whole batch. All are read without it, or in memory.
-        """
+        """The batches of the next epoch as a trainer takes them: each cut into so many `pieces`, and so many of these
+        made one (`join`). part: of a batch of n samples part(n) is the run that this process reads, (first, one past
+        the last); the others are read when somebody asks for the whole batch. All are read without it, or in memory."""
         workers.refuse_import()
         epoch = self._begin_epoch()
         order = self._order(epoch)
@@ -291,8 +286,7 @@ def _prefetched(made: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch:
 
 
 def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
-    given = sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler)
-    order = np.array(given, dtype=np.int64)
+    order = np.array(sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler), np.int64)
     if (wrong := outside(order, count)) is not None:
         raise ConfigError(
             f"DataLoader: the sampler gave the index {order[wrong]}; 0 to {count - 1} are allowed; "

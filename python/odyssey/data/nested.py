@@ -44,14 +44,11 @@ def places(tree: Any, name: str = "") -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array as a model is given it: shape without the batch axis, and "float32" or "int32".
-
-    normalised: a sample's numbers go through the scale and shift of its data set.
-    """
+    """One array as a model is given it: shape without the batch axis, and "float32" or "int32"."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    normalised: bool = False
+    normalised: bool = False  # numbers go through the scale and shift of their data set
 
 
 class Form(NamedTuple):

@@ -74,12 +74,9 @@ class Batch:
 
 
 class Reader:
-    """Makes batches of samples of a data set, on any thread or process.
-
-    dataset: has `gather(indices)`, which gives trees of arrays (B, ...), or `__getitem__(i)`, which gives (sample,
-        target). classes: number of classes, None if it has none.
-    transform: see DataLoader. seed: of its random numbers.
-    """
+    """Makes batches of samples of a data set, on any thread or process. dataset: has `gather(indices)`, which gives
+    trees of arrays (B, ...), or `__getitem__(i)`, which gives (sample, target). classes: number of classes, None if it
+    has none. transform: see DataLoader. seed: of its random numbers."""
 
     def __init__(self, dataset: Any, classes: int | None, transform: Any, seed: int) -> None:
         self.dataset, self.classes, self.seed = dataset, classes, seed
@@ -172,8 +169,7 @@ class Reader:
             most = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
             if (wrong := outside(labels, most + 1)) is not None:
                 raise DataError(
-                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are allowed; correct the "
-                    "data set"
+                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are allowed; correct it"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
             scaling = self._scaling
@@ -232,10 +228,8 @@ def array(leaf: Any, what: str) -> np.ndarray:
 
 
 class Stack:
-    """Samples, checked against the first and put one behind the other.
-
-    name: what messages call their data set. both: trees of arrays (B, ...): samples and targets.
-    """
+    """Samples, checked against the first and put one behind the other. name: what messages call their data set. both:
+    trees of arrays (B, ...): samples and targets."""
 
     def __init__(self, name: str) -> None:
         self.name, self.both = name, None

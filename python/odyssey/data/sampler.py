@@ -1,7 +1,6 @@
 """The order of the samples: permutations that depend on (n, seed, epoch) only, and their split over workers.
 
-It gives indices. It does not touch samples, start threads or talk to other workers: every worker computes the same
-permutation for itself, which is why it must not depend on a library's random generator or on its version.
+Every worker computes the same one for itself, so it must not depend on a library's random generator or its version.
 """
 
 from __future__ import annotations

@@ -129,10 +129,8 @@ def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset
 
 
 class RowFile:
-    """An array (N, ...) in a file, .npy or plain numbers, of which only the rows that are asked for are read.
-
-    dtype: of plain numbers, little-endian.
-    """
+    """An array (N, ...) in a file, .npy or plain numbers (little-endian, of `dtype`), read by the rows that are asked
+    for."""
 
     def __init__(self, path: str | Path, dtype: Any = np.uint16) -> None:
         self.path, self.offset, self.row, self._file = os.path.abspath(path), 0, (), None
@@ -190,9 +188,8 @@ class npy(Gathered):  # noqa: N801 - called like the functions here
 class Tokens(Gathered):
     """Stretches of a long list of token ids: sample i is ids[i T : i T + T], its target the ids that follow each.
 
-    ids: what `read(first, n)` gives (n,), such as Rows, or an array. length: T.
-    classes: how many different ids there may be. vocabulary: what each id stands for, if it is known.
-    characters: of a token, on average.
+    ids: a RowFile or an array. length: T. classes: how many different ids there may be. vocabulary: what each id stands
+    for, if it is known. characters: of a token, on average.
     """
 
     def __init__(

@@ -27,11 +27,9 @@ LARGE = 100.0  # a column of larger numbers is warned of
 
 
 class Table:
-    """The columns of a CSV file, as texts. path: "-" is standard input.
-
-    header: names. lines: those that are not empty, each with its number in the file.
-    Raises DataError: it cannot be read, has no lines, two columns of a name, or a line of another length.
-    """
+    """The columns of a CSV file, as texts. path: "-" is standard input. header: names. lines: those that are not empty,
+    each with its number in the file. Raises DataError: it cannot be read, has no lines, two columns of a name, or a
+    line of another length."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = "standard input" if str(path) == "-" else printable(str(path), limit=200)
@@ -78,9 +76,7 @@ class Table:
             if target:
                 raise DataError(f"{fault}; write it as a number, or leave the line out")
             advice = "fill it (--fill mean, fill='mean')" if missing[row] else "write it as a number"
-            raise DataError(
-                f"{fault}; {advice}, or leave the line or the column out (--drop-columns {shlex.quote(name)})"
-            )
+            raise DataError(f"{fault}; {advice}, or leave line or column out (--drop-columns {shlex.quote(name)})")
         return values
 
 
@@ -170,8 +166,7 @@ class Columns:
 
     @property
     def scaling(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Mean and standard deviation of each number of a sample (F,) float32, 0 and 1 of one that is not normalised;
-        None: none is."""
+        """Mean and deviation of each number of a sample, (F,) float32; 0 and 1 where not normalised; None: none is."""
         if not self.mean:
             return None
         mean, std = ([of.get(n, usual) for n in self.features] for of, usual in ((self.mean, 0.0), (self.std, 1.0)))

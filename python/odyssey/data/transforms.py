@@ -141,9 +141,7 @@ class Normalize(Vectorized):
     def __init__(self, mean: float | list[float], std: float | list[float]) -> None:
         self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
         if not (np.isfinite(self.mean).all() and np.isfinite(self.std).all() and (self.std > 0).all()):
-            raise ConfigError(
-                f"[data] Normalize: mean {mean} and std {std}; finite numbers and std above 0 are allowed"
-            )
+            raise ConfigError(f"[data] Normalize: mean {mean}, std {std}; finite numbers and std above 0 are allowed")
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
         shape = (-1,) + (1,) * (images.ndim - 2)

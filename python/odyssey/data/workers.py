@@ -87,10 +87,8 @@ class Workers:
     def ask(self, batch: int, epoch: int, numbers: np.ndarray) -> None:
         """Has the samples of batch number `batch` prepared."""
         self._sent[batch % len(self)] += 1
-        try:
+        with contextlib.suppress(OSError):  # it has ended: `get` finds out how
             self._links[batch % len(self)].send((epoch, numbers))
-        except OSError:  # it has ended: `get` finds out how
-            pass
 
     def get(self, batch: int) -> Any:
         """Returns what `ask` asked for, in the same order for each process: trees of arrays, samples and targets.

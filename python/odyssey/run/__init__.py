@@ -1,7 +1,6 @@
 """Ranks started, watched and started again: the launcher, its attempts, the watcher, and who waits for whom.
 
-docs/watch.md and docs/launch.md explain it, docs/data-flow.md says what each file is. What it is not:
-`odyssey.base.launcher`, which reads what a launcher put into the environment of a rank.
+docs/watch.md and docs/launch.md explain it, docs/data-flow.md says what each file is.
 """
 
 from ..base.lazy import attach

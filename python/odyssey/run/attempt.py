@@ -50,13 +50,10 @@ _STEP = re.compile(r"step_([0-9]{1,18})", re.ASCII)
 class Attempt:
     """One start of all ranks.
 
-    Args:
-        config: of the launch. run: directory and number of the attempt. words, environment: what is started, see
-            starting.py. layout: hosts and their ranks.
-        signals: numbers of the signals that the launcher got, in order; others append to it.
-        say: prints a line of the launcher's own. scancel: SLURM's, if srun starts the ranks.
-        idle: called now and then while the ranks run, for chores that can wait. meets: the ranks are known to meet, as
-            odyssey's own training does.
+    words, environment: what is started (starting.py). layout: hosts and their ranks. signals: numbers of those that the
+    launcher got, in order; others append to it. say: prints a line of the launcher's own. scancel: SLURM's, if srun
+    starts the ranks. idle: called now and then while the ranks run, for chores that can wait. meets: the ranks are
+    known to meet, as odyssey's own training does.
     """
 
     def __init__(
@@ -321,9 +318,8 @@ class Attempt:
             if not _numbers(self.run.ranks) and self._beat_at is None:
                 self._forced = True
                 return True
-            self._say(
-                f"{name}: the ranks stop after this step and write a checkpoint (at most {self.config.grace:g} s)"
-            )
+            limit = f"at most {self.config.grace:g} s"
+            self._say(f"{name}: the ranks stop after this step and write a checkpoint ({limit})")
             try:
                 write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
             except OSError as problem:
@@ -337,8 +333,7 @@ class Attempt:
         if not self._told and asked > UNREAD and now - self._begun > UNKNOWN and unread(phases):
             self._told = True
             self._tell()
-        times = LONGER if "checkpoint" in phases.values() else 1
-        self._forced = asked > times * self.config.grace
+        self._forced = asked > self.config.grace * (LONGER if "checkpoint" in phases.values() else 1)
         return self._forced
 
     def _phases(self) -> dict[int, str]:

@@ -18,19 +18,13 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Seen(NamedTuple):
-    """A rank as its node's watcher sees it now. Times in seconds.
-
-    `state` is that of /proc/PID/stat ("R", "S", "T", ...), "gone" when the process is, "?" when nothing is known.
-    `idle`: since the last sign of life. `waited`: since it waits for what it waits for; 0 for one that does not.
-    `cpu`: cores used of late; `busy`: since the last sign of life. `own`, `own_data`: own time (before any wait) and
-    its part in data, per step of the last WINDOW; 0 if not known. `times`: in each phase so far. The other fields are
-    those of slot.StatusSlot.
-    """
+    """A rank as its node's watcher sees it now; times in seconds. Fields without a word are those of
+    slot.StatusSlot."""
 
     rank: int
     host: str = ""
     pid: int = 0
-    state: str = "?"
+    state: str = "?"  # of /proc/PID/stat ("R", "S", "T", ...); "gone": the process is; "?": nothing is known
     step: int = 0
     samples: int = 0
     phase: str = "start"
@@ -47,15 +41,15 @@ class Seen(NamedTuple):
     ended: bool = False
     code: int = 0
     end: str = ""
-    idle: float = 0.0
-    waited: float = 0.0
-    cpu: float = 0.0
-    busy: float = 0.0
+    idle: float = 0.0  # since the last sign of life
+    waited: float = 0.0  # since it waits for what it waits for; 0 for one that does not
+    cpu: float = 0.0  # cores used of late
+    busy: float = 0.0  # the same since the last sign of life
     rss: int = 0
     rate: float = 0.0
-    own: float = 0.0
-    own_data: float = 0.0
-    times: tuple[float, ...] = ()
+    own: float = 0.0  # before any wait, per step of the last WINDOW; 0 if not known
+    own_data: float = 0.0  # of that in data
+    times: tuple[float, ...] = ()  # in each phase so far
     link: tuple[int, ...] = ()
 
     @property
@@ -103,12 +97,9 @@ class Hang(NamedTuple):
 
 
 def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
-    """How long this rank may show no sign of life while others wait for it.
-
-    preparing: nobody has said what the limit is to be. Then a rank that has not completed a step may take long in what
-    a program does before it trains, such as `if rank == 0: prepare_data()`: while it computes there, or a trainer has
-    begun with its first step.
-    """
+    """How long this rank may show no sign of life while others wait for it. preparing: nobody has said what the limit
+    is to be. Then a rank that has not completed a step may take long in what a program does before it trains, such as
+    `if rank == 0: prepare_data()`: while it computes there, or a trainer has begun with its first step."""
     if rank.waits or rank.ended or not rank.alive:
         return limit
     slow = rank.phase in SLOW
@@ -129,8 +120,7 @@ def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
     others = [ranks[p] for p in members if p in ranks and p != rank.rank]
     call = rank.wait_group, rank.wait_sequence
     elsewhere = [s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)]
-    stopped = [s.rank for s in others if s.state in ("T", "t") or not s.alive]
-    return elsewhere or stopped
+    return elsewhere or [s.rank for s in others if s.state in ("T", "t") or not s.alive]
 
 
 def _wait(rank: Seen) -> tuple[Any, ...]:
@@ -191,8 +181,7 @@ def paragraph(
     if found.circle:
         what, waits = "wait for each other", f"{victim.waited:.0f} s by now"
     lines = [f"odyssey: [watch] {whom} {what}; {waits}"]
-    for p in found.culprits[:8]:
-        lines.append(f"  {about(ranks[p], stacks.get(p, ''))}")
+    lines += [f"  {about(ranks[p], stacks.get(p, ''))}" for p in found.culprits[:8]]
     if len(found.culprits) > 8:
         lines.append(f"  and {len(found.culprits) - 8} more")
     for s in [ranks[p] for p in found.waiting if ranks[p].wait_text != victim.wait_text][:4]:
@@ -262,9 +251,8 @@ def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
     known = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
     if len(known) < 2:
         return []
-    middle, middle_data = (
-        sorted(times)[(len(known) - 1) // 2] for times in zip(*((s.own, s.own_data) for s in known), strict=True)
-    )
+    columns = zip(*((s.own, s.own_data) for s in known), strict=True)
+    middle, middle_data = (sorted(times)[(len(known) - 1) // 2] for times in columns)
     found = []
     for s in known:
         if s.own > STRAGGLER * middle:

@@ -40,9 +40,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment.
-    Raises ConfigError: it cannot be read, is longer than FILE_LIMIT bytes or is not ASCII; else as `parse_hosts`,
-    naming the line."""
+    """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment. Raises
+    ConfigError: it cannot be read, is too long or not ASCII; else as `parse_hosts`, naming the line."""
     try:
         with open(path, "rb") as file:
             return parse_hostfile_text(file.read(FILE_LIMIT + 1), f"host file {path}")
@@ -58,9 +57,7 @@ def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
     try:
         lines = data.decode("ascii").split("\n")
     except UnicodeDecodeError:
-        raise ConfigError(
-            f"[launch] {name} is not ASCII text; a host name has letters, digits, '.', '_' and '-'"
-        ) from None
+        raise ConfigError(f"[launch] {name} is not ASCII; a host name has letters, digits, '.', '_' and '-'") from None
     found = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -115,9 +112,7 @@ def _short(text: str) -> str:
 
 def capacity(hosts: Sequence[Host]) -> int | None:
     """How many ranks the hosts take together; None where nothing limits it, or where there are none."""
-    if all(host.slots is None for host in hosts):
-        return None
-    return sum(host.slots or 1 for host in hosts)
+    return None if all(host.slots is None for host in hosts) else sum(host.slots or 1 for host in hosts)
 
 
 def check_room(hosts: Sequence[Host], ranks: int) -> None:
@@ -128,12 +123,9 @@ def check_room(hosts: Sequence[Host], ranks: int) -> None:
 
 
 def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
-    """Which host gets how many ranks, in blocks: the first ranks go to the first host.
-
-    Hosts with slots are filled in order, one without among them has one slot. Where no host has slots, each gets as
-    many as the others, the first ones one more. Hosts that get none are left out. Raises ConfigError: the hosts have
-    fewer slots than there are ranks.
-    """
+    """Which host gets how many ranks, in blocks: the first ranks go to the first host. Hosts with slots are filled in
+    order, one without among them has one slot. Where no host has slots, each gets as many as the others, the first ones
+    one more. Hosts that get none are left out. Raises ConfigError: the hosts have fewer slots than there are ranks."""
     check_room(hosts, ranks)
     if capacity(hosts) is None:
         each, more = divmod(ranks, len(hosts))

@@ -87,8 +87,7 @@ def pids() -> Iterator[int]:
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    return Path(path).read_bytes()
 
 
 def _dead(pid: int) -> bool:
@@ -118,13 +117,9 @@ def snapshot(temporary: str | None = None) -> dict[str, Any]:
 
 
 def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
-    """Removes the files that are proven to be those of an attempt.
-
-    before: the snapshot when it began; out of a file it may be something else, and then nothing is proven. ended:
-    wall-clock time at which the last of its processes was gone.
-
-    Returns the names of what was removed.
-    """
+    """Removes the files that are proven to be those of an attempt; returns their names. before: the snapshot when it
+    began; out of a file it may be something else, and then nothing is proven. ended: wall-clock time at which the last
+    of its processes was gone."""
     names, begun = (before.get("names"), before.get("time")) if isinstance(before, dict) else (None, None)
     if not isinstance(names, list) or type(begun) is not float:
         return []

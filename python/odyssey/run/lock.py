@@ -35,19 +35,15 @@ class RunLock:
             except BaseException:
                 self._file.release(empty=False)
                 raise
-        except OSError as problem:
-            raise OutputError(
-                f"[launch] {path} cannot be written: {problem.strerror}; name another --run-dir"
-            ) from problem
+        except OSError as e:
+            raise OutputError(f"[launch] {path} cannot be written: {e.strerror}; name another --run-dir") from e
 
     def _take(self) -> None:
         path = self._file.path
         taken, found = self._file.take(), self._file.read()
         if not taken or (_elsewhere(found) and _renewed(path)):
             who = f"process {found.get('pid', '?')} on host {printable(str(found.get('host', '?')))[:256]}"
-            raise LaunchError(
-                f"[launch] {path.parent} is being run by {who}; wait for it, stop it, or name another --run-dir"
-            )
+            raise LaunchError(f"[launch] {path.parent} is being run by {who}; wait, stop it, or name another --run-dir")
         self._file.write({"host": socket.gethostname(), "pid": os.getpid(), "held": True})
 
     def renew(self) -> None:

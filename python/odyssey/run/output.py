@@ -25,11 +25,8 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 class Pump:
-    """Copies one pipe of the ranks to one stream of the launcher.
-
-    source: descriptor to read; it is made non-blocking. target: descriptor to write. log: file that gets everything
-    unchanged, or None. words: that it listens for.
-    """
+    """Copies one pipe of the ranks to one stream of the launcher. source: descriptor to read; it is made non-blocking.
+    target: descriptor to write. log: file that gets everything unchanged, or None. words: that it listens for."""
 
     def __init__(self, source: int, target: int, log: BinaryIO | None, words: bytes = b"") -> None:
         os.set_blocking(source, False)
@@ -119,7 +116,9 @@ class Pump:
         """Writes what the target takes at once; whether nothing is left."""
         while self._pending or self.unshown:
             if not self._pending:  # it takes bytes again
-                self._pending += self._missed()
+                where = f", see {getattr(self.log, 'name', 'the log')}"
+                text = f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{where}\n"
+                self._pending += text.encode(errors="replace")
                 self.unshown = 0
             try:
                 if not select.select([], [self.target], [], 0)[1]:
@@ -137,7 +136,3 @@ class Pump:
                 self.shown = lambda data: b""
         self._taken = time.monotonic()
         return True
-
-    def _missed(self) -> bytes:
-        where = f", see {getattr(self.log, 'name', 'the log')}"
-        return f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{where}\n".encode(errors="replace")

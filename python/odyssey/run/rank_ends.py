@@ -132,9 +132,8 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
 
 
 def first(ends: dict[int, End]) -> End | None:
-    """The end that the others follow from: the first that is no success.
-    A collective that could not go on is a consequence if another rank fails in another way within seconds. A request to
-    stop (75) is no failure."""
+    """The end that the others follow from: the first that is no success, nor a request to stop (75). A collective that
+    could not go on is a consequence if another rank fails in another way within seconds."""
     bad = sorted((e for e in ends.values() if not e.good and e.code != 75), key=lambda e: (e.following, e.time, e.rank))
     first = bad[0] if bad else None
     if first is not None and first.code == CONTRACT:

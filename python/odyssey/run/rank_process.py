@@ -129,8 +129,7 @@ class WatchedRank:
     def _times(self, last: slot.StatusSlot) -> list[int]:
         """ns in each phase up to now."""
         times = list(last.times)
-        spent = time.monotonic_ns() - last.since
-        times[slot.WAIT if last.waiting else slot.CODES[last.phase]] += max(spent, 0)
+        times[slot.WAIT if last.waiting else slot.CODES[last.phase]] += max(time.monotonic_ns() - last.since, 0)
         return times
 
     def _own(self, now: float, last: slot.StatusSlot) -> tuple[float, float]:

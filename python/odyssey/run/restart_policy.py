@@ -25,44 +25,28 @@ AGAIN = 2  # failures of one rank, one after the other, after which an elastic r
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an attempt went.
-
-    Attributes:
-        attempt, ranks: its number, how many ranks it had. layout: hosts and their ranks, empty for this machine.
-        started, ended: what rank wrappers wrote. code: of mpirun or srun; negative: its
-        signal; None: it was killed here.
-        done: the run's record of completion is there. promised: the program writes it when it is complete.
-        stop: number of the signal by which the launcher was asked to end, None if it was not.
-        forced: it was then killed: no rank ran yet, the time was over, or a second SIGINT came.
-        scale: how many ranks somebody asked for meanwhile. former: how many there were before such a request was
-            followed by this attempt.
-        silent: seconds without a sign of life, after which it was killed. late: ranks were not all started in time.
-        unmet: they were, and cannot meet, as what started them has lost a request of theirs.
-        lost: hosts that do not answer. unsure: none does, which says more about this one or the network.
-        step: the last step that anybody is known to have done. checkpoint: step of the newest checkpoint.
-        seen: the last step that each rank was seen at.
-    """
+    """How an attempt went."""
 
     attempt: int
     ranks: int
-    layout: tuple[tuple[str, int], ...] = ()
-    started: dict[int, Started] = dataclasses.field(default_factory=dict)
+    layout: tuple[tuple[str, int], ...] = ()  # hosts and their ranks; empty: this machine
+    started: dict[int, Started] = dataclasses.field(default_factory=dict)  # both: what rank wrappers wrote
     ended: dict[int, End] = dataclasses.field(default_factory=dict)
-    code: int | None = None
-    done: bool = False
-    promised: bool = False
-    stop: int | None = None
-    forced: bool = False
-    scale: int | None = None
-    former: int | None = None
-    silent: float | None = None
-    late: bool = False
-    unmet: bool = False
-    lost: tuple[str, ...] = ()
-    unsure: bool = False
-    step: int | None = None
-    checkpoint: int | None = None
-    seen: dict[int, int] = dataclasses.field(default_factory=dict)
+    code: int | None = None  # of mpirun or srun; negative: its signal; None: it was killed here
+    done: bool = False  # the run's record of completion is there
+    promised: bool = False  # the program writes that when it is complete
+    stop: int | None = None  # the signal by which the launcher was asked to end
+    forced: bool = False  # it was then killed: no rank ran yet, the time was over, or a second SIGINT came
+    scale: int | None = None  # how many ranks somebody asked for meanwhile
+    former: int | None = None  # how many there were before such a request was followed by this attempt
+    silent: float | None = None  # seconds without a sign of life, after which it was killed
+    late: bool = False  # ranks were not all started in time
+    unmet: bool = False  # they were, and cannot meet, as what started them has lost a request of theirs
+    lost: tuple[str, ...] = ()  # hosts that do not answer
+    unsure: bool = False  # none does, which says more about this one or the network
+    step: int | None = None  # the last that anybody is known to have done
+    checkpoint: int | None = None  # step of the newest
+    seen: dict[int, int] = dataclasses.field(default_factory=dict)  # the last step that each rank was seen at
 
 
 class Past(NamedTuple):

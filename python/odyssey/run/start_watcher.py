@@ -113,7 +113,7 @@ def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
         # in a session of its own: it outlives the ranks by a moment, also when their process group is killed
         process = subprocess.Popen(words, **pipes, start_new_session=True, pass_fds=descriptors)
-        # It goes on in a process that is no child of this one.
+        # it goes on in a process that is no child of this one
         threading.Thread(target=process.wait, name="odyssey watcher", daemon=True).start()
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")

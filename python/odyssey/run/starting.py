@@ -38,8 +38,7 @@ FOREIGN = (
     "PMIX_SERVER_*"
 ).split()
 
-# Credentials among what ALLOWED names.
-SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()
+SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()  # credentials among what ALLOWED names
 
 _INTERPRETERS = ("python", "python3")
 _SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o StrictHostKeyChecking=yes"
@@ -134,9 +133,8 @@ def _allowed(name: str, more: Sequence[str]) -> bool:
 def words(
     config: LaunchConfig, starter: Starter, ranks: int, layout: Sequence[tuple[str, int]], exported: Sequence[str]
 ) -> list[str]:
-    """The launcher and its options; what it is to start comes behind.
-    layout: hosts and how many ranks each gets; empty: this machine, or the allocation.
-    exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself)."""
+    """The launcher and its options; what it is to start comes behind. layout: hosts and their ranks; empty: this
+    machine, or the allocation. exported: variables for other machines' ranks (Open MPI sends none by itself)."""
     hosts = ",".join(f"{name}:{count}" for name, count in layout)
     out = [starter.path]
     if starter.kind == "srun":
@@ -171,9 +169,8 @@ def tied(words: Sequence[str], parent: int) -> list[str]:
 
 
 def plain(words: Sequence[str]) -> list[str]:
-    """A command line as `odyssey launch` keeps it: what can be written in several ways, in one.
-    "python script.py" is "script.py" and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are
-    "train"."""
+    """A command line as `odyssey launch` keeps it, of several ways to write it one: "python script.py" is "script.py"
+    and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are "train"."""
     words = list(words)
     if words[0] in _INTERPRETERS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
         del words[0]

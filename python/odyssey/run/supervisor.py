@@ -62,11 +62,9 @@ class DistributedLauncher:
         """Runs `python script arguments...` as ranks; returns when the run is over.
 
         script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
-
         Returns the exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128
         + the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks
         printed; else that of the rank that failed first.
-
         Raises ConfigError: something is not allowed, the script is not there, or the run directory belongs to another
         command or a complete run. LaunchError: nothing can be started, or another launcher is at work. OutputError: the
         run directory cannot be written.
@@ -164,8 +162,7 @@ class DistributedLauncher:
             except OSError as problem:
                 raise _unwritable(run.path, problem) from problem
             environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
-            exported = _exported(environment, config)
-            command = starting.words(config, starter, action.ranks, layout, exported)
+            command = starting.words(config, starter, action.ranks, layout, _exported(environment, config))
             command += starting.wrapped(starting.program(words))
             attempt = Attempt(
                 *(config, run, starting.tied(command, os.getpid()), environment, action.ranks, layout),
@@ -292,7 +289,6 @@ def launch_distributed_training(script: str, *arguments: str, **settings: Any) -
     """`DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)`, which see for exit code and errors.
 
     launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1, backend="gloo")
-
     Raises ConfigError if a setting is unknown or not allowed.
     """
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
@@ -371,9 +367,7 @@ def _unwritable(path: Path, problem: OSError) -> OutputError:
 
 
 def _line(words: object) -> str:
-    if not isinstance(words, list):
-        return "something else"
-    return printable(" ".join(map(str, words)))[:300]
+    return printable(" ".join(map(str, words)))[:300] if isinstance(words, list) else "something else"
 
 
 def _to_stderr(line: str) -> None:

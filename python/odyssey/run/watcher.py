@@ -114,8 +114,7 @@ class Watcher:
             self.tick()
             while any(watched.alive for watched in self.ranks.values()):
                 self.pump(TICK)
-                now = time.monotonic()
-                if now - self.last_tick >= TICK:
+                if time.monotonic() - self.last_tick >= TICK:
                     self.tick()
         finally:
             self._finish()
@@ -212,14 +211,12 @@ class Watcher:
         if diagnosis.hang(self.seen, self.world, self.limit, self.preparing) is None:
             return  # it went on while the stacks were gathered
         path = self._write_stacks(stacks)
-        text = diagnosis.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
-        self._say(text)
+        self._say(diagnosis.paragraph(found, self.seen, stacks, path, self.limit, HUNG))
         for rank in found.culprits:
             self._write_reason(rank, HUNG, f"hang: {diagnosis.about(self.seen[rank], stacks.get(rank, ''))}")
         self._end(HUNG, avoid=set(found.culprits))
 
     def _gather_stacks(self) -> dict[int, str]:
-        """The stacks of all ranks that can give any."""
         starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
         self.answers = {}
         self._tell_nodes({"stacks": True})
@@ -394,7 +391,6 @@ class Watcher:
             self._drop(peer)
 
     def _tell_nodes(self, value: Any) -> None:
-        """To the watchers of all other machines."""
         for peer in [peer for peer in self.peers.values() if peer.role == "node"]:
             self._tell(peer, value)
 

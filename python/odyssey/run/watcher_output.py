@@ -67,12 +67,11 @@ def say(text: str) -> None:
 
 def write(path: str, text: str) -> bool:
     """Writes a file of this user alone, whole or not at all; whether it could be."""
-    try:
+    with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
         write_whole(Path(path), lambda file: file.write(text.encode(errors="replace")), durable=False)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def renew(path: str, value: dict[str, Any], **mine: Any) -> None:

@@ -1,7 +1,6 @@
 """PyTorch models, loops and scripts under odyssey's promises; needs the extra `[torch]`.
 
-docs/data-flow.md says what each file is. Names are loaded when they are first used. What it is not: imported by
-`import odyssey`, which never imports torch.
+Names are loaded when they are first used; `import odyssey` never imports torch. docs/data-flow.md has the files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A module's parameters, gradients and buffers in memory that torch, NumPy and the reductions see.
 
-Parameters become views of one array, with their strides (channels-last stays what it is); those that are trained come
-first, so that gradients are an array of the same layout. The running statistics of normalisations lie behind each other
-too. What it is not: our own Arena (core/arena.py), whose parameters are not torch's.
+Parameters become views of one array, with their strides (channels-last stays what it is), the trained ones first, so
+that gradients are an array of the same layout. Running statistics of normalisations become views of another.
 """
 
 from __future__ import annotations
@@ -32,21 +31,18 @@ def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
     """The place of a tensor in an array, with its shape and strides; it counts its own changes (`_version`)."""
-    part = torch.from_numpy(flat[at : at + like.numel()])
-    return part.as_strided(like.shape, like.stride())
+    return torch.from_numpy(flat[at : at + like.numel()]).as_strided(like.shape, like.stride())
 
 
 class ModuleArena:
     """The memory of a module; its parameters and running statistics are moved here, their values stay.
 
-    Attributes:
-        named: parameters by name, each once, those that are trained first.
-        trained: how many these are. size: floats of their gradients. params: all parameters, float32; extent: floats
-            of them, wherever they are (zero.py). grads: gradients of the parameters `held`; gradients: their places.
-        statistics: float buffers of normalisations (name, tensor), views of `running`; `kept`: their values before a
-            step. counters: integer buffers of normalisations. others: buffers that a shard must leave as they are.
-
-    Raises ConfigError: a parameter or module cannot be trained this way; the message names it.
+    named: parameters by name, each once, those that are trained first. trained: how many these are. size: floats of
+    their gradients. params: all parameters, float32; extent: floats of them, wherever they are (zero.py). grads:
+    gradients of the parameters `held`; gradients: their places. statistics: float buffers of normalisations (name,
+    tensor), views of `running`; kept: their values before a step. counters: integer buffers of normalisations. others:
+    buffers that a shard must leave as they are. Raises ConfigError: a parameter or module cannot be trained this way;
+    the message names it.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,10 +1,8 @@
 """The backend "odyssey" of torch.distributed: a process group over a communicator of `odyssey.comm`.
 
 So DDP, FSDP2, ZeroRedundancyOptimizer and whatever else calls torch.distributed get its matching of calls, its errors
-that name ranks and source lines, and sums in a fixed order. Works are pending: pending.py. Messages (isend, irecv) are
-under way until they are waited for.
-
-What it is not: the same bits on any number of ranks. DDP over it adds one sum per rank; ddp.py adds fixed shards.
+that name ranks and source lines, and sums in a fixed order. Works are pending: pending.py. What it is not: the same
+bits on any number of ranks. DDP over it adds one sum per rank; ddp.py adds fixed shards.
 """
 
 from __future__ import annotations
@@ -181,7 +179,6 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         return self._run(work, outputs, opts)
 
     def _bitwise(self, a: np.ndarray, op: np.ufunc) -> np.ndarray:
-        """A bitwise operation on the arrays of all ranks."""
         return op.reduce(self.comm.all_gather(a), axis=0)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -265,8 +262,6 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         works, self._together = self._together or [], None
         return self._after(works, None)
 
-    # --- one to one ---
-
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
         message = _Message(self.comm, distributed.isend(tensors[0], rank, self._members, tag), tensors)
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
@@ -277,8 +272,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
         place = distributed.Place(tensors[0], "backend odyssey")
-        request = self.comm.recv(place.memory, None, tag, wait=False)
-        return _Message(self.comm, Work(request, place.filled), tensors)
+        return _Message(self.comm, Work(self.comm.recv(place.memory, None, tag, wait=False), place.filled), tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._run(self.comm.barrier, None, opts)

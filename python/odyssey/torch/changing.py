@@ -1,8 +1,7 @@
 """Settings of a torch module while it is trained: modes, requires_grad, attributes that JSON has (nn/settings.py).
 
-A callback may change them; a checkpoint holds what differs from the beginning of fit(), and a training that goes on
-sets them to that. What forward() itself sets is none of the program's settings: it is left out, and where it counts its
-calls it is refused, as how often forward() runs on a rank depends on the layout.
+A callback may change them; a checkpoint holds what differs from the beginning of fit(). What forward() itself sets is
+left out; where it counts its calls it is refused, as how often it runs on a rank depends on the layout.
 """
 
 from __future__ import annotations
@@ -27,13 +26,8 @@ LONGEST = 1 << 20  # bytes of the names of attributes that forward() sets
 
 
 class ModuleSettings:
-    """The settings of a module, and of the loss if that is a module.
-
-    strict: refuse a forward() that counts its calls.
-
-    Attributes:
-        by_forward: keys of attributes that forward() sets, of shards that this rank has run, or of all (`share`).
-    """
+    """The settings of a module, and of the loss if that is a module. strict: refuse a forward() that counts its calls.
+    by_forward: keys of attributes that forward() sets, of shards that this rank has run, or of all (`share`)."""
 
     def __init__(self, module: nn.Module, loss: Any, strict: bool) -> None:
         self.roots = {"module": module}
@@ -49,8 +43,7 @@ class ModuleSettings:
         ]
         holders = [own for _, own in self._owned if "_modules" in own]
         self._held = [(own[kind], dict(own[kind])) for own in holders for kind in ("_modules", "_parameters")]
-        #: of numbers that forward() sets: the last one, by how much it rose, and how often by as much
-        self._last: dict[str, tuple[float, float, int]] = {}
+        self._last: dict[str, tuple[float, float, int]] = {}  # numbers that forward() sets: last, rise, how often so
         self.remember()
 
     def remember(self) -> None:
@@ -87,8 +80,6 @@ class ModuleSettings:
         if comm.size > 1:
             for text in agreement.texts(comm, json.dumps(sorted(self.by_forward)), LONGEST):
                 self.by_forward.update(json.loads(text))
-
-    # --- structure ---
 
     def _structure(self) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
         top = self.roots["module"]
@@ -127,8 +118,7 @@ class ModuleSettings:
 
     def _set(self, key: str, old: Any, value: Any) -> None:
         self.by_forward.add(key)
-        numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (old, value))
-        if not numbers:
+        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (old, value)):
             return
         by, (last, rose, times) = value - old, self._last.get(key, (math.nan, math.nan, 0))
         times = times + 1 if by and last == old and math.isclose(by, rose) else 0

@@ -1,8 +1,7 @@
 """Global batches for torch: `DataLoader`, of which each rank reads its own fixed shards, and what any loader gives.
 
-The order is that of odyssey's own loaders, of which `DataLoader` is one. Random transforms (torchvision's v2 among
-them) draw the same for a sample on whatever rank and worker (seeded.py). Each shard is collated alone: padding does not
-depend on the ranks. What it is not: a DistributedSampler; `shards` of ddp.py and the trainer take what it yields.
+The order is that of odyssey's own loaders. Random transforms (torchvision's v2 among them) draw the same for a sample
+on whatever rank and worker (seeded.py). Each shard is collated alone: padding does not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class Samples(ArrayDataset):
 
 
 class Shared(Samples):
-    """The samples of a global batch of which this rank has its shards: ranks compare its length alone.
-
-    shard_size: samples per shard, the last may have fewer. shards: by number, as the collate function made them.
-    """
+    """The samples of a global batch of which this rank has its shards: ranks compare its length alone. shard_size:
+    samples per shard, the last may have fewer. shards: by number, as the collate function made them."""
 
     def __init__(self, samples: int, shard_size: int, shards: dict[int, Any], name: str) -> None:
         ArrayDataset.__init__(self, np.zeros((samples, 1), np.uint8), (), 0, _NONE, _NONE, name)
@@ -135,9 +132,7 @@ class DataLoader(own.DataLoader):
     ) -> None:
         for name in ("sampler", "batch_sampler"):
             if options.get(name) is not None:
-                raise ConfigError(
-                    f"[torch] DataLoader({name}=...): the loader shares batches out by itself; leave it out"
-                )
+                raise ConfigError(f"[torch] DataLoader({name}=...): the loader shares batches out; leave it out")
         super().__init__(dataset, batch_size, shuffle, seed=seed, drop_last=drop_last, prefetch=0)
         default = plan.default_shard_size(self.batch_size)
         self.fixed_size = shard_size is not None
@@ -180,10 +175,8 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
     """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches of their own.
 
     torch's generator is seeded by the epoch first, so that a loader that shuffles with it gives all ranks the same
-    order, and gives it again when a training goes on within the epoch.
-
-    steps: batches that make one step; those of tensors cannot be joined.
-    targets: whether they are needed; without, batches may be inputs alone.
+    order, and gives it again when a training goes on within the epoch. steps: batches that make one step; those of
+    tensors cannot be joined. targets: whether they are needed; without, batches may be inputs alone.
     """
     check_batches(loader)
     check_sampler(loader)
@@ -234,11 +227,9 @@ def _parts(item: Any, targets: bool) -> tuple[Any, Any]:
 
 
 def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any]:
-    """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64.
-
-    They are copies: a forward pass may write into its inputs, and products of matrices that do not begin on a cache
-    line may have other last bits.
-    """
+    """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64. Copies: a forward
+    pass may write into its inputs, and products of matrices that do not begin on a cache line may have other last
+    bits."""
 
     def copy(leaf: Any) -> Any:
         made = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf

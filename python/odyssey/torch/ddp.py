@@ -7,9 +7,8 @@
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
-When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks: the shards
-are those of shards.py, which the trainer takes as well. What it is not: torch's class, whose sums depend on the number
-of ranks; that works over `init_process_group("odyssey")`.
+When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks. What it is
+not: torch's class, whose sums depend on that number; it works over `init_process_group("odyssey")`.
 """
 
 from __future__ import annotations
@@ -113,7 +112,6 @@ class DistributedDataParallel(torch.nn.Module):
 
         batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all ranks: tensors
             (samples, ...) in tuples, lists or dictionaries.
-
         Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
         another, or another net's running statistics or gradients moved by it. ConfigError: no tensor in the batch, or a
         loader with another shard_size.
@@ -212,8 +210,7 @@ class DistributedDataParallel(torch.nn.Module):
             )
         if not self._versions:
             raise LoopError(
-                "[torch] backward() outside of shards(); write `for x, y in net.shards(batch): "
-                "loss(net(x), y).backward()`"
+                "[torch] backward() outside of shards(): `for x, y in net.shards(batch): loss(net(x), y).backward()`"
             )
         assert parameter.grad is not None
         self._versions[id(parameter)] = parameter.grad._version

@@ -1,8 +1,7 @@
 """`hvd.elastic`: a state that is committed, and a function that begins from the last commit.
 
-Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey launch`, which may
-give it another number of ranks. So a commit is a file beside the run, written by rank 0; without `odyssey launch` it is
-kept in memory, for `restore`. What it is not: a checkpoint; `odyssey inspect` does not know it.
+Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey launch`, perhaps
+with fewer. So a commit is a file beside the run, and no checkpoint; without `odyssey launch` it is kept in memory.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class ObjectState:
         if path is not None and horovod.rank() == 0:
             text, arrays = resume.written(self._committed)
             data = b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays)])
-            whole = hashlib.sha256(data).digest() + data
-            files.write_whole(path, lambda file: file.write(whole), durable=False)
+            files.write_whole(path, lambda file: file.write(hashlib.sha256(data).digest() + data), durable=False)
 
     def check_host_updates(self) -> None:
         """Nothing: ranks come and go when the job is started anew."""

@@ -84,9 +84,8 @@ class PyTorchDDPTrainer(DistributedTrainer):
         """A loader of global batches instead of one of a rank's; others are taken as they are."""
         sets = torch.utils.data
         if isinstance(given, sets.Dataset):
-            given = sets.DataLoader(
-                given, self.config.batch_size, shuffle=what == "training", num_workers=self.config.num_workers
-            )
+            how = {"shuffle": what == "training", "num_workers": self.config.num_workers}
+            given = sets.DataLoader(given, self.config.batch_size, **how)
         batches = self.comm.size * (self._passes if what == "training" else 1)
         parted = isinstance(getattr(given, "sampler", None), sets.DistributedSampler)
         if (batches == 1 and not parted) or not isinstance(given, sets.DataLoader) or given.batch_size is None:
@@ -103,12 +102,8 @@ class PyTorchDDPTrainer(DistributedTrainer):
 
 
 class HorovodTrainer(PyTorchDDPTrainer):
-    """The same from the arguments of Horovod's trainers.
-
-    Args:
-        compression: "none", "fp16", or an object of that name, such as hvd.Compression.fp16.
-        verbose: whether rank 0 prints.
-    """
+    """The same from the arguments of Horovod's trainers. compression: "none", "fp16", or an object of that name, such
+    as hvd.Compression.fp16. verbose: whether rank 0 prints."""
 
     def __init__(
         self,

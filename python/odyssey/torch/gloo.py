@@ -1,9 +1,8 @@
-"""Ranks connected by PyTorch's Gloo, without MPI. The only file that imports torch; extra `[torch]`.
+"""Ranks connected by PyTorch's Gloo, without MPI; extra `[torch]`.
 
-Processes find each other by a store that init_process_group was given (`meet`), or by the variables of env://: RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them (`connect`).
-Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of torch.distributed that the
-program makes for itself is left alone. What it is not: fast; docs/log.md has figures beside those of MPI.
+Processes find each other by a store that init_process_group was given (`meet`), or by the variables of env://
+(`connect`). Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of
+torch.distributed that the program makes for itself is left alone.
 """
 
 from __future__ import annotations
@@ -69,8 +68,6 @@ class GlooCommunicator(Staged):
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         except RuntimeError as e:
             raise _lost(e) from None
-
-    # --- headers ---
 
     def _send_header(self, header: calls.Header) -> tuple:
         mine = np.zeros(calls.header_bytes(self.size), np.uint8)
@@ -158,8 +155,7 @@ class GlooCommunicator(Staged):
 
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: calls.Header) -> _Message:
         def work() -> None:
-            paper = torch.from_numpy(calls.pack_envelope(envelope))
-            self._data.send([paper], dest, 2 * tag + 1).wait()
+            self._data.send([torch.from_numpy(calls.pack_envelope(envelope))], dest, 2 * tag + 1).wait()
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
 
@@ -188,8 +184,6 @@ class GlooCommunicator(Staged):
         message = _Message(self, envelope, source)
         message.future = self._in_line("recv", source, tag, work)
         return message
-
-    # --- groups and ends ---
 
     def _sub(self, members: tuple[int, ...]) -> GlooCommunicator:
         ranks = tuple(self.ranks[p] for p in members)
@@ -260,14 +254,13 @@ def _done(work: Any) -> bool:
     return True
 
 
-def _when(work: Any, *kept: Any, then: Callable[[], None] | None = None) -> Callable[[], bool]:
+def _when(work: Any, *kept: Any, then: Callable[[], None] = lambda: None) -> Callable[[], bool]:
     """A test of a work that holds its buffers, and does `then` once when it has ended."""
 
     def done() -> bool:
         if not _done(work):
             return False
-        if then is not None:
-            then()
+        then()
         assert kept is not None
         return True
 

@@ -343,11 +343,9 @@ grouped_allgather, grouped_reducescatter = _grouped(allgather), _grouped(reduces
 
 
 def join(device: int = -1) -> int:
-    """Takes part in the others' allreduce calls, with zeros, until all ranks have joined; the last rank that did.
-
-    Means are over all ranks, those that have joined included. What the others may call meanwhile is allreduce and the
-    steps of a DistributedOptimizer; another call is an error.
-    """
+    """Takes part in the others' allreduce calls, with zeros, until all ranks have joined; the last rank that did. Means
+    are over all ranks, those that have joined included. What the others may call meanwhile is allreduce and the steps
+    of a DistributedOptimizer; another call is an error."""
     comm, rounds = world("join"), 0
     while comm.size > 1:
         everyone = _announce(comm, None)
@@ -355,8 +353,7 @@ def join(device: int = -1) -> int:
         if not len(active):
             break
         _, dtype, elements, op, _ = everyone[active[0]]
-        zeros = torch.zeros(int(elements), dtype=_DTYPES[dtype])
-        dist.all_reduce(zeros, _OPS[op], global_process_set)
+        dist.all_reduce(torch.zeros(int(elements), dtype=_DTYPES[dtype]), _OPS[op], global_process_set)
         rounds += 1
     waited = comm.all_gather(np.array([rounds]))[:, 0]
     return int(np.flatnonzero(waited == waited.min())[-1])
@@ -382,7 +379,6 @@ def broadcast_object(
     """The object of `root_rank`: numbers, texts, None, lists, tuples, dictionaries and tensors.
 
     allow_pickle: send anything else by pickle, which runs what the sender says; Horovod always does.
-
     Raises ConfigError: something else is in it, and allow_pickle is False.
     """
     comm, root = process_set._member("broadcast_object"), process_set._place("broadcast_object from rank", root_rank)
@@ -491,7 +487,6 @@ def DistributedOptimizer(
     """The optimizer, of a class that is a subclass of its own, whose steps are taken with all ranks' gradients.
 
     num_groups, groups: taken and not used; gradients go in one piece. Other arguments are Horovod's.
-
     Raises ConfigError: Adasum, parameters without a name or named twice, or a predivide factor without Average.
     """
     kind = _reduction(op)

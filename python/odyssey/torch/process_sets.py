@@ -100,6 +100,5 @@ def is_homogeneous() -> bool:
 
 
 mpi_built = mpi_enabled = mpi_threads_supported = named("mpi_built", "True: ranks meet by MPI.", lambda: True)
-gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = named(
-    "gloo_built", "False: no other way of Horovod's is here.", lambda: False
-)
+gloo_built = named("gloo_built", "False: no other way of Horovod's is here.", lambda: False)
+gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo_built

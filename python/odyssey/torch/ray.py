@@ -55,7 +55,6 @@ def launch(
 
     cpus_per_worker: cores that Ray is to keep free for each rank.
     environment: variables of the ranks.
-
     Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores. LaunchError: a rank failed; the
     message is its own. The others are ended.
     """
@@ -165,8 +164,7 @@ def from_settings(model: Any, optimizer: Any = None, **given: Any) -> RayTrainer
     given.pop("backend", None)
     from ..distributed import DistributedConfig
 
-    config = {"num_workers": DistributedConfig(**given).workers(1), **given}
-    return RayTrainer(model, config, optimizer=optimizer)
+    return RayTrainer(model, {"num_workers": DistributedConfig(**given).workers(1), **given}, optimizer=optimizer)
 
 
 def _fit(

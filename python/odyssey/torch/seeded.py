@@ -91,7 +91,6 @@ def states() -> list[tuple[Any, Any, Any]]:
 
 
 def keys(of: list[tuple[Any, Any, Any]]) -> list[Any]:
-    """Returns what tells states apart from others."""
     return [key for key, _, _ in of]
 
 

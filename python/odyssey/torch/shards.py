@@ -8,8 +8,6 @@ Behind the gradients travel:
     14 sums         loss, samples, metrics
     parameters      whether the shard reached them: what no shard reaches has no gradient, as in torch alone
     counters        by how much it raised the integer buffers of normalisations
-
-DistributedTrainer and DistributedDataParallel take it as it is.
 """
 
 from __future__ import annotations
@@ -110,16 +108,10 @@ def _traffic(reduction: Reduction) -> np.ndarray:
 class Shards:
     """See the head of this file. For this process, it sets what torch's bits depend on.
 
-    Args:
-        module: on the CPU, parameters of float32, which move into `arena`.
-        shard_size: samples per shard; may be set until the first batch.
-        threads: of torch. deterministic: "error", or "warn": what cannot be held is told by `tell`, with a line.
-        mean: backward() is of a shard's mean, not of its sum.
-
-    Attributes:
-        gradient: the mean over the samples of the last batch; `arena.gradients` are its parts.
-
-    Raises ConfigError: a parameter or module that cannot be held, or a setting that is not allowed.
+    module: on the CPU, parameters of float32, which move into `arena`. shard_size: samples per shard; may be set until
+    the first batch. threads: of torch. deterministic: "error", or "warn": what cannot be held is told by `tell`, with a
+    line. mean: backward() is of a shard's mean, not of its sum. gradient: the mean over the samples of the last batch;
+    `arena.gradients` are its parts. Raises ConfigError: a parameter, module or setting that cannot be held.
     """
 
     def __init__(

@@ -80,14 +80,13 @@ class TrainerState(Sharing):
         )
 
     def configuration(self) -> dict[str, Any]:
-        kind = "tree" if self.strategy.same_bits else repr(self.strategy)
         return as_json(
             {
                 **environment(),
                 **self._given,
                 "shard size": self.shard_size,
                 "precision": self.precision,
-                "reduction": kind,
+                "reduction": "tree" if self.strategy.same_bits else repr(self.strategy),
                 **of_checkpoint(self.settings),
                 **(self.data_configuration or {"accumulation": self.accumulation_steps}),
             }
@@ -114,8 +113,7 @@ class TrainerState(Sharing):
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and buffers by name, copies; tied parameters once. Collective with zero=3."""
         with self.shards.whole():
-            tensors = [*self.arena.named, *self.arena.buffers]
-            return {name: t.detach().numpy().copy() for name, t in tensors}
+            return {name: t.detach().numpy().copy() for name, t in (*self.arena.named, *self.arena.buffers)}
 
     def last_gradients(self) -> dict[str, np.ndarray]:
         """The last step's mean gradients by their names, as the optimizer saw them; collective with zero 2 and 3."""

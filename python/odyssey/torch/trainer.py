@@ -1,7 +1,6 @@
 """DistributedTrainer of a PyTorch module: a step is torch's, what is between shards and around steps is odyssey's.
 
-fit() is train/fit.py's, checkpoints, step log, replay and verify as for our own models; the state is state.py's, the
-shards of a batch shards.py's. docs/pytorch.md says what is held and what is not.
+The state is state.py's, the shards of a batch are shards.py's. docs/pytorch.md says what is held and what is not.
 """
 
 from __future__ import annotations
@@ -144,7 +143,9 @@ class DistributedTrainer(TrainerState):
                 "ranks; use odyssey.data.DataLoader, or leave it out"
             )
         self._move_shards(len(batch.indices))
-        self._catch_up()
+        while self.scheduler is not None and self.per_epoch and self._scheduled < self.context.cursor.epoch:
+            self.scheduler.step()  # to the epoch that this step is of
+            self._scheduled += 1
         self._built.check_structure()
         self._unfreeze()
         rate = self.rate
@@ -183,13 +184,6 @@ class DistributedTrainer(TrainerState):
             raise ConfigError(f"[torch] {what}").on_all_ranks()
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
-
-    def _catch_up(self) -> None:
-        """Steps a scheduler of epochs to the epoch that this step is of."""
-        if self.scheduler is not None and self.per_epoch:
-            while self._scheduled < self.context.cursor.epoch:
-                self.scheduler.step()
-                self._scheduled += 1
 
     def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> BatchSums:
         """Runs this rank's shards of a batch; the sums over all."""
@@ -295,9 +289,7 @@ class DistributedTrainer(TrainerState):
         return self.module(*x) if isinstance(x, tuple) else self.module(x)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.precision == "bf16":
-            return torch.autocast("cpu", dtype=torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
 
     def _commit(self, sums: BatchSums) -> bool:
         """Updates the parameters from the mean gradient, unless it is not finite: then nothing is changed."""
@@ -420,7 +412,6 @@ class DistributedTrainer(TrainerState):
         """Returns what the module gives in eval mode for all samples, in order, whole on every rank.
 
         loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N, ...).
-
         Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16": the outputs, or their `logits`. Raises
         ConfigError: they are no tensors, or have several shapes.
         """
@@ -443,7 +434,6 @@ class DistributedTrainer(TrainerState):
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
     def _predicted(self, x: Any, samples: int) -> np.ndarray:
-        """Outputs of a shard."""
         with self._autocast():
             out = huggingface.predictions(self._forward(x))
         if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
@@ -478,22 +468,17 @@ def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: An
     name, own = type(optimizer).__name__, {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}
     ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    optim, plateau = torch.optim, torch.optim.lr_scheduler.ReduceLROnPlateau
     groups = optimizer.param_groups
+    apart = scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer
     foreign = any(id(p) not in own for group in groups for p in group["params"])
     for wrong, says in (
-        (isinstance(optimizer, torch.optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
-        (
-            isinstance(optimizer, torch.optim.SparseAdam),
-            "SparseAdam needs sparse gradients, which no tree adds; use Adam",
-        ),
+        (isinstance(optimizer, optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
+        (isinstance(optimizer, optim.SparseAdam), "SparseAdam needs sparse gradients, which no tree adds; use Adam"),
         (foreign, f"{name} has parameters that are not the module's; make it of module.parameters()"),
         (any(isinstance(group["lr"], torch.Tensor) for group in groups), f"{name}'s lr is a tensor; give a number"),
         (isinstance(scheduler, plateau), "ReduceLROnPlateau needs a figure at each step(); use another scheduler"),
-        (
-            scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
-            f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
-        ),
+        (apart, f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer"),
         (
             loss is not None and (isinstance(loss, type) or not callable(loss)),
             f"loss is {loss!r}; give a function of (output, target) or an object such as nn.CrossEntropyLoss()",

@@ -20,7 +20,6 @@ def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None =
 
     source: a torch module, or its state_dict(), such as safetensors.torch.load_file() gives.
     names: our name -> torch's, of parameters (or beginnings of names) that are called otherwise there.
-
     Raises ShapeError: a name is missing or unknown, or a shape differs; nothing was changed.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else dict(source)

@@ -43,12 +43,9 @@ class Outputs:
 
 
 class WholeBatchLoss:
-    """The loss of all outputs of a batch, and its gradients of them.
-
-    loss: of (output, targets). scale: what the loss is multiplied with for the gradients; None: they are not needed.
-
-    Raises ConfigError: the outputs of shards cannot be joined.
-    """
+    """The loss of all outputs of a batch, and its gradients of them. loss: of (output, targets). scale: what it is
+    multiplied with for the gradients; None: they are not needed. Raises ConfigError: the shards' outputs cannot be
+    joined."""
 
     def __init__(self, outputs: Outputs, shards: list[Any], loss: Callable[[Any, Any], Any], scale: Any) -> None:
         self.outputs = outputs
@@ -64,8 +61,7 @@ class WholeBatchLoss:
         value = loss(*pytree.tree_unflatten(leaves, outputs.spec))
         self.loss = float(value.detach())
         if scale is not None:
-            ends = [leaves[i] for i in self._at]
-            self._gradients = torch.autograd.grad(value * scale, ends, allow_unused=True)
+            self._gradients = torch.autograd.grad(value * scale, [leaves[i] for i in self._at], allow_unused=True)
 
     def backward(self, lo: int, hi: int, out: Any) -> None:
         """The second pass of a shard. Raises ConfigError: it is not what the first one gave, or has no gradient."""

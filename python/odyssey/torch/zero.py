@@ -137,8 +137,7 @@ class Spread(Shards):
         own = arena.shares(0, arena.trained, ranks)
         arena.hold(own[self.comm.rank])
         self.gradient = torch.from_numpy(arena.grads)
-        sizes = [0, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]
-        self._places = np.cumsum(sizes).tolist()
+        self._places = np.cumsum([0, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]).tolist()
         self._tail, self._tails = torch.zeros(self._places[-1]), list[tuple[int, np.ndarray]]()
         most = max(ALIGN, min(MOST, arena.extent // 32))
         self.owned = [self._cut(run, owner, most) for owner, run in enumerate(own)]  # trained, by owner
@@ -307,8 +306,6 @@ class Spread(Shards):
         if not mine and not wanted and n not in self._live:
             with contextlib.suppress(ConfigError):
                 b.free()
-
-    # --- sums ---
 
     def own(self, samples: int, train: bool = True) -> range:
         if not train or self.shard_size is None:

@@ -106,15 +106,13 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     """Compares what the ranks' models do with a shard of a batch, op by op; a collective call.
 
     Compared is what the model records, the same on all ranks whatever part of it they run; where nothing is recorded
-    (execution="eager"), what it does with the first shard, which all ranks compute for that. Raises ConfigError: on all
-    ranks, naming the first op that differs, its layer and, where it is the user's, its line. OdysseyError: on all
-    ranks: a model cannot be run.
+    (execution="eager"), what it does with the first shard, which all ranks compute for that. Raises, on all ranks,
+    ConfigError: naming the first op that differs, its layer and a user's line; OdysseyError: a model cannot be run.
     """
     error: Exception | None = None
     listed = Listed()
     try:
-        n = engine.shard_size_of(len(batch.indices))
-        recording = engine.programs.recording(n, batch.dataset.form)
+        recording = engine.programs.recording(engine.shard_size_of(len(batch.indices)), batch.dataset.form)
         if recording is None:
             engine.trace(batch, step, listed.listen)
         else:
@@ -154,8 +152,7 @@ def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
     name = min(filter(None, (each[0], each[other])))  # one may have it, and the other not
     told = texts(comm, repr(settings[name]) if name in settings else "not there")
     raise ConfigError(
-        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; change it on all ranks "
-        "alike"
+        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; change it on all alike"
     ).on_all_ranks()
 
 
@@ -220,8 +217,7 @@ def of_batch(batch: Batch) -> int:
 
 
 def last_batch(comm: Communicator, batch: Batch, step: int) -> None:
-    """Compares the samples of the batch of step `step`, read once more where they are read; a collective call. Raises
-    DataError: on all ranks: a rank has others."""
+    """Compares the samples of the batch of step `step`, read once more; collective. Raises DataError on all ranks."""
     other, _ = first_other(comm, [fingerprint.signed(of_batch(batch.whole()))])
     if other is not None:
         raise DataError(
@@ -244,11 +240,10 @@ class Watch:
     """Compares what the ranks are given, now and then: at the first step, and every `every` steps.
 
     Compared are which samples the batches since the last time had, the samples of this batch unless the whole data set
-    was compared, and the learning rates of the steps until the next time. `every` is 0: at the first step only.
-    `unit`: what a message calls a step; those of an evaluation have no rates.
-
-    whole: the data set that `data_set` compared, if there is one. tell: where it is allowed that samples differ, this
-    is called with a line about it, once. programs: kinds of batches whose programs were compared.
+    was compared, and the learning rates of the steps until the next time. `every` is 0: at the first step only. `unit`:
+    what a message calls a step; those of an evaluation have no rates. whole: the data set that `data_set` compared, if
+    there is one. tell: where it is allowed that samples differ, this is called with a line about it, once. programs:
+    kinds of batches whose programs were compared.
     """
 
     def __init__(self, comm: Communicator, every: int, unit: str = "step") -> None:

@@ -85,17 +85,14 @@ class Changing(Sharing):
     def take_back(self, saved: Mapping[str, Any], name: str) -> None:
         """Puts back what `changed` gave. Raises CheckpointError: it is something else."""
         try:
-            self.optimizer.restore(
-                {key: of_modules.decoded(v) for key, v in saved["settings"].items()}, list(saved["undecayed"])
-            )
+            settings = {key: of_modules.decoded(v) for key, v in saved["settings"].items()}
+            self.optimizer.restore(settings, list(saved["undecayed"]))
             norm = saved["clip_norm"]
             self.clip_norm = None if norm is None else float(norm)
             modules = {key: of_modules.decoded(value) for key, value in saved["modules"].items()}
             of_modules.restore(self.model, {**self._built["modules"], **modules})
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise CheckpointError(f"[resume] {name}: what was changed while it ran is not taken back: {problem}") from (
-                problem
-            )
+            raise CheckpointError(f"[resume] {name}: what changed while it ran is not taken: {problem}") from problem
 
     # --- the program ---
 
@@ -105,8 +102,6 @@ class Changing(Sharing):
         self._train.programs.refresh()
 
     def stays(self) -> None:
-        """Raises ConfigError, on all ranks: forward() computes something else than it did in the last step, though no
-        attribute was changed; a collective call."""
         astray = self._train.programs.astray()
         everyone = self.comm.all_gather(np.array([bool(astray)], np.int32))
         if everyone.any():
@@ -186,8 +181,7 @@ class Changing(Sharing):
         nothing was changed. An exception inside changes nothing either.
         """
         self.mode.settle()
-        flat = self._train.ownership.parameters()
-        whole = flat.copy()
+        whole = self._train.ownership.parameters().copy()
         states = {name: array.copy() for name, array in self.optimizer_arrays().items()}
         with self.arena.whole(whole), self.optimizer.whole(states):
             yield

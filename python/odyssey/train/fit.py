@@ -1,7 +1,6 @@
 """fit(): epochs over batches, with evaluation, history and checkpoints, for any trainer that can take a step.
 
-What a step is, and what the state of a training, is the subclass's (trainer.py); what happens between two steps is
-session.py's; who hears of it is wired here.
+A step, and the state of a training, are the subclass's (trainer.py); what happens between two steps is session.py's.
 """
 
 from __future__ import annotations
@@ -92,17 +91,9 @@ class Trainer(Trainable):
     def epoch_begins(self) -> None:
         """Callbacks of an epoch's start have been called: what the program computes may have changed."""
 
-    def stays(self) -> None:
-        """See Trainable; of torch modules nothing is known."""
-
-    def expect(self, snapshot: Any, name: str, exactly: bool) -> None:
-        """See Trainable; of torch modules nothing is known."""
-
     def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
         return batches_of(loader)
-
-    # --- steps ---
 
     def train_step(self, batch: datasets.Batch) -> tuple[float, float]:
         """One optimizer step over a global batch; returns (sum of losses, correct predictions) over its samples.
@@ -174,8 +165,7 @@ class Trainer(Trainable):
             raise Rollback
 
     def say(self, line: str) -> None:
-        """One line to the user, from rank 0, without tearing a progress bar; to Python's logger "odyssey" where the
-        program has made use of that (progress.LOGGER)."""
+        """See Trainable; to Python's logger "odyssey" where the program has made use of that (progress.LOGGER)."""
         if self.comm.rank == 0 and not self._silent:
             tell(getattr(self._shown or self.progress, "say", None), line)
 
@@ -370,9 +360,8 @@ class Trainer(Trainable):
         self.epoch_begins()
         session.leave_out(time.perf_counter() - now)  # loggers open their files there
         if own_steps(train_loader):
-            batches = train_loader.steps(
-                pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)
-            )
+            part = self._part(training=True)
+            batches = train_loader.steps(pieces=context.pieces, join=self.accumulation_steps, part=part)
         else:
             batches = self._batches(train_loader, context.cursor.loader_epoch)
             batches = itertools.islice(batches, session.first_batch, None)
@@ -404,18 +393,15 @@ class Trainer(Trainable):
         }
         context.record = record
         if val_loader is not None:
-            result = self.evaluate(val_loader)
-            record.update((f"test_{name}", value) for name, value in result.metrics.items())
+            record.update((f"test_{name}", value) for name, value in self.evaluate(val_loader).metrics.items())
             context.emit("on_validation_end")
         history.records.append(record)
         session.epoch_ended()
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.
-
         For a custom training loop; fit() makes its own, and says in them where it is in its data. Raises OutputError:
-        it could not be written; those that are there stay.
-        """
+        it could not be written; those that are there stay."""
         from ..checkpoints import Store, environment_key
 
         self.mode.settle()
@@ -432,12 +418,9 @@ class Trainer(Trainable):
                 resume.by_first(self.comm, lambda: str(store.save(snapshot)))
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Takes back a checkpoint, made on any layout; returns its step. All ranks call.
-
-        path: a checkpoint, or a directory of them: then the newest that is valid.
-
-        Raises CheckpointError: there is none that is valid. ConfigError: it is of another training.
-        """
+        """Takes back a checkpoint, made on any layout; returns its step. All ranks call. path: a checkpoint, or a
+        directory of them: then the newest that is valid. Raises CheckpointError: there is none. ConfigError: it is of
+        another training."""
         with offload(self.layout and self.layout.offload):
             found = resume.shared(self.comm, lambda whole: resume.find(Path(path), self.say, whole), self.in_parts)
         snapshot, name = found
@@ -482,9 +465,7 @@ def check_batches(loader: Any, what: str = "data") -> None:
         name = type(loader).__name__
         given = "data.arrays(x, y)" if arrays else f"your {name}"
         advice = f"; give data.DataLoader({given}, batch_size=...)" if arrays or is_data_set(loader) else ""
-        raise ConfigError(
-            f"[train] expected a data.DataLoader or a list of (x, y) batches as {what}, got {name}{advice}"
-        )
+        raise ConfigError(f"[train] expected a data.DataLoader or list of (x, y) batches as {what}, got {name}{advice}")
 
 
 def is_data_set(given: Any) -> bool:

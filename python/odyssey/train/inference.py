@@ -1,7 +1,6 @@
 """`odyssey verify --inference`: has a sample, or a token, the same outputs, bit for bit, however they are computed?
 
-Wanted are the outputs of all samples in one batch. Compared with them are those of samples one by one, of random
-batches, of a training's forward pass, and, of a GPT, of texts that go on from a cache.
+Wanted are those of all samples in one batch; `ways` compares others with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Numbers that are wrong: what a training does when they are not finite, and how ranks find that their weights differ.
 
-Both decide only. The trainer asks them with what all ranks know alike, so all ranks decide alike; taking a step back,
-leaving a batch out and ending are its business.
+Both decide only, by what all ranks know alike; taking a step back, leaving a batch out and ending are the trainer's.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ class NonFinite:
         self, step: int, epoch: int, batch: int, checkpoint: int | None, what: str = "gradient", rate: float = 0.0
     ) -> str:
         """Returns what the user is told of step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is
-        not finite, where the training goes on as `policy` says.
-
-        checkpoint: the step of the newest checkpoint, None if there is none. Raises NumericsError: the training ends.
-        """
+        not finite, where the training goes on as `policy` says. checkpoint: the step of the newest, None if there is
+        none. Raises NumericsError: the training ends."""
         said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
         cure = "lower --lr, or warm up"
         if what == "loss":
@@ -51,17 +48,14 @@ class NonFinite:
             raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}")
         if self.policy == "skip":
             if self._row >= SKIPS:
-                raise NumericsError(
-                    f"{said}, and the {self._row} steps before it were skipped for the same reason; {cure}"
-                )
+                said += f", and the {self._row} steps before it were skipped for the same reason"
+                raise NumericsError(f"{said}; {cure}")
             self._row += 1
             return f"{said}; the step is skipped ({self._row} of at most {SKIPS} in a row)"
         if checkpoint is None:
             raise NumericsError(f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every")
         if self._gone_back[checkpoint] >= ROLLBACKS:
-            raise NumericsError(
-                f"{said}; the training went back to step {checkpoint} {ROLLBACKS} times already; {cure}"
-            )
+            raise NumericsError(f"{said}; it went back to step {checkpoint} {ROLLBACKS} times already; {cure}")
         self._gone_back[checkpoint] += 1
         self._left_out.add((epoch, batch))
         times = f"{self._gone_back[checkpoint]} of at most {ROLLBACKS} times"
@@ -99,10 +93,8 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
     """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`.
 
     comm: the world, so that all ranks learn of it. fingerprints: what it is ("weights") -> its 64 bits on this rank.
-    group: ranks with the same number are compared: those that hold the same (with pipeline and tensor parallelism the
-        replicas of one share of the model). A group of one rank is always in order.
-
-    Raises NumericsError: on all ranks, naming those that differ.
+    group: ranks with the same number are compared, which hold the same (with pipeline and tensor parallelism the
+    replicas of one share of the model). Raises NumericsError: on all ranks, naming those that differ.
     """
     mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
     everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
@@ -112,10 +104,8 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
 
 
 def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """Returns what to say about the fingerprints of all ranks; None if replicas are the same.
-
-    table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
-    """
+    """Returns what to say about the fingerprints of all ranks; None if replicas are the same. table: int64 (ranks, 1 +
+    names): the group of each rank, then its fingerprints."""
     if (table == table[0]).all():
         return None  # by far the most frequent, and quickly seen
     for column, name in enumerate(names, 1):

@@ -1,7 +1,6 @@
 """Checks before a run begins: that the ranks fit together, and that this machine has room for them.
 
 `at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
-Limits are looked at before MPI starts (base/limits.py), the whole machine by `odyssey doctor`, which takes seconds.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _TEXT = 16 << 10  # bytes by which ranks explain a difference
 
 def version(package: str) -> str:
     """The installed version of a package, "none" where it is not."""
-    module = sys.modules.get(package)
-    found = getattr(module, "__version__", None)
+    found = getattr(sys.modules.get(package), "__version__", None)
     if isinstance(found, str):
         return found  # a look at files takes longer
     from importlib import metadata
@@ -63,15 +61,13 @@ def versions() -> dict[str, str]:
 
 
 def odd_one(rows: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """The first column whose numbers are not all the same, a rank that has another one than most, and one of those;
-    pure."""
+    """The first column whose numbers are not all the same, a rank that has another one than most, one of these."""
     for column in range(len(rows[0])):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:
             counts = Counter(values)
             usual = max(counts, key=lambda value: (counts[value], value == values[0]))
-            rank = next(r for r, value in enumerate(values) if value != usual)
-            return column, rank, values.index(usual)
+            return column, next(r for r, value in enumerate(values) if value != usual), values.index(usual)
     return None
 
 

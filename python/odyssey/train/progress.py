@@ -67,8 +67,7 @@ class Shown(Callback):
         self.progress.end()
 
 
-#: Where a program has configured logging for INFO, lines go there and not to standard error.
-LOGGER = logging.getLogger("odyssey")
+LOGGER = logging.getLogger("odyssey")  # where it is configured for INFO, lines go there and not to standard error
 
 
 def logged() -> bool:
@@ -90,9 +89,7 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
     """A live line on a terminal, a plain line per epoch elsewhere, nothing when none is wanted."""
     if no_progress:
         return None
-    if logged():
-        return PlainProgress(None)
-    return RichProgress(stream) if stream.isatty() else PlainProgress(stream)
+    return PlainProgress(None) if logged() else RichProgress(stream) if stream.isatty() else PlainProgress(stream)
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:

@@ -1,7 +1,4 @@
-"""Going on from a checkpoint: which settings must be the same for the same bits, and how all ranks get it.
-
-What the state of a training is, its trainer knows (state.py); how it is kept, checkpoints/.
-"""
+"""Going on from a checkpoint: which settings must be the same for the same bits, and how all ranks get it."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 _NO_SETTINGS = ("training", "arguments")  # of a module
 _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
 EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
-#: What a checkpoint was made with that is older than the setting.
-BEFORE = {"convolution algorithm": "auto"}
+BEFORE = {"convolution algorithm": "auto"}  # what a checkpoint was made with that is older than the setting
 #: What helps where settings are others on purpose.
 ANEW = (
     "take its weights alone into a new training (resume='weights', --resume weights), or start anew (resume='never', "
@@ -71,8 +67,7 @@ def settings_of(module: object) -> list[list[Any]]:
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
-    """Returns what decides which samples a step sees, where a DataLoader gives them; a data set by its
-    `fingerprint`."""
+    """Returns what decides which samples a step sees; a data set by its `fingerprint`."""
     data, sampler = loader.dataset, loader.sampler
     vocabulary = getattr(data, "vocabulary", None)
     return {
@@ -106,9 +101,7 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
                 f"schedule and length (--schedule, --warmup-steps, --epochs, --steps), or {ANEW}"
             )
         if saved[key] != value and key == "model" and (differs := _parameter(saved[key], value)):
-            raise ConfigError(
-                f"[resume] {name} is of another model: {differs}; build the same, or take another directory"
-            )
+            raise ConfigError(f"[resume] {name} is of another model: {differs}; build that, or take another directory")
         if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:  # of before 0.3
             value = [value[0], value[2]]
         if saved[key] != value and key == "data set":
@@ -202,8 +195,7 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
-    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks; a collective call. Raises
-    OdysseyError: what `act` raised, on all ranks."""
+    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks, or raises its error; collective."""
     value = None
     with on_all_ranks(comm):
         if comm.rank == 0:
@@ -273,9 +265,7 @@ def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[S
     for one in refused:
         tell(one.message(snapshot))
     if snapshot is None:
-        raise CheckpointError(
-            f"[resume] {path} has no valid checkpoint; name another path, or 'auto', 'never' or 'weights'"
-        )
+        raise CheckpointError(f"[resume] {path} has no valid checkpoint; name another, or 'auto', 'never' or 'weights'")
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
 
 

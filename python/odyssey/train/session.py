@@ -1,8 +1,6 @@
 """One fit(): where it is in its data, and what happens between two of its steps.
 
-A trainer (trainable.py) takes the steps and knows its state; checkpoints/ knows how that is kept. Who listens, and who
-may stop a training, are callbacks. All methods are called by all ranks at the same steps; only rank 0 reads and writes
-files.
+All methods are called by all ranks at the same steps; only rank 0 reads and writes files.
 """
 
 from __future__ import annotations
@@ -73,9 +71,7 @@ class Session:
             and not saving.off
             and (saving.every is not None or not (saving.resume in RESUME or resume.wants_weights(saving.resume)))
         ):
-            raise ConfigError(
-                "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
-            )
+            raise ConfigError("[checkpoint] checkpoint_every or resume without a checkpoint_dir; give one, or neither")
         if saving.every is not None and trainer.mode.own_loop:
             raise ConfigError(
                 "[checkpoint] checkpoint_every counts steps that all ranks take together, and async_parameter_server "
@@ -100,11 +96,9 @@ class Session:
         return self.folder is not None
 
     def begin(self) -> None:
-        """Goes to where the newest valid checkpoint is, or starts at the first step.
-
-        Raises ConfigError: the checkpoint is of another training. CheckpointError: the checkpoint that was asked for is
-        not valid. OutputError: the directory cannot be used.
-        """
+        """Goes to where the newest valid checkpoint is, or starts at the first step. Raises ConfigError: it is of
+        another training. CheckpointError: the one that was asked for is not valid. OutputError: the directory cannot be
+        used."""
         if resume.wants_weights(self.saving.resume):
             if self.run is None or self.run.attempt < 2:
                 return self._take_weights()
@@ -245,12 +239,9 @@ class Session:
 
     def put_back(self, in_epoch: bool = False) -> None:
         """Gives callbacks their states of the checkpoint that training goes on from, after on_fit_start; a training
-        that one of them had finished is left so, unless that one has changed its mind.
-
-        Callbacks hear of what was before the checkpoint once more: of the start of the training, and in the middle of
-        an epoch of its start (`in_epoch`). What they did to weights and settings then is in the checkpoint, so it is
-        put back after them.
-        """
+        that one of them had finished is left so, unless that one has changed its mind. Callbacks hear of what was
+        before the checkpoint once more: of the start of the training, and in the middle of an epoch of its start
+        (`in_epoch`). What they did to weights and settings then is in the checkpoint, so it is put back after them."""
         if self._found is None:
             return
         context, (snapshot, name) = self.context, self._found
@@ -291,11 +282,9 @@ class Session:
         self.trainer.say(f"[train] finished by {context.finished} after step {self.trainer.steps}")
 
     def _check_data(self, snapshot: Snapshot, name: str) -> None:
-        """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others.
-
-        Nothing is read for a checkpoint that does not know its last batch, nor where that would take an epoch. Raises
-        DataError: on all ranks: it is not.
-        """
+        """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others. Nothing
+        is read where the checkpoint does not name it, or it would take an epoch. Raises DataError: on all ranks: it is
+        another."""
         last = snapshot.values.get("last batch")
         if last is None:
             return

@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from ..checkpoints.snapshot import TensorSlice
 
 
+def _per_step(key: str, text: str) -> Any:
+    """A figure of the engine for each training step so far."""
+    return property(lambda trainer: getattr(trainer._train, key) / max(trainer.steps, 1), doc=text)
+
+
 class EngineState(Changing):
-    """The part of a DistributedTrainer that is about its state."""
+    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says what each method does."""
 
     layout: Layout
     mesh: Mesh
@@ -43,8 +48,7 @@ class EngineState(Changing):
     _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
 
     def fingerprints(self) -> tuple[int, int]:
-        """Returns those of the gradients of the last step and of the weights, as far as this rank counts them
-        (fingerprint.py)."""
+        """Returns those of the last step's gradients and of the weights, as far as this rank counts them."""
         updates = self.last.updates
         own = self._prints.get(id(updates))
         if own is None:  # the updates are kept, so that their id stays their own
@@ -82,7 +86,6 @@ class EngineState(Changing):
         return self._train.ownership.digest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
         self.mode.settle()
         flat = self._train.ownership.parameters()
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
@@ -130,20 +133,9 @@ class EngineState(Changing):
             "activations": activations,
         }
 
-    @property
-    def bytes_per_step(self) -> float:
-        """Bytes that this rank has sent per training step: gradients, parameters of ZeRO, activations of pp and tp."""
-        return self._train.bytes_sent / max(self.steps, 1)
-
-    @property
-    def wire_bytes_per_step(self) -> float:
-        """Bytes of `bytes_per_step` that go to other machines, where gradients are summed along the tree."""
-        return self._train.bytes_wire / max(self.steps, 1)
-
-    @property
-    def bytes_per_step_uncompressed(self) -> float:
-        """The same if gradients were summed along the tree, uncompressed."""
-        return self._train.bytes_plain / max(self.steps, 1)
+    bytes_per_step = _per_step("bytes_sent", "Bytes that this rank sends: gradients, ZeRO's parameters, pp's and tp's.")
+    wire_bytes_per_step = _per_step("bytes_wire", "Bytes of them to other machines, of gradients along the tree.")
+    bytes_per_step_uncompressed = _per_step("bytes_plain", "The same along the tree, uncompressed.")
 
     def last_gradients(self) -> dict[str, np.ndarray]:
         """The summed gradients of the last step by the parameters' names; before division, scaling and clipping. Raises
@@ -157,7 +149,6 @@ class EngineState(Changing):
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named if name not in buffers}
 
     def named_state(self) -> dict[str, np.ndarray]:
-        """Weights as "weight NAME", the optimizer's arrays as "optimizer STATE of NAME", whole; collective likewise."""
         arrays = {f"weight {name}": value for name, value in self.state_dict().items()}
         for state, flat in self.optimizer_arrays().items():
             views = ((name, self.arena.view(flat, name).copy()) for name, _ in self.arena.named)
@@ -172,7 +163,6 @@ class EngineState(Changing):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the tensors of a checkpoint."""
         return 4 * self.arena.size * (1 + len(self.optimizer.states))
 
     def _layers(self) -> dict[str, Any]:
@@ -187,16 +177,11 @@ class EngineState(Changing):
         }
 
     def configuration(self) -> dict[str, Any]:
-        """Returns what decides the bits of a training, beside its data, as JSON values by the names that users know
-        them by.
-
-        Settings are those that it was built with. Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are
-        not in it: they change nothing.
-        """
+        """Returns what decides the bits of a training beside its data, as it was built. Ranks, workers, threads, mesh,
+        ZeRO stage, buckets and execution are not in it: they change nothing."""
         built, frozen = self._built, self._built["frozen"]
         settings = {k: v for k, v in built["optimizer"].items() if isinstance(v, (int, float, tuple, list))}
         strategy = self.layout.reduction
-        kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
             {
                 "model": [[name, list(p.shape), *["frozen"] * (name in frozen)] for name, p in self.arena.named],
@@ -205,7 +190,7 @@ class EngineState(Changing):
                 **built["layers"],
                 "loss": type(self.loss).__name__,
                 "precision": [self.precision, self.scaler.growth_interval if self.scaler.enabled else 0],
-                "reduction": kind,
+                "reduction": "tree" if strategy.same_bits else repr(strategy),
                 **of_checkpoint(self.settings),
                 "schedule": resume.probed(self.schedule),
                 **(self.data_configuration or {"accumulation": self.accumulation_steps}),
@@ -213,8 +198,6 @@ class EngineState(Changing):
         )
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """Returns what a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: one
-        on each rank, of what it has. Arrays may be those that training goes on with: copy or write them."""
         from ..checkpoints import Snapshot
 
         arena, arrays = self.arena, {}
@@ -286,13 +269,6 @@ class EngineState(Changing):
         return arrays, counts
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        """Puts a snapshot that all ranks have into their trainers, of whatever layout.
-
-        name: of the checkpoint, for messages.
-
-        Raises ConfigError: it is of another training; nothing was changed. CheckpointError: something is missing in it;
-        nothing was changed.
-        """
         values, arrays, arena = snapshot.values, snapshot.arrays, self.arena
         now, saved = self.configuration(), _entry(values, "configuration", name)
         own_size = self.layout.shard_size
@@ -325,9 +301,7 @@ class EngineState(Changing):
             self._lr_factor, self._lr_scaled = float(values["lr_scaling"][0]), bool(values["lr_scaling"][1])
             self.optimizer.steps, self.optimizer.lr = int(optimizer["steps"]), float(optimizer["lr"])
         except (KeyError, ConfigError, TypeError, ValueError) as problem:
-            raise CheckpointError(
-                f"[resume] {name}: its state of the optimizer is not complete: {problem}"
-            ) from problem
+            raise CheckpointError(f"[resume] {name}: the optimizer's state is not complete: {problem}") from problem
         self.optimizer.coming = lambda: self._take_states(states)
         with resume.on_all_ranks(self.comm, snapshot.source is not None):
             self._train.load(parameters.read, memories)
@@ -340,7 +314,6 @@ class EngineState(Changing):
         self.steps = snapshot.step
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
-        """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
         parameters = _Named(self.arena, snapshot.arrays.get("parameters", {}), "", name)
         with resume.on_all_ranks(self.comm, snapshot.source is not None):
             self._train.load(parameters.read, {})

@@ -33,11 +33,9 @@ AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request,
 
 
 class Requests(Callback):
-    """Requests to this training. It hears of each event last.
-
-    comm: the world of the training. run: the run that it belongs to, whose control.json rank 0 reads. asking: callbacks
-    that may ask, in the same order on all ranks. signals: whether signals are requests.
-    """
+    """Requests to this training. It hears of each event last. comm: the world of the training. run: the run that it
+    belongs to, whose control.json rank 0 reads. asking: callbacks that may ask, in the same order on all ranks.
+    signals: whether signals are requests."""
 
     def __init__(self, comm: Communicator, run: Run | None, asking: Sequence[Callback], signals: bool) -> None:
         self._comm, self._run, self._asking = comm, run, asking
@@ -54,11 +52,8 @@ class Requests(Callback):
 
     def on_fit_start(self, context: Context) -> None:
         """Takes signals as requests from now on. A SIGINT that comes after AGAIN seconds has the effect that it had
-        before; any number of others shortens nothing: service managers and schedulers send several.
-
-        One request may bring several as well: SLURM sends a signal to all processes of a step, srun and what is around
-        a rank hand on theirs.
-        """
+        before; any number of others shortens nothing: service managers and schedulers send several, and SLURM sends one
+        to all processes of a step, of which srun and what is around a rank hand theirs on."""
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only; control.json works
         for number in self._signals:
@@ -116,10 +111,8 @@ class Requests(Callback):
         return max(self._wanted, self._wish)
 
     def agreed(self, exact: bool = False) -> int:
-        """Called by all ranks after each step: what one of them is asked for, if it is time to tell, else 0.
-
-        exact: it is time after every step; the same on all ranks.
-        """
+        """Called by all ranks after each step: what one of them is asked for, if it is time to tell, else 0. exact: it
+        is time after every step; the same on all ranks."""
         self._left -= 1
         self.met = self._left <= 0
         if self.met:

@@ -84,8 +84,7 @@ def of_data(data: Any) -> dict[str, Any]:
 
 
 def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
-    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError or a ConfigError
-    where it says something else."""
+    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError, ConfigError."""
     with limited(3 * most):  # of a weight that two layers share, and where values are drawn again (GPT)
         return _build(said, most)
 
@@ -173,9 +172,7 @@ def own_model(place: str | None) -> nn.Module | None:
     try:
         model = kind()
     except TypeError as problem:
-        raise ConfigError(
-            f"[load] --model {place}: {problem}; name a function without arguments that builds the model"
-        ) from problem
+        raise ConfigError(f"[load] --model {place}: {problem}; name what builds it without arguments") from problem
     if not isinstance(model, nn.Module) and hasattr(model, "named_parameters") and "torch" in sys.modules:
         model = registry.load("weights", "torch").Wrapped(model)
     if not isinstance(model, nn.Module):
@@ -226,7 +223,6 @@ def export(
 
     format: "safetensors" or "torch", weights by name; "onnx", the whole model; None: by the path's ending,
     .safetensors, .pt or .onnx. sample_shape: of one sample, without the batch; needed for ONNX, but not of a GPT.
-
     Raises ConfigError: the ending says no format, or an op of the model has no form. OutputError: the file cannot be
     written; one that was there stays.
     """
@@ -252,10 +248,8 @@ def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
     if isinstance(samples, (np.ndarray, Tensor)) or hasattr(samples, "__array__"):
         given = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
         batches = batches_of_array(np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32))
-    elif hasattr(samples, "__getitem__"):
-        batches = datasets.DataLoader(samples, batch_size=batch_size)
     else:
-        batches = samples
+        batches = datasets.DataLoader(samples, batch_size=batch_size) if hasattr(samples, "__getitem__") else samples
     return predicted(model, batches, world("auto"))
 
 
@@ -264,7 +258,6 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
 
     path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
     model: takes its weights; needed where the model is of your own code.
-
     Raises ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
     """
     return opened(path, model).model
@@ -321,11 +314,9 @@ def predicted(
     model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
 ) -> Any:
     """Returns what a model gives for all samples of some batches, in their order, whole on every rank: (N, ...)
-    float32, or a tuple or dict of such, as forward() gives them; a collective call.
-
-    batches: the same on all ranks, each of which computes its shards of each. shard: samples that are computed at once;
-    the result depends on it in its last bits, and on no number of ranks. algorithm: conv_algorithm of the training.
-    """
+    float32, or a tuple or dict of such; a collective call. batches: the same on all ranks, each of which computes its
+    shards of each. shard: samples that are computed at once; the result depends on it in its last bits, and on no
+    number of ranks. algorithm: conv_algorithm of the training."""
     size = shard or SHARD
     executor = current()
     before, executor.conv_algorithm = executor.conv_algorithm, algorithm

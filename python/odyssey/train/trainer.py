@@ -1,7 +1,6 @@
 """DistributedTrainer: a step that all ranks take or none, and evaluation, with the engine.
 
-fit() is fit.py's, the state of a training state.py's. It decides nothing about where shards are computed (engine.py) or
-how sums travel (parallel/); a group of one rank and one worker is the ordinary case.
+Where shards are computed is engine.py's to decide, how sums travel parallel/'s.
 """
 
 from __future__ import annotations
@@ -123,9 +122,8 @@ class DistributedTrainer(EngineState):
         self.model, self.optimizer = model, optimizer
         self.schedule = schedule or (lambda step: 1.0)
         check_shared(self.mesh, made.precision)
-        self.scaler = precisions.GradScaler(
-            made.scaler_init_scale, growth_interval=made.scaler_growth_interval, enabled=made.precision == "fp16"
-        )
+        scaling = {"growth_interval": made.scaler_growth_interval, "enabled": made.precision == "fp16"}
+        self.scaler = precisions.GradScaler(made.scaler_init_scale, **scaling)
         self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
         with offload(made.offload):
             self.arena = Arena.of(model.named_parameters(), model.named_buffers())
@@ -153,8 +151,7 @@ class DistributedTrainer(EngineState):
             raise ConfigError(f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()")
         if (how := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
-                f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
-                "use 'mean'"
+                f"[train] the loss has reduction={how!r}, but trainers divide by the global batch; use 'mean'"
             )
         groups = Groups(self.comm, self.mesh)
         self.metrics = None if metrics is None else chosen(metrics)
@@ -191,7 +188,6 @@ class DistributedTrainer(EngineState):
         self.comm.broadcast(self.arena.params)
 
     def take_step(self, batch: datasets.Batch) -> Step:
-        """See train_step()."""
         if self.mode.own_loop:
             raise ConfigError("[async] ranks do not take steps together; call fit()")
         self._scale_rate(len(batch.indices))
@@ -235,9 +231,7 @@ class DistributedTrainer(EngineState):
     def rehearse(self, batch: datasets.Batch, *, prepare: bool = False) -> tuple[int, int]:
         """Takes a step of this rank alone, in a world whose others are absent (comm/stand_in.py): nothing is compared,
         and their samples count as if they were there. prepare: only makes what a step needs, and computes nothing.
-
-        Returns how many shards this rank has, and how many bytes others have read from memory that it shares so far.
-        """
+        Returns how many shards this rank has, and how many bytes others have read from memory that it shares so far."""
         samples, form = len(batch.indices), batch.dataset.form
         self._share_out(samples, form)
         if prepare:
@@ -267,8 +261,7 @@ class DistributedTrainer(EngineState):
         if engine is None:
             engine = self._train
             self._watch.batch(batch, self.steps, self.rate)
-        n = engine.shard_size_of(len(batch.indices))
-        kind = (engine.train, n, *batch.dataset.form)
+        kind = (engine.train, engine.shard_size_of(len(batch.indices)), *batch.dataset.form)
         if self.comm.size > 1 and kind not in self._watch.programs:
             agreement.programs(self.comm, engine, batch, self.steps)
             self._watch.programs.add(kind)  # not where that raises: a program that catches it may go on
@@ -297,7 +290,6 @@ class DistributedTrainer(EngineState):
 
     @property
     def base_rate(self) -> float:
-        """Returns what the schedule's factor is multiplied with."""
         return self.optimizer.lr * self._lr_factor
 
     def scale_rate(self, factor: float) -> None:

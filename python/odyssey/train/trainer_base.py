@@ -64,8 +64,6 @@ class Sharing(Trainer):
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
     def check_alike(self) -> None:
-        """Compares settings, and the weights that several ranks have; a collective call. Raises ConfigError,
-        NumericsError: on all ranks: they differ."""
         agreement.standing(self.comm, f"step {self.steps}", self.standing())
         self.check_replicas()
 
@@ -117,8 +115,7 @@ class Sharing(Trainer):
             )
 
     def _look_at_route(self, reductions: Sequence[Any], samples: int) -> None:
-        """Once the first step of so many samples is taken: says if other shards or another placement of all ranks would
-        send much less between machines."""
+        """After the first step: says if other shards or places of ranks would send much less between machines."""
         if self._looked_at_route:
             return
         self._looked_at_route = True

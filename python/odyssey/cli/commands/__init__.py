@@ -1,7 +1,4 @@
-"""The commands of `odyssey`, each a file with the click command `command`; and what they have in common. See cli.py.
-
-A command's file turns options into calls of the library; anything heavy is imported inside the command.
-"""
+"""The commands of `odyssey`, each a file with the click command `command`; and what they have in common."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ from . import FILE, HELP, UNAVAILABLE, machines
 @click.command("doctor", short_help="Look whether this machine has what a run needs.", context_settings=HELP)
 @click.option("--ranks", "-n", type=click.IntRange(1, 4096), default=2, help="Ranks on this machine. (default: 2)")
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of each. (default: the cores, divided by them)")
-@click.option(
-    "--run-dir", type=FILE, metavar="DIR", help="Where the files of the run will be. (default: not looked at)"
-)
+@click.option("--run-dir", type=FILE, metavar="DIR", help="Where the run's files will be. (default: not looked at)")
 @click.option("--hosts", metavar="HOST,HOST", help="Machines that ssh must reach. (default: none)")
 @click.option("--hostfile", type=FILE, metavar="FILE", help="The same, from a file: one a line. (default: none)")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON. (default: as lines)")

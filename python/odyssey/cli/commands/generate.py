@@ -14,9 +14,7 @@ from . import FILE, HELP
 @click.argument("run", type=FILE)
 @click.option("--prompt", default="\n", help="The text to go on from. (default: an empty line)")
 @click.option("--tokens", type=click.IntRange(1), default=500, help="How many tokens to write. (default: 500)")
-@click.option(
-    "--temperature", type=click.FloatRange(0), default=0.8, help="0 takes the likeliest token each time. (default: 0.8)"
-)
+@click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: the likeliest token. (default: 0.8)")
 @click.option("--top-k", type=click.IntRange(1), help="Draw among so many likeliest tokens. (default: all)")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the draws. (default: 0)")
 def command(run: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> None:

@@ -30,13 +30,9 @@ SHORT = "Start ranks, and start them again when something fails."
 )
 @click.option("--elastic", metavar="MIN:MAX", help="Ranks the run may go on with. (default: always as many)")
 @click.option("--max-restarts", type=int, default=3, help="Restarts without progress in between. (default: 3)")
-@click.option(
-    "--backoff", type=float, default=1.0, help="Seconds before the second of them, then doubled. (default: 1)"
-)
+@click.option("--backoff", type=float, default=1.0, help="Seconds before the second, then doubled. (default: 1)")
 @click.option("--grace", type=float, default=30.0, help="Seconds that ranks have to stop on request. (default: 30)")
-@click.option(
-    "--watchdog", type=float, help="Seconds without progress that mean a hung rank. (default: the ranks' own)"
-)
+@click.option("--watchdog", type=float, help="Seconds without progress that mean a hung rank. (default: ranks' own)")
 @click.option("--env", multiple=True, metavar="NAME", help="A variable that ranks get too; may be repeated.")
 @click.option("--bind-if", metavar="IF", help="Network interface for MPI. (default: MPI's choice)")
 @click.option("--allow-root", is_flag=True, help="Start as root although others work on this machine.")

@@ -26,15 +26,11 @@ from .verify import layouts_among
 @click.argument("what", metavar="MODEL|SCRIPT")
 @click.option("--ranks", type=int, required=True, help="How many ranks there will be.")
 @click.option("--per-node", type=int, help="How many of them share a machine. (default: all)")
-@click.option(
-    "--layouts", "-l", multiple=True, metavar="LAYOUT", help="Which to look at, e.g. dp=4,zero=1. (default: all)"
-)
+@click.option("--layouts", "-l", multiple=True, metavar="LAYOUT", help="Which, e.g. dp=4,zero=1. (default: all)")
 @click.option("--memory", type=float, metavar="MB", help="What a rank may have. (default: its share of this machine's)")
 @click.option("--bandwidth", type=float, default=10, metavar="GBIT/S", help="Between machines. (default: 10)")
 @click.option("--latency", type=float, default=50, metavar="US", help="Of a message between machines. (default: 50)")
-@click.option(
-    "--measure", is_flag=True, help="Start two ranks, and measure the link between them instead of assuming one."
-)
+@click.option("--measure", is_flag=True, help="Start two ranks, and measure their link instead of assuming one.")
 @LAUNCHER
 @JSON
 @click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)

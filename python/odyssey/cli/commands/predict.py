@@ -33,8 +33,7 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
         found = trained_models.opened(model, trained_models.own_model(own))
         names, samples = _samples(inputs, found.data)
     world = comm.world(backend="auto")
-    normal = (found.data.get("scale", 1.0), found.data.get("shift", 0.0))
-    batches = trained_models.batches_of_array(samples, *normal)
+    batches = trained_models.batches_of_array(samples, found.data.get("scale", 1.0), found.data.get("shift", 0.0))
     outputs = trained_models.predicted(found.model, batches, world, algorithm=found.algorithm)
     if world.rank:
         return
@@ -59,9 +58,7 @@ def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], 
     shape = data.get("sample_shape")
     tables = [name for name in inputs if name == "-" or name.lower().endswith(".csv")]
     if not shape and not tables:
-        raise ConfigError(
-            "[predict] the checkpoint does not say what its samples are; give a table, or use odyssey.load()"
-        )
+        raise ConfigError("[predict] the checkpoint does not say what samples are; give a table, or use odyssey.load()")
     if not tables:
         return list(inputs), _pictures(inputs, shape)
     if len(inputs) > 1:

@@ -15,9 +15,7 @@ from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER
 @click.option("--step", type=int, required=True, help="Which step, counted from 1, as the step log counts them.")
 @click.option("--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)")
 @click.option("--layout", metavar="LAYOUT", help='On another layout, e.g. "pp=2,dp=2"; as in odyssey verify.')
-@click.option(
-    "--save", type=FILE, metavar="FILE.safetensors", help="Write the step's gradients and the weights after it."
-)
+@click.option("--save", type=FILE, metavar="FILE.safetensors", help="Write its gradients and the weights after it.")
 @LAUNCHER
 @JSON
 def command(

@@ -35,7 +35,6 @@ def _load_config(context: click.Context, _: click.Parameter, path: Path | None) 
 
 
 def _option(s: Setting) -> click.Option:
-    """The option of a setting."""
     choice = DataSet if s.name == "dataset" else OrOwn if s.own else click.Choice
     kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
@@ -115,16 +114,13 @@ def settings_of(context: click.Context) -> Settings:
         given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
     made = core.settings(given)
     if ranks is not None and launchers.launched() is not None:
-        raise ConfigError(
-            f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
-        )
+        raise ConfigError(f"[train] --ranks {ranks} is given, but the ranks were started already; leave one out")
     return made
 
 
 def _one_batch_size(context: click.Context, size: int, ranks: int | None, workers: int | None) -> int:
     """--batch-size as the global one, if it can mean nothing else."""
-    source = context.get_parameter_source("global_batch_size")
-    if source not in (None, click.core.ParameterSource.DEFAULT):
+    if context.get_parameter_source("global_batch_size") not in (None, click.core.ParameterSource.DEFAULT):
         raise ConfigError("[train] --batch-size and --global-batch-size are both given; leave out --batch-size")
     started = launchers.launched()
     count = (ranks or (started.size if started else 1)) * (workers or 1)
@@ -273,9 +269,8 @@ def _optimizer(made: Settings, text: bool) -> Any:
         optimizer = own(**given)
     except TypeError as problem:
         todo = f"it is called with what is given of {', '.join(map(core.option, numbers))}, by name"
-        raise ConfigError(
-            f"{said}: {problem}; {todo}: leave out what it does not take, give the rest defaults"
-        ) from problem
+        advice = f"{todo}: leave out what it does not take, give the rest defaults"
+        raise ConfigError(f"{said}: {problem}; {advice}") from problem
     if not isinstance(optimizer, optim.Optimizer):
         raise ConfigError(f"{said} gives a {type(optimizer).__name__}; a subclass of odyssey.optim.Optimizer is needed")
     return optimizer
@@ -342,8 +337,7 @@ def _model_settings(train_set: Any, made: Settings) -> dict[str, Any]:
         raise ConfigError(
             f"[train] --model {made.model} is for text, --dataset {made.dataset} has none; use shakespeare, or text"
         )
-    dropout = GPT_DROPOUT[made.model]
-    return {"vocab_size": train_set.classes, "context": made.sequence_length, "dropout": dropout}
+    return {"vocab_size": train_set.classes, "context": made.sequence_length, "dropout": GPT_DROPOUT[made.model]}
 
 
 def _outputs(train_set: Any, made: Settings) -> int:
@@ -353,15 +347,12 @@ def _outputs(train_set: Any, made: Settings) -> int:
             f"[train] --dataset {made.dataset} gives tokens, which --model {made.model} does not take; use "
             "--model gpt-mini or gpt, or train a model of your own on it from Python"
         )
-    classes = train_set.classes
-    if not classes:
-        shape = getattr(train_set.labels, "shape", ())
-        if len(shape) > 2:
-            raise ConfigError(
-                f"[train] targets have the shape {shape[1:]}; --model {made.model} gives one row of numbers"
-            )
-        return shape[1] if len(shape) == 2 else 1
-    return len(classes) if isinstance(classes, list) else classes
+    if classes := train_set.classes:
+        return len(classes) if isinstance(classes, list) else classes
+    shape = getattr(train_set.labels, "shape", ())
+    if len(shape) > 2:
+        raise ConfigError(f"[train] targets have the shape {shape[1:]}; --model {made.model} gives one row of numbers")
+    return shape[1] if len(shape) == 2 else 1
 
 
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
