@@ -574,9 +574,9 @@ def to_rows(x: Tensor) -> Tensor:
     if x.features == 1:  # a number per lane lies as in rows
         y = make(x.memory, x.shape, "rows", x.dtype)
         y.mask = x.mask
-        return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
-    y = empty_like(x, x.shape, "rows")
-    program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
+    else:
+        y = empty_like(x, x.shape, "rows")
+        program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
     return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
 
 
