@@ -78,7 +78,7 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchang
         if plain:
             links = _links(runner, comm)
             if links:
-                return DirectExchange(runner, comm, own, links)
+                return DirectExchange(runner, comm, links)
         elif runner.train:
             what = f"compression={chosen.compression!r}" if chosen.compression else f"reduction={chosen.reduction!r}"
             _warn(runner, f"{what} goes through the host: only reduction='tree' goes from GPU to GPU")
@@ -179,9 +179,7 @@ class DirectExchange(GpuExchange):
     links: of each worker to those of the same number in the other ranks.
     """
 
-    def __init__(
-        self, runner: GpuRunner, comm: Communicator, own: planning.Run, links: Sequence[devices.DeviceTransport]
-    ) -> None:
+    def __init__(self, runner: GpuRunner, comm: Communicator, links: _Links) -> None:
         super().__init__(runner, comm)
         self.links = links
         x = planning.exchange(runner.shards, comm.size, runner.layout.workers, runner.floats)
