@@ -270,8 +270,7 @@ class _Damaged(Exception):
 
 
 def _whole(cache: Path, what: BuildInputs) -> Opened | None:
-    """The library of this entry if it is there, undamaged. Raises BuildError: it is not this user's or root's, or
-    others may write to it."""
+    """The library of this entry, if it is there undamaged. Raises BuildError: somebody else may have put it there."""
     with contextlib.suppress(_Damaged):
         return _open_entry(cache, what)
     return None
@@ -470,8 +469,7 @@ def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
-    """Hold the lock file; yields it and whether another process had it first. On a file system without locks everybody
-    compiles for himself."""
+    """Hold the lock file; yields it and whether another process had it first. Without locks everybody compiles."""
     lock = files.LockFile(path)
     waited, said = False, launcher.rank() not in (None, 0)  # one of several ranks speaks
     try:

@@ -123,8 +123,7 @@ def gpu_mpi() -> bool:
 
 def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTransport], str]:
     """A transport per GPU of this process to those of the same number in the other ranks, and why; a collective call.
-    Returns no transport, and one line that says why, where sums have to go through the host. Raises DeviceError,
-    ConfigError: NCCL refuses."""
+    No transport, and a line that says why, if sums go through the host. Raises ConfigError, DeviceError: NCCL's."""
     if comm.name == "nccl":
         from .nccl import NcclTransport
 

@@ -369,8 +369,7 @@ class MPICommunicator(Staged):
         return [*super().unfinished(), *self._active]
 
     def _progress(self) -> None:
-        """Calls in other groups go on. Receives that were started take their data when the envelope is there, or their
-        senders could not go on."""
+        """Calls in other groups go on. Receives take their data once the envelope is there: senders wait for it."""
         super()._progress()
         for comm in self._exits.open():
             if not isinstance(comm, MPICommunicator):

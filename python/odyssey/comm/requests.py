@@ -158,8 +158,7 @@ class Waiting(Request):
         return f"{what}; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
 
     def _look(self) -> bool:
-        """Called while waiting long: gives up when a rank that is waited for has ended. Whether it suspects that, and
-        should look again soon."""
+        """Called while waiting long: gives up when a rank that is waited for has ended. Whether to look again soon."""
         late = self._late()
         gone = self._comm._gone(late) if late else ()
         self._suspect += bool(gone)

@@ -81,8 +81,7 @@ ONNX: dict[str, str] = {}
 class Scope:
     """Which forward op the records being made belong to, and where they run.
 
-    In the forward pass an op's number and place are known when it is complete (`close`), in the backward pass before it
-    starts (`enter`).
+    An op's number and place are known when it is complete (`close`), in the backward pass before it starts (`enter`).
     """
 
     phase: str = "forward"

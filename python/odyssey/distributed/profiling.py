@@ -81,8 +81,7 @@ class PerformanceMonitor:
             num_steps: to take. every: steps per line printed.
 
         Returns steps, samples (of the items, by the length of their first part), seconds, samples_per_second,
-        step_seconds (median) and data_seconds (median). The timers "total_training", "data" and "train_step" have the
-        rest.
+        step_seconds and data_seconds (medians). The timers "total_training", "data" and "train_step" have the rest.
         """
         check_integer("[monitor] num_steps", num_steps, 1)
         check_integer("[monitor] every", every, 1)

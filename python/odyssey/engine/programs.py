@@ -69,8 +69,7 @@ class Programs:
 
     Attributes:
         setting: a number for what the model was set to when `current` was called last.
-        outputs: of the model, as the loss saw them; metric_at: places of metrics among the statistics; known once
-            something was recorded.
+        outputs: of the model, as the loss saw them; metric_at: places of metrics among the statistics; once recorded.
     """
 
     def __init__(

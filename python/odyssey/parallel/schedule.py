@@ -165,8 +165,7 @@ def _turns(forward: Sequence[Compute], backward: Sequence[Compute], ahead: int) 
 
 
 def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
-    """Groups of p micro-batches go through the device's first stage, then through its second, and so on (Narayanan et
-    al. 2021, section 2.2).
+    """Groups of p micro-batches go through the device's stages in their order (Narayanan et al. 2021, section 2.2).
 
     The order is made for M rounded up to a multiple of p, and what does not exist left out: micro-batches do not depend
     on each other, so what remains is still an order.

@@ -189,8 +189,7 @@ def _send(source: StageWork, target: StageWork, slot: Slot, numbers: Iterator[in
 
 
 def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, numbers: Iterator[int]) -> None:
-    """Where parts on several places add to a gradient, makes it a value that each hands on to the next one, so that the
-    last has it in the end."""
+    """Makes a gradient to which parts on several places add a value that each hands on to the next, up to the last."""
     if len({parts[i].place for i in where}) == 1:
         return
     floats = padded(gradient.arena)[gradient.offset // 4]

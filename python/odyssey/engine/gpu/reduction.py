@@ -1,7 +1,6 @@
 """Sums between processes whose workers are GPUs: how the tree of docs/determinism.md is completed across ranks.
 
-Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead from there to the
-whole sum on every device:
+Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead to the whole sum:
 
     StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
     DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
