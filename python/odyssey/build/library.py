@@ -206,8 +206,7 @@ def cached(accelerator: str | None = None) -> Path | None:
 
 
 def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
-    """The library for this machine (or `target_cpu`), or that of an accelerator, from the cache; compiled first when it
-    is not there, or not as it was."""
+    """The library for this machine, `target_cpu` or an accelerator, from the cache, or compiled now."""
     return _cached_library(target_cpu, accelerator).close()
 
 
@@ -487,8 +486,7 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
 
 
 def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
-    """A library that ODYSSEY_KERNELS names. Of a folder that `odyssey build --output` made everything is checked; of
-    a library by itself nothing is known."""
+    """A library that ODYSSEY_KERNELS names; of a folder that `odyssey build --output` made everything is checked."""
     path = named.absolute()
     home = path if path.is_dir() else path.parent
     if folder.is_folder(home):

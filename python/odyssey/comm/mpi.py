@@ -338,8 +338,7 @@ class MPICommunicator(Staged):
             return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
 
     def exchange_memory(self, sends: _Memories, receives: _Memories) -> Waiting:
-        """Starts messages from and to memory that need not be the host's (device.py); without envelopes: those between
-        two ranks are matched in the order given."""
+        """Starts messages of memory that need not be the host's (device.py), between two ranks in order."""
         return _Memory(self, sends, receives)
 
     # --- groups and ends ---

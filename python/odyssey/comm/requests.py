@@ -71,8 +71,7 @@ class Request:
 
 
 class Waiting(Request):
-    """A request that is not complete when it is made: waits by testing, with a back-off and a deadline.
-    text: what it is, for messages."""
+    """A request that is not complete when made: waits by testing, with a back-off and a deadline. text: what it is."""
 
     __slots__ = ("_comm", "_text", "_suspect")
     _spins = 500  # tests before anything else

@@ -153,8 +153,7 @@ class Executor:
 
     @contextmanager
     def repeat(self, ops: int, layer: int) -> Iterator[None]:
-        """Forward ops inside are those from number `ops` on once more, in a backward pass: the same numbers, and the
-        same dropouts from number `layer` on."""
+        """Forward ops inside are those from `ops` on, and dropouts those from `layer` on, again, in a backward pass."""
         before = self.scope, self.layer
         self.scope, self.layer = Scope("backward", ops=ops, recompute=True), layer
         try:

@@ -379,8 +379,7 @@ def attach(
 def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
     """fn(*args) with one node on the tape instead of one per op; nn/checkpoint.py says what for.
 
-    The walk back repeats fn and goes on through the tape that this leaves, so every gradient is made and added in the
-    order it would have been without.
+    The walk back repeats fn and goes on through the tape that this leaves, so gradients are added in the same order.
     """
     if not _tape.enabled:
         return fn(*args)

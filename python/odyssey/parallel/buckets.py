@@ -322,8 +322,7 @@ def _regions(writes: list[list[int]], reads: list[set[int]], by_params: bool) ->
 def _early(
     records: list[Record], arena: Arena, bucket_of: dict[int, int], starts: dict[int, int]
 ) -> tuple[list[list[Record]], dict[int, list[Record]]]:
-    """The records that stand for each one where gradients are added to before their bucket's segment starts, and those
-    that each bucket's segment begins with.
+    """The records that stand for each one where a gradient is added to too early, and those that segments begin with.
 
     starts: the first record of the segment of a bucket.
     """

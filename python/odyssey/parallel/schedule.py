@@ -151,8 +151,7 @@ def _gpipe(own: list[int], stages: int, m: int) -> list[Compute]:
 
 
 def _one_by_one(stage: int, depth: int, m: int) -> list[Compute]:
-    """At most `depth` micro-batches under way: depth - 1 forwards, then forward and backward by turns (Narayanan
-    et al. 2021: PipeDream-Flush)."""
+    """At most `depth` micro-batches under way: depth - 1 forwards, then turns (PipeDream-Flush, Narayanan 2021)."""
     ahead = min(depth - 1, m)
     return _turns([Forward(stage, i) for i in range(m)], [Backward(stage, i) for i in range(m)], ahead)
 
