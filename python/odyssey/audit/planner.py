@@ -49,8 +49,7 @@ NEAR, FAR = Link(6e-5, 2.5e9), Link(5e-5, 1.25e9)
 class Planned:
     """Prediction of a layout: of its largest and slowest ranks. seconds: of a step; 0: it was not rehearsed.
 
-    memory: bytes of a rank. sent, wire: bytes that a rank sends in a step, and those of them to other machines.
-    why: it does not go, or does not fit.
+    memory: bytes of a rank. sent, wire: bytes it sends in a step, and of them to other machines. why: it does not go.
     """
 
     layout: str

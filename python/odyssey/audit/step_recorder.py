@@ -1,7 +1,6 @@
 """Records of the steps of a training on all its ranks, for the step log (steplog.py): a callback.
 
-Where ranks have parts of the weights (Trainable.partial) fingerprints are added up over ranks, of many steps at once:
-`flush`. Rank 0 writes.
+Where ranks have parts of the weights (Trainable.partial) `flush` adds up the fingerprints of many steps. Rank 0 writes.
 """
 
 from __future__ import annotations

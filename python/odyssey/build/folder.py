@@ -1,5 +1,4 @@
-"""Folders that hold odyssey and its compiled kernels for machines without the compiler: what is in one, and whether it
-may be used here.
+"""Folders with odyssey and its compiled kernels for machines without the compiler: what is in one, and its checks.
 
     <folder>/odyssey                  a launcher: `<folder>/odyssey train` and all other commands
     <folder>/manifest.json            versions, targets, and the SHA-256 of every file
@@ -97,8 +96,7 @@ def read(home: Path) -> PackManifest:
 def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     """A library of a folder, after everything that can be wrong with it here has been looked at.
 
-    accelerator: of the GPU; None: the library for the CPU. sources: SHA-256 of the Mojo sources of the odyssey that
-        runs, None if it has none.
+    accelerator: of the GPU; None: of the CPU. sources: SHA-256 of the Mojo sources of the running odyssey, if any.
 
     Raises BuildError: it is for another machine or another version, or a file is not as it was written.
     """

@@ -56,8 +56,7 @@ def accelerator() -> str | None:
 
 
 def canonical(name: str, source: str = "--target") -> str:
-    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90", whose code may use all that the chip has. Raises
-    DeviceError: this is no name."""
+    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90": all that the chip has. DeviceError: no name."""
     form = re.fullmatch(r"(?:(?:nvidia|amdgpu):)?([a-z][a-z0-9_-]{1,30})", name.strip().lower())
     if form is None:
         raise DeviceError(f"[gpu] {source} is {name!r}, which names no accelerator; give one such as sm_90 or gfx942")

@@ -206,8 +206,7 @@ def cached(accelerator: str | None = None) -> Path | None:
 
 
 def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
-    """The library for this machine (or `target_cpu`), or that of an accelerator, from the cache; compiled first when it
-    is not there, or not as it was."""
+    """The library for this machine, `target_cpu` or an accelerator, from the cache, or compiled now."""
     return _cached_library(target_cpu, accelerator).close()
 
 
@@ -270,8 +269,7 @@ class _Damaged(Exception):
 
 
 def _whole(cache: Path, what: BuildInputs) -> Opened | None:
-    """The library of this entry if it is there, undamaged. Raises BuildError: it is not this user's or root's, or
-    others may write to it."""
+    """The library of this entry, if it is there undamaged. Raises BuildError: somebody else may have put it there."""
     with contextlib.suppress(_Damaged):
         return _open_entry(cache, what)
     return None
@@ -470,8 +468,7 @@ def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
-    """Hold the lock file; yields it and whether another process had it first. On a file system without locks everybody
-    compiles for himself."""
+    """Hold the lock file; yields it and whether another process had it first. Without locks everybody compiles."""
     lock = files.LockFile(path)
     waited, said = False, launcher.rank() not in (None, 0)  # one of several ranks speaks
     try:
@@ -489,8 +486,7 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
 
 
 def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
-    """A library that ODYSSEY_KERNELS names. Of a folder that `odyssey build --output` made everything is checked; of
-    a library by itself nothing is known."""
+    """A library that ODYSSEY_KERNELS names; of a folder that `odyssey build --output` made everything is checked."""
     path = named.absolute()
     home = path if path.is_dir() else path.parent
     if folder.is_folder(home):

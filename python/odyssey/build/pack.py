@@ -117,8 +117,7 @@ def _put(made: Path, output: Path) -> None:
 
 
 def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
-    """Copies the kernels, and of the compiler's run-time libraries those that are loaded with them; returns the glibc
-    that all of them need."""
+    """Copies the kernels and the run-time libraries that are loaded with them; returns the glibc that all need."""
     (target / "lib").mkdir()
     runtime = build.runtime_libraries()
     runtime += runtime[0].parent.glob(f"lib*Globals{runtime[0].suffix}")  # which those need

@@ -58,8 +58,7 @@ def world(backend: str = "auto") -> Communicator:
             else ODYSSEY_BACKEND names. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is
             the rank that this thread is.
 
-    Raises ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
-    only one.
+    Raises ConfigError: the backend is unknown or not installed, or of several processes MPI sees only one.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"[comm] backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}")

@@ -1,8 +1,7 @@
 """The contract of communication: what a communicator can do, what its arguments must be, and a world of one.
 
 A backend is a subclass of `Communicator` that carries out a `Call` (`_begin`), sends, receives and makes sub-groups;
-what is the same for all of them is here or in calls.py, once: checks of arguments, waiting with a deadline, and what a
-call looks like to the other ranks.
+what is the same for all is here or in calls.py: checks of arguments, deadlines, what a call looks like to other ranks.
 
 Arrays are C-contiguous NumPy arrays. An array that is only read is copied where it is not contiguous; one that is
 written (in place, `out=`) is refused.
@@ -239,8 +238,7 @@ class Communicator:
     # --- groups ---
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Groups of the ranks with the same color, ordered by (key, rank); None for those whose color is None.
-        All ranks of this group call it."""
+        """Groups of the ranks with one color, ordered by (key, rank); None for color None. All ranks call it."""
         for name, value in (("color", color), ("key", key)):
             if value is not None and (not isinstance(value, (int, np.integer)) or (name == "color" and value < 0)):
                 allowed = "an integer from 0, or None" if name == "color" else "an integer"

@@ -3,8 +3,7 @@
 In round k a rank tells the ranks 1, 2 and 3 times 4^k after it what it knows, and hears as much from those before it:
 it has then heard of the 4^(k + 1) ranks up to itself, and after the last round of all. What it knows is a word of 32
 bytes: its call and whether one that it heard of differs. Counts that ranks may have of their own are checked by a sum
-(`balance`), a scatter's piece follows the word. Only if calls differ do ranks need the headers of the others, with
-their texts.
+(`balance`), a scatter's piece follows the word. Only if calls differ do ranks need all headers, with their texts.
 
 `Agreement` is what a rank knows; `Heads` moves the words over an mpi4py communicator that nothing else uses.
 """

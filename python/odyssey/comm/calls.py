@@ -91,8 +91,7 @@ def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """One array of several along the fixed tree (a node over n splits after the largest power of two below n).
-    Always a new array. Integers wrap around."""
+    """A new array of several along the tree of parallel/plan.py. Integers wrap around."""
     if len(arrays) == 1:
         return arrays[0].copy()
     half = 1 << (len(arrays) - 1).bit_length() - 1

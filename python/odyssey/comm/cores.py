@@ -1,5 +1,4 @@
-"""Cores that this process may use, by its affinity mask and the CPU quota of its control groups (v1 and v2), and
-memory, by their limit.
+"""Cores and memory that this process may use, by its affinity mask and its control groups' limits (v1 and v2).
 
 It imports nothing that takes time: the wrapper of a rank (run/rank_wrapper.py) uses it at each start.
 """

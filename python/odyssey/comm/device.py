@@ -50,8 +50,7 @@ class DeviceTransport:
 
 
 class MpiTransport(DeviceTransport):
-    """Over an MPI library that takes addresses of device memory. The host waits for the GPU, then for the messages.
-    comm: of backend "mpi" or "shm"."""
+    """Over an MPI library that takes device memory (backend "mpi" or "shm"). The host waits for GPU and messages."""
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -63,8 +62,7 @@ class MpiTransport(DeviceTransport):
 
 
 class Exchanged(Waiting):
-    """Exchange of a step between GPUs, as an operation of a communicator: counted, with a deadline.
-    links: all that are used for it."""
+    """Exchange of a step between GPUs over `links`, as an operation of a communicator: counted, with a deadline."""
 
     __slots__ = ("_links", "_sequence")
 
@@ -123,8 +121,7 @@ def gpu_mpi() -> bool:
 
 def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTransport], str]:
     """A transport per GPU of this process to those of the same number in the other ranks, and why; a collective call.
-    Returns no transport, and one line that says why, where sums have to go through the host. Raises DeviceError,
-    ConfigError: NCCL refuses."""
+    No transport, and a line that says why, if sums go through the host. Raises ConfigError, DeviceError: NCCL's."""
     if comm.name == "nccl":
         from .nccl import NcclTransport
 
@@ -140,8 +137,7 @@ def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTranspo
 
 def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[Gpu]) -> str:
     """Sends patterns from each GPU to that of the next rank; "" if every bit came on all ranks, else what did not.
-    A library that takes an address of device memory for one of host memory ends the process instead; the status of this
-    rank says then what it was trying."""
+    A library that takes device memory for the host's ends the process instead; this rank's status then says at what."""
     failed = ""
     slot.note("probe of MPI with device memory")
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

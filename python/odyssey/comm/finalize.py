@@ -33,8 +33,7 @@ class Exits:
 
     At the end of the interpreter the ranks wait for each other in the rounds of call_checks.py, sleeping, before
     MPI_Finalize, which would wait as well, but on a core; a rank that waits there tells those who ask. A rank with an
-    operation that never completed, or one that gave up waiting, cannot finalize: it ends all ranks with the exit code
-    of a CollectiveError.
+    operation that never completed, or that gave up waiting, cannot: it ends all, with a CollectiveError's exit code.
     """
 
     def __init__(self, world: MPICommunicator, finalized: Callable[[], bool], abort: Callable[[int], None]) -> None:

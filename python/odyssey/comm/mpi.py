@@ -338,8 +338,7 @@ class MPICommunicator(Staged):
             return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
 
     def exchange_memory(self, sends: _Memories, receives: _Memories) -> Waiting:
-        """Starts messages from and to memory that need not be the host's (device.py); without envelopes: those between
-        two ranks are matched in the order given."""
+        """Starts messages of memory that need not be the host's (device.py), between two ranks in order."""
         return _Memory(self, sends, receives)
 
     # --- groups and ends ---
@@ -369,8 +368,7 @@ class MPICommunicator(Staged):
         return [*super().unfinished(), *self._active]
 
     def _progress(self) -> None:
-        """Calls in other groups go on. Receives that were started take their data when the envelope is there, or their
-        senders could not go on."""
+        """Calls in other groups go on. Receives take their data once the envelope is there: senders wait for it."""
         super()._progress()
         for comm in self._exits.open():
             if not isinstance(comm, MPICommunicator):

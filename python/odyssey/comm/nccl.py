@@ -1,8 +1,7 @@
 """NVIDIA's NCCL, loaded when it is asked for: ranks that it connects, and what they move between their GPUs.
 
 NCCL is found at run time: the file that ODYSSEY_NCCL_LIBRARY names, the wheel nvidia-nccl-cu12 or -cu13, or the one of
-the system. The only file that knows the interfaces of NCCL. Backend "nccl" is the ordinary one of the ranks, with this
-between their GPUs.
+the system. Only this file knows NCCL's interfaces. Backend "nccl" is the ranks' ordinary one, with this between GPUs.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ class Request:
 
 
 class Waiting(Request):
-    """A request that is not complete when it is made: waits by testing, with a back-off and a deadline.
-    text: what it is, for messages."""
+    """A request that is not complete when made: waits by testing, with a back-off and a deadline. text: what it is."""
 
     __slots__ = ("_comm", "_text", "_suspect")
     _spins = 500  # tests before anything else
@@ -158,8 +157,7 @@ class Waiting(Request):
         return f"{what}; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
 
     def _look(self) -> bool:
-        """Called while waiting long: gives up when a rank that is waited for has ended. Whether it suspects that, and
-        should look again soon."""
+        """Called while waiting long: gives up when a rank that is waited for has ended. Whether to look again soon."""
         late = self._late()
         gone = self._comm._gone(late) if late else ()
         self._suspect += bool(gone)

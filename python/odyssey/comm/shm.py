@@ -258,8 +258,7 @@ class ShmCommunicator(SteppedCommunicator):
         return pending
 
     def _advance(self, nanoseconds: int = 0) -> bool:
-        """Moves the first call of the queue on, and the next when it is complete; True if anything happened.
-        At most one wait takes `nanoseconds`."""
+        """Moves the queue's calls on, in order; True if anything happened. At most one wait takes `nanoseconds`."""
         moved = False
         library, team = self._library, self._team_address
         with self._lock:

@@ -164,8 +164,7 @@ class SteppedCommunicator(Communicator):
     _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _copy_to_all
 
     def _bytes_of(self, call: Call) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
-        """The memory of a call that moves numbers, which bytes of it go to and come from each rank, and how many the
-        longest of these are."""
+        """The memory of a call that moves numbers, which bytes go to and come from each rank, the most of these."""
         item = (call.out if call.send is None else call.send).itemsize
         gives, takes = call.routes(self.rank, self.size, item)
         send, out = (_bytes(_NOTHING if array is None else array) for array in (call.send, call.out))

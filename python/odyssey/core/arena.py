@@ -150,14 +150,11 @@ class Arena:
     @contextmanager
     def lent(self, flat: np.ndarray) -> Iterator[None]:
         """Ops that run inside read the parameters from an array of this layout: where ranks have parts of them."""
-        before = self._addresses.get(native.PARAMS)
-        self._addresses[native.PARAMS] = flat.ctypes.data
+        before, self._addresses = self._addresses, {**self._addresses, native.PARAMS: flat.ctypes.data}
         try:
             yield
         finally:
-            self._addresses.pop(native.PARAMS)
-            if before is not None:
-                self._addresses[native.PARAMS] = before
+            self._addresses = before
 
     @contextmanager
     def whole(self, flat: np.ndarray) -> Iterator[None]:

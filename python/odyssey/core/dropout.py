@@ -10,8 +10,7 @@ from .tape import Tensor, attach, empty, to_lanes
 
 
 def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:
-    """Returns what a record of dropout has: p, and which dropout of the model it is. Of none both are 0, and it is not
-    counted.
+    """Returns what a record of dropout has: p, and its number in the model. Of none both are 0, and it is not counted.
 
     Raises ShapeError: p is not in [0, 1).
     """

@@ -37,9 +37,9 @@ class Runs:
     __slots__ = ("_call", "_count", "_table", "_where")
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        for address, floats, start in runs:
+        for run in runs:
+            address, floats, start = run
             if floats < 0 or start < 0 or (floats and address <= 0):
-                run = (address, floats, start)
                 raise ShapeError(
                     f"[fingerprint] {run} is no run of memory; give address, floats and index of the first"
                 )

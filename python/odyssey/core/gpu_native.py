@@ -1,8 +1,7 @@
 """The compiled library for GPUs: the only file that loads it and knows its C interface (mojo/gpu_capi.mojo).
 
 MAX's own Python driver is not used: it would bring a library of 165 MB, and the same runtime is behind both. A GPU is a
-handle, memory is an address; work goes into one of two queues, COMPUTE and COPY, and nothing here waits except
-`synchronize` and `wait`.
+handle, memory is an address; work goes into one of two queues, COMPUTE and COPY; only `synchronize` and `wait` wait.
 """
 
 from __future__ import annotations

@@ -300,16 +300,15 @@ def masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
 
 def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
     """The nearest number from min to max; the gradient goes through where x is one."""
-    y, inside = x.detach(), []
+    y = x.detach()
     if min is not None:
-        y, inside = _pair("maximum", y, min), [lambda dy: _pair("where", ge(x, min), dy)]
+        y = _pair("maximum", y, min)
     if max is not None:
-        y, inside = _pair("minimum", y, max), [*inside, lambda dy: _pair("where", le(x, max), dy)]
+        y = _pair("minimum", y, max)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        for masked in inside:
-            dy = masked(dy)
-        return (dy,)
+        dy = dy if min is None else _pair("where", ge(x, min), dy)
+        return (dy if max is None else _pair("where", le(x, max), dy),)
 
     return attach(y, (x,), backward)
 

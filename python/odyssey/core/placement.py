@@ -1,8 +1,7 @@
 """Places: which slot of the mesh's model axis computes a layer.
 
 A slot is a number, not hardware: another rank under MPI, another worker of one process, the same CPU when alone. So a
-script that places its layers is the same everywhere. This file knows nothing of ranks; who fills a slot is decided
-where the mesh is made.
+script that places its layers is the same everywhere. This file knows nothing of ranks: the mesh says who fills a slot.
 """
 
 from __future__ import annotations

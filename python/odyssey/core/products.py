@@ -13,7 +13,7 @@ from ..errors import ConfigError, ShapeError
 from ..settings.recipes import CONV_ALGORITHMS
 from . import native
 from .program import ONNX, Memory, OwnMemory, current
-from .shapes import as_image, as_tensor, batched, reshape, tokens
+from .shapes import adjoint, as_image, as_tensor, batched, reshape, tokens
 from .tape import Tensor, attach, empty, make, to_lanes, to_rows
 
 AUTO = "direct"  # what conv_algorithm="auto" stands for; docs/kernels.md has the errors of both
@@ -74,15 +74,9 @@ def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
         return x
     x = batched(x)
     n, c, h, w = x.shape
-    y = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout)
-    current().emit("pad_forward", y.memory, x.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, x.layout)
-        current().emit("pad_backward", dx.memory, dy.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
+    y, sizes = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout), (x.groups * c, h, w, ph, pw)
+    current().emit("pad_forward", y.memory, x.memory, *sizes, layout=x.layout)
+    return attach(y, (x,), adjoint("pad_backward", x, *sizes, layout=x.layout), name="pad2d")
 
 
 def conv2d(

@@ -81,8 +81,7 @@ ONNX: dict[str, str] = {}
 class Scope:
     """Which forward op the records being made belong to, and where they run.
 
-    In the forward pass an op's number and place are known when it is complete (`close`), in the backward pass before it
-    starts (`enter`).
+    An op's number and place are known when it is complete (`close`), in the backward pass before it starts (`enter`).
     """
 
     phase: str = "forward"
@@ -154,8 +153,7 @@ class Executor:
 
     @contextmanager
     def repeat(self, ops: int, layer: int) -> Iterator[None]:
-        """Forward ops inside are those from number `ops` on once more, in a backward pass: the same numbers, and the
-        same dropouts from number `layer` on."""
+        """Forward ops inside are those from `ops` on, and dropouts those from `layer` on, again, in a backward pass."""
         before = self.scope, self.layer
         self.scope, self.layer = Scope("backward", ops=ops, recompute=True), layer
         try:
@@ -438,18 +436,14 @@ def fuse(records: list[Record]) -> list[Record]:
                     reader.args[reader.declared.arguments.index("dy")], reader.args[-1] = dy, 1
                     out[i] = None
             elif maker is not None and maker.declared.sizes[-1:] == ("relu of x",):
-                if any(isinstance(a, Slot) and _made_from(records[users[id(a)][0]], y) for a in maker.args[2:]):
+                saved = (records[users[id(a)][0]] for a in maker.args[2:] if isinstance(a, Slot))
+                if any(a is y for made in saved for a in made.args[len(made.declared.outputs) :]):
                     maker.args[0], maker.args[-1] = dx, 1
                     out[i] = None
     for r in out:
         if r is not None:
             r.tag = merged.get(r.tag, r.tag)
     return [r for r in out if r is not None]
-
-
-def _made_from(r: Record, y: Memory) -> bool:
-    """True if a record reads y, as the forward pass of what saved something for its gradient did."""
-    return any(a is y for a in r.args[len(r.declared.outputs) :])
 
 
 # --- the current one -----------------------------------------------------------------------

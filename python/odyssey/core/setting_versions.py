@@ -1,8 +1,7 @@
 """Two numbers that rise when a setting changes: of a model, and of what an update reads. What was made from settings
 compares a number before it is used, so nothing is looked at in a step in which nothing has changed.
 
-A value that is set again to what it is changes nothing. Attributes that forward() sets on its modules do not count:
-they are noted (`Pass`) for whoever runs it.
+A value that is set to what it is changes nothing. Attributes that forward() sets are noted for who runs it (`Pass`).
 """
 
 from __future__ import annotations

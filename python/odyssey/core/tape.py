@@ -379,8 +379,7 @@ def attach(
 def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
     """fn(*args) with one node on the tape instead of one per op; nn/checkpoint.py says what for.
 
-    The walk back repeats fn and goes on through the tape that this leaves, so every gradient is made and added in the
-    order it would have been without.
+    The walk back repeats fn and goes on through the tape that this leaves, so gradients are added in the same order.
     """
     if not _tape.enabled:
         return fn(*args)
@@ -574,9 +573,9 @@ def to_rows(x: Tensor) -> Tensor:
     if x.features == 1:  # a number per lane lies as in rows
         y = make(x.memory, x.shape, "rows", x.dtype)
         y.mask = x.mask
-        return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
-    y = empty_like(x, x.shape, "rows")
-    program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
+    else:
+        y = empty_like(x, x.shape, "rows")
+        program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
     return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
 
 

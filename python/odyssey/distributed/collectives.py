@@ -254,8 +254,7 @@ def scatter(
         scatter_list: on `src` only, one tensor or array per rank.
         out: in the second form, takes the piece.
 
-    Returns `tensor` or `out`; else a tensor if `src` gave tensors, or an array (a piece of a list of numbers is an
-    array of no axes).
+    Returns `tensor` or `out`; else a tensor if `src` gave tensors, or an array (of a list of numbers, of no axes).
     """
     if isinstance(scatter_list, (int, np.integer)):
         src, scatter_list, group, async_op = scatter_list, None, *_shifted(src, group, async_op)
@@ -433,8 +432,7 @@ def metric_average(value: Any, name: str = "metric", weight: float = 1.0, group:
     Args:
         value: a number, or a tensor or array of one element.
         name: of the metric; must be the same on all ranks, so that a loss is not averaged with an accuracy.
-        weight: of this rank, at least 0: its number of samples, say. A rank without samples gives 0, and its value is
-            not looked at.
+        weight: of this rank, at least 0: its number of samples, say. Of a rank that gives 0 the value does not matter.
 
     Returns the mean; NaN if all weights are 0. Added up exactly, so it does not depend on the order of ranks.
 

@@ -68,17 +68,9 @@ class PerformanceMonitor:
 
     def summary(self) -> dict[str, dict[str, float]]:
         """For each name: count, and total, mean, median, smallest and largest in seconds."""
-        return {
-            name: {
-                "count": len(times),
-                "total": sum(times),
-                "mean": statistics.fmean(times),
-                "median": statistics.median(times),
-                "min": min(times),
-                "max": max(times),
-            }
-            for name, times in self.timings.items()
-        }
+        figures: dict[str, Callable[[list[float]], float]] = {"count": len, "total": sum, "mean": statistics.fmean}
+        figures |= {"median": statistics.median, "min": min, "max": max}
+        return {name: {key: of(times) for key, of in figures.items()} for name, times in self.timings.items()}
 
     def monitor_training(self, trainer: Any, data_loader: Any, num_steps: int = 100, every: int = 10) -> dict[str, Any]:
         """Takes steps and times them, apart from the waiting for data; rank 0 prints a line now and then.
@@ -89,8 +81,7 @@ class PerformanceMonitor:
             num_steps: to take. every: steps per line printed.
 
         Returns steps, samples (of the items, by the length of their first part), seconds, samples_per_second,
-        step_seconds (median) and data_seconds (median). The timers "total_training", "data" and "train_step" have the
-        rest.
+        step_seconds and data_seconds (medians). The timers "total_training", "data" and "train_step" have the rest.
         """
         check_integer("[monitor] num_steps", num_steps, 1)
         check_integer("[monitor] every", every, 1)

@@ -77,23 +77,16 @@ class Layout:
 
     def _check_gpus(self) -> None:
         """Raises ConfigError for what GPUs cannot do yet."""
-        wrong = next(
-            (
-                text
-                for text, found in (
-                    (f"{self.mesh}", self.split),
-                    (f"zero={self.zero}", self.zero),
-                    ("execution='eager'", self.execution != "replay"),
-                    (f"reduction={self.reduction.reduction!r}", self.reduction.reduction in strategy.MODES),
-                    (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
-                    ("overlap=False", not self.overlap),
-                    ("rebalance=True", self.rebalance),
-                )
-                if found
-            ),
-            None,
-        )
-        if wrong:
+        found = {
+            f"{self.mesh}": self.split,
+            f"zero={self.zero}": self.zero,
+            "execution='eager'": self.execution != "replay",
+            f"reduction={self.reduction.reduction!r}": self.reduction.reduction in strategy.MODES,
+            f"bucket_size_mb={self.bucket_size_mb}": self.bucket_size_mb is not None,
+            "overlap=False": not self.overlap,
+            "rebalance=True": self.rebalance,
+        }
+        if wrong := next((text for text, given in found.items() if given), None):
             raise ConfigError(
                 f"[gpu] {wrong} is not supported on GPUs: they replicate the whole model, take steps together and sum "
                 "gradients in pieces of their own; leave it out, or use --device cpu"

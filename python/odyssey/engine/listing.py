@@ -1,7 +1,6 @@
 """Programs as text: the records of a pass through a model, one line each, and which layer and source line made them.
 
-Two passes of the same lines compute the same. Ranks compare lines, a checkpoint holds a hash of each, and a message
-names the first that differs.
+Passes of the same lines compute the same. Ranks compare lines, checkpoints hashes of them, messages name the first.
 """
 
 from __future__ import annotations

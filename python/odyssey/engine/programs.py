@@ -69,8 +69,7 @@ class Programs:
 
     Attributes:
         setting: a number for what the model was set to when `current` was called last.
-        outputs: of the model, as the loss saw them; metric_at: places of metrics among the statistics; known once
-            something was recorded.
+        outputs: of the model, as the loss saw them; metric_at: places of metrics among the statistics; once recorded.
     """
 
     def __init__(
@@ -149,23 +148,17 @@ class Programs:
 
     def _check_structure(self) -> None:
         """Raises ConfigError: a module or parameter was added, replaced or taken away since the trainer was made."""
-        now = dict(self.model.named_modules())
-        for path in {**self._modules, **now}:
-            if now.get(path) is not self._modules.get(path):
-                what = "was added" if path not in self._modules else "is gone" if path not in now else "was replaced"
-                kind = type(now.get(path) or self._modules[path]).__name__
-                raise ConfigError(
-                    f"[train] the submodule {path} ({kind}) {what} after the trainer was made; build the model first, "
-                    "and make a new trainer for another one"
-                )
-        here = dict(self.model._state())
-        for key in {**self._parameters, **here}:
-            if here.get(key) is not self._parameters.get(key):
-                what = "is new" if key not in self._parameters else "is gone" if key not in here else "is another one"
-                raise ConfigError(
-                    f"[train] the parameter {key} {what} since the trainer was made; change values in place "
-                    "(p.data[...] = ..., load_state_dict), or make a new trainer"
-                )
+        modules, parameters = dict(self.model.named_modules()), dict(self.model._state())
+        for what, before, now, instead in (
+            ("submodule", self._modules, modules, "build the model first"),
+            ("parameter", self._parameters, parameters, "change values in place (p.data[...] = ..., load_state_dict)"),
+        ):
+            for name in {**before, **now}:
+                if now.get(name) is not before.get(name):
+                    does = "is new" if name not in before else "is gone" if name not in now else "is another one"
+                    raise ConfigError(
+                        f"[train] the {what} {name} {does} since the trainer was made; {instead}, or make a new trainer"
+                    )
 
     def values(self) -> dict[str, Any]:
         """Returns what the model is set to, as a checkpoint has it: without what forward() itself sets."""

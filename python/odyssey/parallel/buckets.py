@@ -71,6 +71,11 @@ def touched(record: Record, arena: Arena, space: int) -> list[int]:
     return [a.offset // 4 for a in record.args if isinstance(a, Range) and a.arena is arena and a.space == space]
 
 
+def same(a: object, b: Range) -> bool:
+    """Returns whether an argument is this piece of an arena."""
+    return isinstance(a, Range) and a.arena is b.arena and (a.space, a.offset) == (b.space, b.offset)
+
+
 def unused(records: list[Record], arena: Arena) -> list[str]:
     """Names of the parameters that no record gives a gradient to, though they are to be trained."""
     written = {o for r in records for o in touched(r, arena, native.GRADS)}
@@ -317,8 +322,7 @@ def _regions(writes: list[list[int]], reads: list[set[int]], by_params: bool) ->
 def _early(
     records: list[Record], arena: Arena, bucket_of: dict[int, int], starts: dict[int, int]
 ) -> tuple[list[list[Record]], dict[int, list[Record]]]:
-    """The records that stand for each one where gradients are added to before their bucket's segment starts, and those
-    that each bucket's segment begins with.
+    """The records that stand for each one where a gradient is added to too early, and those that segments begin with.
 
     starts: the first record of the segment of a bucket.
     """
@@ -331,17 +335,12 @@ def _early(
         for o in dict.fromkeys(touched(r, arena, native.GRADS)):
             if o >= arena.size or i >= starts[bucket_of[o]]:
                 continue
+            gradient = Range(arena, native.GRADS, 4 * o)
             if o not in slots:
                 slots[o] = Slot(4 * sizes[o])
                 new.insert(0, r.changed(op="fill", args=[slots[o], 0.0, sizes[o]], layout="lanes", dtype="fp32"))
-                gradient = Range(arena, native.GRADS, 4 * o)
                 added = [gradient, slots[o], sizes[o]]
                 sums.setdefault(bucket_of[o], []).append(Record("accumulate", added, tag=r.tag, phase="backward"))
-            args = [slots[o] if _is_gradient(a, arena, o) else a for a in new[-1].args]
-            new[-1] = new[-1].changed(args=args)
+            new[-1] = new[-1].changed(args=[slots[o] if same(a, gradient) else a for a in new[-1].args])
         out.append(new)
     return out, sums
-
-
-def _is_gradient(a: object, arena: Arena, offset: int) -> bool:
-    return isinstance(a, Range) and a.arena is arena and (a.space, a.offset) == (native.GRADS, 4 * offset)

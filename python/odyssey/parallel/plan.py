@@ -246,8 +246,7 @@ def unshared(plan: Plan) -> Plan:
 class Exchange(NamedTuple):
     """How the ranks complete the tree: rank p sums range p of the arena over all nodes of all ranks.
 
-    `ranges` are in floats. `nodes[r]` are the nodes rank r hands on, in order; `adds` the additions over all of them,
-    numbered through; the sum ends in node 0.
+    `ranges` are in floats. `nodes[r]` are those rank r hands on, in order; `adds` go over all; node 0 is the sum.
     """
 
     ranges: tuple[Run, ...]

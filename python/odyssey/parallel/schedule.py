@@ -151,8 +151,7 @@ def _gpipe(own: list[int], stages: int, m: int) -> list[Compute]:
 
 
 def _one_by_one(stage: int, depth: int, m: int) -> list[Compute]:
-    """At most `depth` micro-batches under way: depth - 1 forwards, then forward and backward by turns (Narayanan
-    et al. 2021: PipeDream-Flush)."""
+    """At most `depth` micro-batches under way: depth - 1 forwards, then turns (PipeDream-Flush, Narayanan 2021)."""
     ahead = min(depth - 1, m)
     return _turns([Forward(stage, i) for i in range(m)], [Backward(stage, i) for i in range(m)], ahead)
 
@@ -165,8 +164,7 @@ def _turns(forward: Sequence[Compute], backward: Sequence[Compute], ahead: int) 
 
 
 def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
-    """Groups of p micro-batches go through the device's first stage, then through its second, and so on (Narayanan et
-    al. 2021, section 2.2).
+    """Groups of p micro-batches go through the device's stages in their order (Narayanan et al. 2021, section 2.2).
 
     The order is made for M rounded up to a multiple of p, and what does not exist left out: micro-batches do not depend
     on each other, so what remains is still an order.

@@ -17,7 +17,7 @@ from ..core.fingerprint import hash_of
 from ..core.native import GRADS, PARAMS
 from ..core.program import Range, Record, Slot
 from ..errors import ConfigError
-from .buckets import padded, touched
+from .buckets import padded, same, touched
 
 
 @dataclasses.dataclass
@@ -189,25 +189,20 @@ def _send(source: StageWork, target: StageWork, slot: Slot, numbers: Iterator[in
 
 
 def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, numbers: Iterator[int]) -> None:
-    """Where parts on several places add to a gradient, makes it a value that each hands on to the next one, so that the
-    last has it in the end."""
+    """Makes a gradient to which parts on several places add a value that each hands on to the next, up to the last."""
     if len({parts[i].place for i in where}) == 1:
         return
     floats = padded(gradient.arena)[gradient.offset // 4]
     slot = Slot(4 * floats)
     for part in (parts[i] for i in where):
         for j, r in enumerate(part.records):
-            if any(_same(a, gradient) for a in r.args):
-                part.records[j] = r.changed(args=[slot if _same(a, gradient) else a for a in r.args])
+            if any(same(a, gradient) for a in r.args):
+                part.records[j] = r.changed(args=[slot if same(a, gradient) else a for a in r.args])
     parts[where[0]].records.insert(0, Record("fill", [slot, 0.0, floats], phase="backward"))
     parts[where[-1]].records.append(Record("copy", [gradient, slot, floats], phase="backward"))
     for a, b in itertools.pairwise(where):
         if parts[a].place != parts[b].place:
             _send(parts[a], parts[b], slot, numbers)
-
-
-def _same(a: object, b: Range) -> bool:
-    return isinstance(a, Range) and (a.space, a.offset) == (b.space, b.offset)
 
 
 def edges(parts: list[StageWork]) -> set[tuple[int, int]]:

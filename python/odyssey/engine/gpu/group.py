@@ -1,7 +1,6 @@
 """The GPUs of this process: one per worker, each with the parameters, the optimizer's state and room to compute in.
 
-All workers hold the same parameters and take the same steps. What is decided per step (which shards, which sums) is in
-plan.py and runner.py; here is what lasts.
+All workers hold the same parameters and take the same steps. Here is what lasts; plan.py and runner.py decide per step.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ class DeviceGroup:
         return f"{text} ({len(self.gpus)} workers)" if len(devices) < len(self.gpus) else text
 
     def keep(self, optimizer: Optimizer, offload: str | Path | None = None, window: int = 0) -> None:
-        """Takes the optimizer's state to the devices, or to where it is offloaded: "cpu", or `window` floats of it at a
-        time through pinned memory out of files."""
+        """Takes the optimizer's state to the devices, or offloads it: "cpu", or files, `window` floats at a time."""
         _ = optimizer.state
         self._optimizer = optimizer
         if offload is not None:

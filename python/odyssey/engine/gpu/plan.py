@@ -83,8 +83,7 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
 class Meeting(NamedTuple):
     """How the sums of a process's workers become those of its own nodes.
 
-    Sums are numbered through, worker after worker. `adds` are done in order; then that of node i of `nodes` is number
-    `at[i]`.
+    Sums are numbered through, worker after worker. After the `adds`, in order, number at[i] is that of node nodes[i].
     """
 
     adds: tuple[Action, ...]

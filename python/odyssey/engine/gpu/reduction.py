@@ -1,7 +1,6 @@
 """Sums between processes whose workers are GPUs: how the tree of docs/determinism.md is completed across ranks.
 
-Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead from there to the
-whole sum on every device:
+Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead to the whole sum:
 
     StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
     DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
@@ -78,7 +77,7 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchang
         if plain:
             links = _links(runner, comm)
             if links:
-                return DirectExchange(runner, comm, own, links)
+                return DirectExchange(runner, comm, links)
         elif runner.train:
             what = f"compression={chosen.compression!r}" if chosen.compression else f"reduction={chosen.reduction!r}"
             _warn(runner, f"{what} goes through the host: only reduction='tree' goes from GPU to GPU")
@@ -179,9 +178,7 @@ class DirectExchange(GpuExchange):
     links: of each worker to those of the same number in the other ranks.
     """
 
-    def __init__(
-        self, runner: GpuRunner, comm: Communicator, own: planning.Run, links: Sequence[devices.DeviceTransport]
-    ) -> None:
+    def __init__(self, runner: GpuRunner, comm: Communicator, links: _Links) -> None:
         super().__init__(runner, comm)
         self.links = links
         x = planning.exchange(runner.shards, comm.size, runner.layout.workers, runner.floats)

@@ -1,7 +1,7 @@
 """A recorded program as GPUs run it: pairs of launches made one, and operands that a device can reach.
 
 The records are those of the CPU (program.py). What is fused here pays on a GPU, where a launch costs as much as a small
-op: a convolution with its ReLU and max-pool, the gradient of a padded input without its frame, and a loss with its gradient.
+op: a convolution with its ReLU and max-pool, a padded input's gradient without its frame, a loss with its gradient.
 """
 
 from __future__ import annotations

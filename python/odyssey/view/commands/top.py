@@ -18,12 +18,9 @@ from ...cli.commands import FILE, HELP
 @click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per look, one a line.")
 @click.option(
-    "--interval",
-    type=click.FloatRange(0.1, 3600),
-    default=1.0,
-    metavar="SECONDS",
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, metavar="SECONDS",
     help="Between two looks. (default: 1)",
-)
+)  # fmt: skip
 def command(job: Path | None, once: bool, as_json: bool, interval: float) -> None:
     """Show what every rank of a running job does: step, phase, what it waits for, samples/s, memory, and where its time
     goes.
