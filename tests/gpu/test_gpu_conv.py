@@ -65,7 +65,7 @@ def test_results_are_close_to_float64(program):
 
 
 def test_gradients_of_strided_inputs(program):
-    """Each phase of the input's pixels with its own taps; more steps than taps; sizes that the stride does not divide."""
+    """Each phase of the input's pixels with its own taps; more steps than taps; sizes that are no multiples of it."""
     assert check(program, *STRIDED, late=1, order=2).count(" ok\n") == len(STRIDED) + 1
 
 
