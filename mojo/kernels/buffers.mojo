@@ -20,6 +20,22 @@ def add(y: Ptr, a: Ptr, b: Ptr, n: Int):
     map2[plus](y, a, b, n)
 
 
+comptime TERMS = 4  # that are added at once
+
+
+def add_up[n: Int](y: Ptr, terms: Array[Ptr, TERMS], count: Int):
+    """Computes y = the sum of the first n terms, one after the other. y may be any of them."""
+
+    @always_inline
+    def some[w: Int](i: Int) {imm}:
+        var v = load[w](terms[0], i)
+        comptime for k in range(1, n):
+            v += load[w](terms[k], i)
+        store[w](y, i, v)
+
+    in_tiles_and_ones[LANES](count, some)
+
+
 def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
     """Computes y += a x."""
 

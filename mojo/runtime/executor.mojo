@@ -13,7 +13,7 @@ from std.memory import unsafe_memset_zero, unsafe_stack_allocation
 from std.sys import CompilationTarget, inlined_assembly, llvm_intrinsic, prefetch
 from std.time import perf_counter_ns
 
-from kernels.buffers import add
+from kernels.buffers import TERMS, add_up
 from kernels.lanes import LANES, LongPtr, Ptr
 from kernels.op import Kernel, kernel_of
 from kernels.record import Context, ContextPtr, GRADS, PARAMS, RECORD, Record, SPACES, WORK
@@ -358,28 +358,43 @@ def _take_shards(step: Int, t: Int):
 
 
 @always_inline
-def _buffer(s: Step, b: Int64) -> Ptr:
-    return Ptr(unsafe_from_address=Int(s.buffers) + Int(b) * Int(s.buffer_floats) * 4)
+def _buffer(s: Step, place: Int64) -> Ptr:
+    return Ptr(unsafe_from_address=Int(s.buffers) + Int(place & 0xFFFFFFFF) * Int(s.buffer_floats) * 4)
 
 
 def _add_up(s: Step, tables: Tables, shard: Int, b: Int64, pooled: Int):
-    """A shard is complete, in buffer b: makes all sums that are complete with it."""
+    """A shard is complete, in buffer b: makes all sums that are complete with it, so many at once that memory is read and
+    written as little as possible.
+    """
     # A place says which buffer, and where in the pool it is (above), so that it can be given back.
     var node = shard
-    tables.place[unsafe_offset=node] = b | Int64(pooled + 1) << 32
+    var sum = b | Int64(pooled + 1) << 32
     while True:
+        var places = Array[Int64, TERMS](fill=sum)
+        var terms = Array[Ptr, TERMS](fill=_buffer(s, sum))
+        var n = 1
         var parent = Int(tables.parent[unsafe_offset=node])
+        while n < TERMS and parent != NONE and Atomic.load(tables.complete.unsafe_offset(parent)) != 0:
+            var left = Int(tables.left[unsafe_offset=parent])
+            var other = Int(tables.right[unsafe_offset=parent]) if left == node else left
+            places[n] = tables.place[unsafe_offset=other]
+            terms[n] = _buffer(s, places[n])
+            if left == other:
+                sum = places[n]
+            n += 1
+            node = parent
+            parent = Int(tables.parent[unsafe_offset=node])
+        comptime for k in range(2, TERMS + 1):
+            if n == k:
+                add_up[k](_buffer(s, sum), terms, Int(s.buffer_floats))
+        for i in range(n):
+            if places[i] != sum:
+                tables.give_back(Int(places[i] >> 32) - 1)  # of the pool, as it is no left child
+        tables.place[unsafe_offset=node] = sum
         if parent == NONE:
             return
-        if Atomic.fetch_add(tables.complete.unsafe_offset(parent), 1) == 0:
+        if n < TERMS and Atomic.fetch_add(tables.complete.unsafe_offset(parent), 1) == 0:
             return  # whoever completes the other child goes on
-        var x = tables.place[unsafe_offset=Int(tables.left[unsafe_offset=parent])]
-        var y = tables.place[unsafe_offset=Int(tables.right[unsafe_offset=parent])]
-        var to = _buffer(s, x & 0xFFFFFFFF)
-        add(to, to, _buffer(s, y & 0xFFFFFFFF), Int(s.buffer_floats))
-        tables.give_back(Int(y >> 32) - 1)  # of the pool, as it is no left child
-        tables.place[unsafe_offset=parent] = x
-        node = parent
 
 
 def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
