@@ -60,10 +60,8 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
 
 def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
     """Reads as `read_idx` with a digest; what was unpacked is kept in `cache` under it and used from there next time.
-
     Unpacking takes four times as long as hashing, and every rank does it at every start. The copy is mapped: all ranks
-    of a machine share its pages. One without the digest is replaced; where none can be kept it works without.
-    """
+    of a machine share its pages. One without the digest is replaced; where none can be kept it works without."""
     kept = cache / f"{sha256}.idx"
     with contextlib.suppress(DataError, OSError, ValueError):
         return _mapped(kept, ndim, sha256)

@@ -186,11 +186,9 @@ class npy(Gathered):  # noqa: N801 - called like the functions here
 
 
 class Tokens(Gathered):
-    """Stretches of a long list of token ids: sample i is ids[i T : i T + T], its target the ids that follow each.
-
-    ids: a RowFile or an array. length: T. classes: how many different ids there may be. vocabulary: what each id stands
-    for, if it is known. characters: of a token, on average.
-    """
+    """Stretches of a long list of token ids: sample i is ids[i T : i T + T], its target the ids that follow each. ids:
+    a RowFile or an array. length: T. classes: how many different ids there may be. vocabulary: what each id stands for,
+    if it is known. characters: of a token, on average."""
 
     def __init__(
         self, ids: Any, length: int, classes: int, vocabulary: Vocabulary | None = None, characters: float = 1.0
@@ -368,12 +366,10 @@ def opened(
     fill: str | None = None,
     like: Columns | None = None,
 ) -> Any:
-    """One part of what `odyssey train --dataset NAME --data-dir PATH` names.
-
-    PATH is a file, of which a tenth is for the test, or a folder with `train` and `test` (train.csv and so on); a text
-    is one file. size: of pictures. target, normalize, drop_columns (with commas), fill: of a table, whose training part
-    decides; like: of a table of that, which goes before them. length: of stretches of text.
-    """
+    """One part of what `odyssey train --dataset NAME --data-dir PATH` names. PATH is a file, of which a tenth is for
+    the test, or a folder with `train` and `test` (train.csv and so on); a text is one file. size: of pictures. target,
+    normalize, drop_columns (with commas), fill: of a table, whose training part decides; like: of a table of that,
+    which goes before them. length: of stretches of text."""
     if name in DATASETS:
         return load(name, train=train, data_dir=path)
     if name == "shakespeare":

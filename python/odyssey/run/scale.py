@@ -18,12 +18,10 @@ from .config import allowed
 
 
 def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:
-    """Asks, waits until the next attempt has started, and returns its number.
-
-    path: the run's directory. wait: seconds for the next attempt to come. say: is given lines about what happens.
-    Raises ConfigError: no such run, or a number of ranks that it cannot have. LaunchError: no launcher is at work on
-    it, or the next attempt did not come in time. OutputError: the request cannot be written.
-    """
+    """Asks, waits until the next attempt has started, and returns its number. path: the run's directory. wait: seconds
+    for the next attempt to come. say: is given lines about what happens. Raises ConfigError: no such run, or a number
+    of ranks that it cannot have. LaunchError: no launcher is at work on it, or the next attempt did not come in time.
+    OutputError: the request cannot be written."""
     run = runs.Run(Path(path))
     name = printable(str(path))
     if not run.description.exists():

@@ -172,12 +172,10 @@ class DataLoader(own.DataLoader):
 
 
 def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True) -> Iterator[Batch]:
-    """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches of their own.
-
-    torch's generator is seeded by the epoch first, so that a loader that shuffles with it gives all ranks the same
-    order, and gives it again when a training goes on within the epoch. steps: batches that make one step; those of
-    tensors cannot be joined. targets: whether they are needed; without, batches may be inputs alone.
-    """
+    """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches of their own. torch's
+    generator is seeded by the epoch first, so that a loader that shuffles with it gives all ranks the same order, and
+    gives it again when a training goes on within the epoch. steps: batches that make one step; those of tensors cannot
+    be joined. targets: whether they are needed; without, batches may be inputs alone."""
     check_batches(loader)
     check_sampler(loader)
     generator.manual_seed(seed_of(seed, ORDER, epoch))

@@ -103,12 +103,10 @@ def _first_other_line(comm: Communicator, lines: list[str]) -> tuple[int, int] |
 
 
 def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> None:
-    """Compares what the ranks' models do with a shard of a batch, op by op; a collective call.
-
-    Compared is what the model records, the same on all ranks whatever part of it they run; where nothing is recorded
-    (execution="eager"), what it does with the first shard, which all ranks compute for that. Raises, on all ranks,
-    ConfigError: naming the first op that differs, its layer and a user's line; OdysseyError: a model cannot be run.
-    """
+    """Compares what the ranks' models do with a shard of a batch, op by op; a collective call. Compared is what the
+    model records, the same on all ranks whatever part of it they run; where nothing is recorded (execution="eager"),
+    what it does with the first shard, which all ranks compute for that. Raises, on all ranks, ConfigError: naming the
+    first op that differs, its layer and a user's line; OdysseyError: a model cannot be run."""
     error: Exception | None = None
     listed = Listed()
     try:

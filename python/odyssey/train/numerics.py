@@ -90,12 +90,10 @@ class NonFinite:
 
 
 def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int], group: int = 0) -> None:
-    """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`.
-
-    comm: the world, so that all ranks learn of it. fingerprints: what it is ("weights") -> its 64 bits on this rank.
-    group: ranks with the same number are compared, which hold the same (with pipeline and tensor parallelism the
-    replicas of one share of the model). Raises NumericsError: on all ranks, naming those that differ.
-    """
+    """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`. comm: the
+    world, so that all ranks learn of it. fingerprints: what it is ("weights") -> its 64 bits on this rank. group: ranks
+    with the same number are compared, which hold the same (with pipeline and tensor parallelism the replicas of one
+    share of the model). Raises NumericsError: on all ranks, naming those that differ."""
     mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
     everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
     message = replicas_differ(step, list(fingerprints), everyone)

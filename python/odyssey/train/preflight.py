@@ -118,14 +118,11 @@ def at_start(
     threads: int = 1,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step.
-
-    settings: the configuration; all but `OWN` must be the same on all ranks. threads: that this rank computes with.
-    environment: instead of that of the process.
-
-    Returns warnings, the same on every rank: rank 0 shows them. Raises ConfigError: on every rank alike: not as many
-    ranks as were started, or a rank with another version or configuration; the rank and the field are named.
-    """
+    """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step. settings: the
+    configuration; all but `OWN` must be the same on all ranks. threads: that this rank computes with. environment:
+    instead of that of the process. Returns warnings, the same on every rank: rank 0 shows them. Raises ConfigError: on
+    every rank alike: not as many ranks as were started, or a rank with another version or configuration; the rank and
+    the field are named."""
     expected = environment.get(EXPECTED_RANKS, "")
     if expected.isascii() and expected.isdigit() and int(expected) != comm.size:
         raise ConfigError(
