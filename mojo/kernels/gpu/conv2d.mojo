@@ -2,7 +2,7 @@
 
 Which kernel computes what is chosen here and in correlate(), by the sizes:
 
-    conv2d_mma.mojo         NVIDIA GPUs, layers of some size: forward and gradient of the input; tensor cores unless float32
+    conv2d_mma.mojo         large layers on NVIDIA GPUs: forward, gradient of the input; tensor cores unless float32
     conv2d_mma_weight.mojo  likewise, gradient of the weights
     conv2d_direct.mojo      other GPUs, small layers, forward with ReLU and max-pool: float32 multiply-adds
     conv2d_weight.mojo      likewise, gradient of the weights
@@ -30,8 +30,7 @@ comptime NVIDIA = _has_nvidia_gpu_accelerator()
 
 
 def conv2d_scratch(precision: Int, size: General) -> Int:
-    """Floats of scratch memory that conv2d_forward and conv2d_backward_input want: for the weights, rounded and in order.
-    """
+    """Floats of scratch memory that conv2d_forward and conv2d_backward_input want for weights, rounded and in order."""
     comptime if NVIDIA:
         var s = Shape.forward(size, precision, False)
         return max(weights_mma(s), weights_mma(s.phase(0, 0, 0, 0)))
@@ -80,9 +79,9 @@ def conv2d_relu_maxpool_forward[
 ) raises:
     """Convolution, ReLU and max-pool in one launch: what is pooled is never in memory.
 
-    PR x PT is the window, at most 256 places, PS its stride. With FP32 the bits are those of the three ops one after the
-    other. In every precision the products are float32 multiply-adds, of rounded factors: where K is 16 or more and the
-    precision low, tensor cores and an op for the pooling may be faster.
+    PR x PT is the window, at most 256 places, PS its stride. With FP32 the bits are those of the CPU's three ops one
+    after the other. In every precision the products are float32 multiply-adds, of rounded factors: where K is 16 or
+    more and the precision low, tensor cores and an op for the pooling may be faster.
     """
     var s = Shape.forward(size, precision, True)
     s.PR = PR
@@ -108,8 +107,7 @@ def conv2d_backward_input[
     frame_rows: Int = 0,
     frame_columns: Int = 0,
 ) raises:
-    """Writes the gradient of the (padded) input without its frame, which without groups and dilation may be some rows and
-    columns thick.
+    """Writes the gradient of the (padded) input without its frame, which is nothing where there are groups or dilation.
     """
     var of = Shape.forward(size, precision, False)
     if size.D * size.groups != 1:

@@ -1,8 +1,8 @@
 """Correlation on a GPU for sizes that no other kernel takes, groups of channels and dilation among them: one output a
 thread, everything from global memory.
 
-Sums have the order of conv2d_direct.mojo. Here too is the gradient of the input for groups and dilation, where each pixel
-gathers the taps that used it.
+Sums have the order of conv2d_direct.mojo. Here too is the gradient of the input for groups and dilation, where each
+pixel gathers the taps that used it.
 """
 
 from std.utils.numerics import isnan

@@ -6,8 +6,8 @@ that all its threads share. Every sum is one chain: the bias (0 in a gradient), 
 columns of the kernel in order, whatever the tile.
 
 The gradient of the input of a convolution with stride 1 is a correlation too: of dy, with R - 1 rows and T - 1 columns
-of zeros around, and the weights turned by 180 degrees, output and input channels swapped (`PADDED`). With stride S it is
-one of these for each of S x S phases (Shape.phase).
+of zeros around, and the weights turned by 180 degrees, output and input channels swapped (`PADDED`). With stride S it
+is one of these for each of S x S phases (Shape.phase).
 """
 
 from std.math import ceildiv

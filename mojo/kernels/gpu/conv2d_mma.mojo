@@ -1,11 +1,11 @@
-"""Large convolutions on NVIDIA GPUs, implicit GEMM: with mma.sync on tensor cores for tf32, bf16 and fp16, and with float32
-multiply-adds.
+"""Large convolutions on NVIDIA GPUs, implicit GEMM: with mma.sync on tensor cores for tf32, bf16 and fp16, and with
+float32 multiply-adds.
 
 Forward and gradient of the input; conv2d_mma_weight.mojo has the gradient of the weights. A block has 16 neighbouring
 pixels of a group of samples and up to 128 output channels. It goes over the input channels a *chunk* at a time: the
-chunk's pixels, with those around that the taps reach, are rounded into shared memory once and all taps multiply them from
-there; the next chunk is loaded meanwhile, a part beside each tap. Weights come a row of taps at a time with cp.async, from
-scratch memory, where a launch before has put them, rounded, in the order of the fragments.
+chunk's pixels, with those around that the taps reach, are rounded into shared memory once and all taps multiply them
+from there; the next chunk is loaded meanwhile, a part beside each tap. Weights come a row of taps at a time with
+cp.async, from scratch memory, where a launch before has put them, rounded, in the order of the fragments.
 
 A *word* has what a register of a fragment has: two channels of a sample in bf16 and fp16, else one. A chunk is 8 words.
 Fragments of m16n8k16 (bf16, fp16; PTX ISA, "Matrix fragments for mma.m16n8k16"), and in words those of m16n8k8 (tf32),
@@ -13,7 +13,7 @@ lane = 4 g + t:
     A  register 2 h + r is row g + 8 r, word t + 4 h
     B  register h is column g, word t + 4 h
     C  element 2 r + e is row g + 8 r, column 2 t + e
-Columns g of two neighbouring tiles are samples 2 g and 2 g + 1 of a pixel, so that both are one load, and results vectors.
+Columns g of two neighbouring tiles are samples 2 g and 2 g + 1 of a pixel: both are one load, and results vectors.
 For float32 a thread, lane = 4 g + t, has channels 4 g to 4 g + 3 of each 32 and samples 4 t to 4 t + 3.
 Each sum has the chunks in order, of each the rows and columns of taps, of each its channels, as the hardware adds them.
 """
@@ -89,8 +89,8 @@ def pixels_around(s: Shape) -> Int:
 
 @always_inline
 def plane_of(pixels: Int, each: Int) -> Int:
-    """Words from one plane of pixels of `each` words to the next in shared memory: 8 more than a multiple of 32, so that
-    four planes are in different banks.
+    """Words from one plane of pixels of `each` words to the next in shared memory: 8 more than a multiple of 32, so
+    that four planes are in different banks.
     """
     return ceildiv(pixels * each, 32) * 32 + 8
 
@@ -109,8 +109,7 @@ def tiled(shape: Shape) -> Shape:
 
 @always_inline
 def find_pixels(to: SharedInts, n: Int, across: Int, row: Int, column: Int, H: Int, W: Int):
-    """Writes where n pixels in rows of `across`, from (row, column) on, are in a plane of H x W; -1 for one that is not there.
-    """
+    """Writes where n pixels in rows of `across`, from (row, column) on, are in a plane of H x W; -1: outside."""
     var i = thread_idx.x
     while i < n:
         var h = i
@@ -124,8 +123,8 @@ def find_pixels(to: SharedInts, n: Int, across: Int, row: Int, column: Int, H: I
 
 
 def _pack[precision: Int, padded: Bool](to: Ptr, w: Ptr, sizes: Sizes):
-    """Writes the weights as (blocks of channels, chunks, rows of taps, columns, tiles of a block, lanes, registers), for float32
-    the tiles of a warp as (words, channels). A thread has all taps of a place.
+    """Writes the weights as (blocks of channels, chunks, rows of taps, columns, tiles of a block, lanes, registers),
+    for float32 the tiles of a warp as (words, channels). A thread has all taps of a place.
     """
     var s = Shape(sizes)
     var block = global_idx.x
@@ -204,8 +203,8 @@ def _correlate[precision: Int, M: Int, padded: Bool](y: Operand, x: Operand, wei
     var x_plane = s.H * s.W * LANES
     var packed = weights.unsafe_offset(block_idx.y * chunks * s.R * row_words)
 
-    # Units, four words each, that this thread brings into shared memory: of a chunk each threads / 4th pixel. In 32 bits,
-    # where multiplications are short.
+    # Units, four words each, that this thread brings into shared memory: of a chunk each threads / 4th pixel. In 32
+    # bits, where multiplications are short.
     var pixel = Int32(0)
     var word = Int32(0)
     var chunk = Int32(0)
@@ -381,8 +380,7 @@ def _shared_bytes(s: Shape, tiles: Int) -> Int:
 
 
 def worth_it(shape: Shape) -> Bool:
-    """Whether a correlation is large enough for these kernels and small enough for shared memory; depends on the layer alone.
-    """
+    """Whether a correlation is large enough for these kernels and fits shared memory; depends on the layer alone."""
     var s = tiled(shape)
     s.chunk = 2
     var small = s.K < 32 or s.C < 16 if s.precision == FP32 else s.K < 16 or s.C < 5 or s.C * s.R * s.T < 32

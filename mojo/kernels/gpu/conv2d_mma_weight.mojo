@@ -1,12 +1,12 @@
 """Gradient of a large convolution's weights on NVIDIA GPUs: tensor cores for tf32, bf16 and fp16, else float32
 multiply-adds; conv2d_mma.mojo says how the fragments lie.
 
-Here words are neighbouring samples: the 16 samples of a pixel are the terms of one step (two of tf32), dy has the rows and
-x the columns. A block has 64 output channels and the taps of some input channels, and a piece of a shard's pixels, one
-block of 16 after the other: both are rounded into shared memory once, from where all taps multiply them. A thread of the
-form for float32, lane = 4 g + t, has output channels g + 8 i and in each tile of columns input channel t.
-How many pieces there are follows from the layer's sizes. Where it is one, and a buffer has one shard, that is the result;
-else a second launch adds the pieces in order, and the shards of a buffer along their tree.
+Here words are neighbouring samples: the 16 samples of a pixel are the terms of one step (two of tf32), dy has the rows
+and x the columns. A block has 64 output channels and the taps of some input channels, and a piece of a shard's pixels,
+one block of 16 after the other: both are rounded into shared memory once, from where all taps multiply them. A thread
+of the form for float32, lane = 4 g + t, has output channels g + 8 i and in each tile of columns input channel t.
+How many pieces there are follows from the layer's sizes. Where it is one, and a buffer has one shard, that is the
+result; else a second launch adds the pieces in order, and the shards of a buffer along their tree.
 """
 
 from std.math import ceildiv
@@ -216,10 +216,10 @@ def _weights[
             var p = out.unsafe_offset(k * all + i)
             p[] = p[] + v if accumulate != 0 else v
 
-    comptime RUN = CHANNELS * N  # weights of an output channel that are neighbours, where a warp has all taps of its channels
+    comptime RUN = CHANNELS * N  # neighbours of an output channel, where a warp has all taps of its input channels
     if N == MOST and taps == N:
-        # Through shared memory, so that neighbouring threads write neighbours. RUN keeps the threads of a warp in different banks,
-        # two in one on tensor cores.
+        # Through shared memory, so that neighbouring threads write neighbours. RUN keeps the threads of a warp in
+        # different banks, two in one on tensor cores.
         barrier()
         var mine = dy_shared.unsafe_offset(warp * M * 16 * RUN)
         comptime for q in range(QUADS):

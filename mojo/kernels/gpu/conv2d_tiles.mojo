@@ -107,11 +107,11 @@ struct Shape(TrivialRegisterPassable):
         return s
 
     def phase(self, row: Int, column: Int, frame_rows: Int, frame_columns: Int) -> Self:
-        """The gradient of the input, without a frame, in the pixels from (row, column) on, `S` apart: a correlation of its own
-        with stride 1.
+        """The gradient of the input, without a frame, in the pixels from (row, column) on, `S` apart: a correlation of
+        its own with stride 1.
 
-        Dumoulin and Visin, A guide to convolution arithmetic for deep learning (2016), have it as one correlation of a dy
-        with zeros between its pixels; pixels at the same place in a step meet the same taps, and no zeros.
+        Dumoulin and Visin, A guide to convolution arithmetic for deep learning (2016), have it as one correlation of a
+        dy with zeros between its pixels; pixels at the same place in a step meet the same taps, and no zeros.
         """
         var s = self
         s.C = self.K
