@@ -17,7 +17,7 @@ ROOT = build.source_root()
 #: all of the Mojo face.
 CEILINGS = {
     "core": 30_999,
-    "kernels": 12_242,
+    "kernels": 12_570,
     "torch": 3_785,
     "mojo": 1_100,
     "view": 1_219,
@@ -25,7 +25,7 @@ CEILINGS = {
     "jobs": 241,
     "onnx": 213,
 }
-ALL_LINES, FILE_LINES = 70_000, 600
+ALL_LINES, FILE_LINES = 70_600, 600
 
 loader = SourceFileLoader("lines", str(ROOT / "scripts" / "lines"))
 counting = importlib.util.module_from_spec(importlib.util.spec_from_loader("lines", loader))
