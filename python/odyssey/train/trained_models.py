@@ -172,7 +172,9 @@ def own_model(place: str | None) -> nn.Module | None:
     try:
         model = kind()
     except TypeError as problem:
-        raise ConfigError(f"[load] --model {place}: {problem}; name what builds it without arguments") from problem
+        raise ConfigError(
+            f"[load] --model {place}: {problem}; name a function without arguments that builds the model"
+        ) from problem
     if not isinstance(model, nn.Module) and hasattr(model, "named_parameters") and "torch" in sys.modules:
         model = registry.load("weights", "torch").Wrapped(model)
     if not isinstance(model, nn.Module):
