@@ -92,7 +92,9 @@ class Changing(Sharing):
             modules = {key: of_modules.decoded(value) for key, value in saved["modules"].items()}
             of_modules.restore(self.model, {**self._built["modules"], **modules})
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise CheckpointError(f"[resume] {name}: what changed while it ran is not taken: {problem}") from problem
+            raise CheckpointError(
+                f"[resume] {name}: what was changed while it ran cannot be restored: {problem}"
+            ) from problem
 
     # --- the program ---
 
