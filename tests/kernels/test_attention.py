@@ -230,14 +230,18 @@ def test_a_sequence_has_the_same_bits_beside_any_others(n, t, s, f, heads, past)
         assert all(np.array_equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
 
 
-def test_what_is_not_a_number_stays_in_its_sequence():
-    q, k, v, dy = arrays(3, 7, 7, 6)
+def stays_in_its_sequence(computed, q, k, v, dy):
+    """Of three sequences the middle one becomes not a number, and it alone. computed: as above, of two heads."""
     before = computed(q, k, v, dy, 2, 0)
     for a in (q, k, v, dy):
         a[1] = np.nan
     after = computed(q, k, v, dy, 2, 0)
     assert all(np.array_equal(a[[0, 2]], b[[0, 2]]) for a, b in zip(before, after, strict=True))
     assert np.isnan(after[0][1]).all()
+
+
+def test_what_is_not_a_number_stays_in_its_sequence():
+    stays_in_its_sequence(computed, *arrays(3, 7, 7, 6))
 
 
 def test_a_query_has_the_same_bits_with_the_keys_of_an_earlier_call():
