@@ -91,7 +91,7 @@ class Manifest(NamedTuple):
         return ("{\n" + ",\n".join([*lines, f'"files":[\n{files}\n]'])).encode()
 
 
-def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
+def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: C901
     """The manifest that these bytes are. Raises CheckpointError: they are none, or changed, or lack a MAC by `key`."""
     if len(data) > LIMIT:
         raise CheckpointError(f"{NAME} is longer than {LIMIT} bytes")

@@ -195,7 +195,7 @@ class PipelineRunner(Runner):
 
     # --- a step ---
 
-    def run(self) -> Sums:
+    def run(self) -> Sums:  # noqa: C901
         lib, run, stats_bytes = native.library(), self.plan.run[0], 4 * native.library().stats
         bases, bases_address = self._bases, self._bases.ctypes.data
         bases[native.PARAMS] = self.arena.address(native.PARAMS)

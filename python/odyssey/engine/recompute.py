@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..core.program import Record, Slot, slot_users
 
 
-def recompute(records: list[Record]) -> list[Record]:
+def recompute(records: list[Record]) -> list[Record]:  # noqa: C901
     """The same program with less to keep from the forward pass to the backward pass.
 
     What an op with the trait "again" makes (padding, a normalised batch) is made once more before the first backward

@@ -215,7 +215,7 @@ class AsynchronousServer(Mode):
             out[s].numbers[:2] = DONE, tally.steps
             comm.send(out[s].array, s, TAG)
 
-    def _serve(self) -> None:
+    def _serve(self) -> None:  # noqa: PLR0915
         comm, trainer = self.comm, self.trainer
         a, b = self.ranges[comm.rank]
         inbox = {w: GradientMessage(b - a) for w in self.workers}

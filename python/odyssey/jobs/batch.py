@@ -132,7 +132,7 @@ def _word(word: str) -> str:
     return '"${SLURM_ARRAY_TASK_ID}"'.join(shlex.quote(part) if part else "" for part in word.split("{task}")) or "''"
 
 
-def kubernetes(
+def kubernetes(  # noqa: PLR0915
     command: Sequence[str], *, image: str, ranks: int, name: str, form: str = "mpijob", slots: int | None = None,
     queue: str | None = None, claim: str | None = None, gpus: int = 0, cpu: str = "1", memory: str = "2Gi",
     shm: str = "1Gi", least: int | None = None,

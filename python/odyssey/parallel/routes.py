@@ -106,7 +106,7 @@ def levels(nodes: Nodes, shards: int, route: Route) -> Levels:
     return Levels(tuple(found), gifts)
 
 
-def rounds(rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own: tuple[Run, ...] | None) -> list[Round]:
+def rounds(rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own: tuple[Run, ...] | None) -> list[Round]:  # noqa: C901
     """Returns those of a rank; fewer if it takes no part between machines. own: the range of each rank in the end."""
     machines, radices = route.machines, route.radices
     wide, count = min(map(len, machines)), len(machines)

@@ -50,7 +50,7 @@ class StageWork:
     sends: list[Transfer] = dataclasses.field(default_factory=list)
 
 
-def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[StageWork]:
+def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[StageWork]:  # noqa: C901
     """The parts of a program in the order of one micro-batch: forward 0, 1, ..., then backward ..., 1, 0.
 
     place_of: the position in the pipeline of a record's device.

@@ -120,7 +120,7 @@ class Attempt:
             self._say(f"processes {', '.join(map(str, left))} do not end, even when killed")
         return self._outcome(why, process.returncode)
 
-    def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None) -> dict[str, Any]:
+    def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None) -> dict[str, Any]:  # noqa: C901
         """Looks again and again until the attempt is over; what it ended by, as fields of an Outcome. `handle`: a
         descriptor that can be read from when the process has ended."""
         begun = looked = self._begun = time.monotonic()

@@ -65,7 +65,7 @@ class LaunchConfig:
     backend: str = "auto"
     master_port: int | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901
         for name, least in {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0}.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST:

@@ -17,7 +17,7 @@ from . import lock, rank_ends
 from .config import allowed
 
 
-def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:
+def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:  # noqa: C901
     """Asks, waits until the next attempt has started, and returns its number. path: the run's directory. wait: seconds
     for the next attempt to come. say: is given lines about what happens. Raises ConfigError: no such run, or a number
     of ranks that it cannot have. LaunchError: no launcher is at work on it, or the next attempt did not come in time.

@@ -169,7 +169,7 @@ class Trainer(Trainable):
         if self.comm.rank == 0 and not self._silent:
             tell(getattr(self._shown or self.progress, "say", None), line)
 
-    def fit(
+    def fit(  # noqa: C901, PLR0915
         self,
         train_loader: Any,
         val_loader: Any = None,

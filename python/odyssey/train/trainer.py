@@ -70,7 +70,7 @@ class DistributedTrainer(EngineState):
 
     @callbacks.joined
     @declaration.keywords(Training)
-    def __init__(
+    def __init__(  # noqa: PLR0915
         self,
         model: Module,
         optimizer: Optimizer,

@@ -34,7 +34,7 @@ from .verify import layouts_among
 @LAUNCHER
 @JSON
 @click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
-def command(
+def command(  # noqa: C901
     what: str, ranks: int, per_node: int | None, layouts: tuple[str, ...], memory: float | None, bandwidth: float,
     latency: float, measure: bool, launcher: str | None, json_file: Path | None, rest: tuple[str, ...],
 ) -> None:  # fmt: skip

@@ -145,7 +145,7 @@ def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
     return left
 
 
-def run(
+def run(  # noqa: C901, PLR0915
     made: Settings,
     *,
     verbose: bool = False,
