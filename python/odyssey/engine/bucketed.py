@@ -23,14 +23,15 @@ from ..parallel.buckets import STATS, segments
 from .beginning import begin
 from .progress import Progress
 from .recompute import recompute
-from .runner import Runner, Sums
+from .runner import Runner, RunnerInputs
+from .sums import Sums
 
 
 class BucketedRunner(Runner):
     """One batch size: native steps per segment, a reduction per bucket."""
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
+    def __init__(self, inputs: RunnerInputs) -> None:
+        super().__init__(inputs)
         lay, comm, arena, parts = self.layout, self.groups.dp, self.arena, self.parts
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         by_params = parts.partitioned or bool(lay.offload)
@@ -43,7 +44,7 @@ class BucketedRunner(Runner):
         self._places = parts.places([s.params for s in self.segments]) if parts.partitioned else []
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = max(plan_memory(records) for records in programs)
-        self._work = self.engine.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
+        self._work = self.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
         self.work_bytes = self._work.nbytes
         self._reductions: dict[int, reduction.Reduction] = {}
         self._own_grads: dict[int, np.ndarray] = {}
@@ -74,13 +75,13 @@ class BucketedRunner(Runner):
                 taking = range(turn, len(parts.buckets), 2)
                 if taking:
                     most = max(needed[parts.buckets[b].floats] for b in taking)
-                    pool = self.engine.storage(f"pool {turn}", 4 * most).view(np.float32)
+                    pool = self.storage(f"pool {turn}", 4 * most).view(np.float32)
                     self._pools.update(dict.fromkeys(taking, pool))
         for b in written:
             self._reductions[b] = self._kept(("bucket", b), lambda b=b: make(b, self._pools.get(b)))
             if pooled:
                 a, z = parts.own[b]
-                made = self.engine.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
+                made = self.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
                 self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
         self.grad_bytes = 0 if pooled else sum(4 * r.floats_needed for r in self._reductions.values())
@@ -129,7 +130,7 @@ class BucketedRunner(Runner):
     def _updates(self) -> list[Update]:
         updates = []
         missing = [hi - lo for b, (lo, hi) in enumerate(self.parts.own) if b not in self._reductions]
-        zeros = self.engine.storage("no gradients", 4 * max(missing, default=0), self.arena.make)
+        zeros = self.storage("no gradients", 4 * max(missing, default=0), self.arena.make)
         zeros[:] = 0
         self._keep.append(zeros)
         for b in range(len(self.parts.buckets)):

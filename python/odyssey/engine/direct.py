@@ -15,14 +15,15 @@ from ..parallel import plan as planning
 from ..parallel.failures import StepOutcome
 from .beginning import begin
 from .recompute import recompute
-from .runner import Runner, Sums
+from .runner import Runner, RunnerInputs
+from .sums import Sums
 
 
 class DirectRunner(Runner):
     """All shards of this process in one native call, one after the other on each thread, then one reduction."""
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
+    def __init__(self, inputs: RunnerInputs) -> None:
+        super().__init__(inputs)
         lay, lib, arena, comm = self.layout, native.library(), self.arena, self.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
@@ -47,7 +48,7 @@ class DirectRunner(Runner):
             programs = [recompute(program.records) for program in self.programs]
             work_bytes = max(plan_memory(records) for records in programs)
             threads = len(self.plan.threads)
-            work = self.engine.storage("work", threads * work_bytes).reshape(threads, work_bytes)
+            work = self.storage("work", threads * work_bytes).reshape(threads, work_bytes)
             tables = [serialize(records, arena, self._keep, self._locate) for records in programs]
             self.step.take(tables, begin(programs, tables, arena, self._locate, self.floats))
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
@@ -105,8 +106,8 @@ class DirectRunner(Runner):
         c.valid = min(s.shard_size, s.samples - c.first)
         c.rows += 8 * c.first
         program = self.programs[0 if c.valid == s.shard_size else -1]
-        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.engine.precision)
+        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.precision)
         executor.in_lanes = program.lanes
         if listen is not None:
             listen(executor)
-        self.engine.programs.traced(executor, program.samples, self.form)
+        self.recordings.traced(executor, program.samples, self.form)

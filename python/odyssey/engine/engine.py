@@ -36,7 +36,8 @@ from .layout import Layout
 from .metrics import Metric
 from .ownership import Ownership
 from .programs import Programs
-from .runner import MARKS, Program, Runner, Storage, Sums
+from .runner import MARKS, Program, Runner, RunnerInputs, Storage
+from .sums import Sums
 
 if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
@@ -76,7 +77,19 @@ class Engine:
     ) -> None:
         self.model, self.arena, self.layout, self.train, self.team = model, arena, layout, train, team
         self.precision = precision
-        self.programs = Programs(self, loss, metrics, conv_algorithm, scaled, like and like.programs)
+        self.programs = Programs(
+            model,
+            arena,
+            loss,
+            metrics,
+            train=train,
+            precision=precision,
+            conv_algorithm=conv_algorithm,
+            scaled=scaled,
+            gpu=team is not None,
+            eager=layout.execution != "replay",
+            like=like and like.programs,
+        )
         self.upcoming: Batch | None = None  # the one after it, where known: GPUs may bring it meanwhile
         self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
         self.shard_size = layout.shard_size
@@ -219,23 +232,39 @@ class Engine:
         rest, programs = self.programs.tail(n, samples % n, form), [self._program(n, form)]
         if rest != n:
             programs.append(self._program(rest, form, layout_of(n) == "lanes"))
-        made = self, programs, samples, form, reductions
+        inputs = RunnerInputs(
+            layout=self.layout,
+            arena=self.arena,
+            groups=self.groups,
+            ownership=self.ownership,
+            recordings=self.programs,
+            storage=self.storage,
+            memories=self.memories,
+            team=self.team,
+            train=self.train,
+            seed=self.seed,
+            precision=self.precision,
+            programs=programs,
+            samples=samples,
+            form=form,
+            known_reductions=reductions,
+        )
         if self.team is not None:
             from .gpu.runner import GpuRunner
 
-            return GpuRunner(*made)
+            return GpuRunner(inputs)
         if lay.split:
             from .pipeline import PipelineRunner
 
-            return PipelineRunner(*made)
+            return PipelineRunner(inputs)
         if lay.execution == "replay":
             parts = self.ownership.parts
             several = self.train and (parts.stage > 1 or len(parts.buckets) > 1)
             if lay.offload or lay.comm.size > 1 and (parts.partitioned or several):
                 from .bucketed import BucketedRunner
 
-                return BucketedRunner(*made)
-        return DirectRunner(*made)
+                return BucketedRunner(inputs)
+        return DirectRunner(inputs)
 
     def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; where it is of use, `upcoming` is the one that follows."""

@@ -25,7 +25,7 @@ from ..parallel import buckets as bucketing
 from ..parallel.mesh import Groups
 from ..parallel.zero import Parts
 from .layout import Layout
-from .runner import Sums
+from .sums import Sums
 
 if TYPE_CHECKING:
     from ..parallel import tensor_parallel

@@ -22,7 +22,8 @@ from ..parallel import schedule as schedules
 from ..parallel import tensor_parallel
 from ..parallel.stages import StageWork, Transfer, edges, partition
 from ..parallel.tensor_exchange import TensorExchange
-from .runner import Program, Runner, Sums
+from .runner import Program, Runner, RunnerInputs
+from .sums import Sums
 
 
 class Native(NamedTuple):
@@ -56,8 +57,8 @@ class PipelineRunner(Runner):
 
     shares_work = False
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
+    def __init__(self, inputs: RunnerInputs) -> None:
+        super().__init__(inputs)
         lay, lib = self.layout, native.library()
         comm, here = self.groups.dp, self.groups.p
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards))
@@ -114,7 +115,7 @@ class PipelineRunner(Runner):
     def _kind(self, where: list[int]) -> str:
         """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
         kind = self.layout.schedule if self.train else "gpipe"
-        if self.engine.ownership.cut_by is not None:
+        if self.ownership.cut_by is not None:
             try:
                 check_places(kind, where)
             except ConfigError:
@@ -186,7 +187,7 @@ class PipelineRunner(Runner):
     def _share_of_norm(self) -> list[tuple[int, int]]:
         a, b = self.parts.own[0]
         grads, out = self._sum.result.ctypes.data, []
-        for lo, n in self.engine.ownership.counted:
+        for lo, n in self.ownership.counted:
             at = self.parts.buckets[0].locate(lo)
             first, last = max(at, a), min(at + n, b)
             if first < last:

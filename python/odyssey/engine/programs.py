@@ -15,11 +15,12 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core import native, setting_versions
+from ..core.arena import Arena
 from ..core.fingerprint import hash_of
 from ..core.placement import FIRST, Device
 from ..core.program import Range, Record, Recorder, ShardEager, using
@@ -30,9 +31,6 @@ from ..nn import Module, settings
 from ..nn.module import in_mode
 from .listing import Listed, first_difference, said, watched
 from .metrics import record as record_metrics
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 KEPT = 8  # settings whose programs are kept; a schedule of dropout has one a step
 
@@ -64,6 +62,8 @@ class Programs:
     """The programs of a model, with a backward pass if `train`. See the head of this file.
 
     Args:
+        gpu: whether the shards are computed on GPUs.
+        eager: whether shards are computed op by op. Programs are then recorded to compare them.
         like: the programs for training, where these are for evaluation.
         Others: as Engine has them.
 
@@ -73,12 +73,30 @@ class Programs:
     """
 
     def __init__(
-        self, engine: Engine, loss: Any, metrics: Any, conv_algorithm: str, scaled: bool, like: Programs | None
+        self,
+        model: Module,
+        arena: Arena,
+        loss: Any,
+        metrics: Any,
+        *,
+        train: bool,
+        precision: str,
+        conv_algorithm: str,
+        scaled: bool,
+        gpu: bool,
+        eager: bool,
+        like: Programs | None,
     ) -> None:
-        self.model, self.arena, self.train, self.precision = engine.model, engine.arena, engine.train, engine.precision
-        self.loss, self.metrics, self.conv_algorithm, self.scaled = loss, metrics, conv_algorithm, scaled
-        self.gpu = engine.team is not None
-        self.eager = engine.layout.execution != "replay"  # shards are computed op by op; recordings are to compare
+        self.model = model
+        self.arena = arena
+        self.loss = loss
+        self.metrics = metrics
+        self.train = train
+        self.precision = precision
+        self.conv_algorithm = conv_algorithm
+        self.scaled = scaled
+        self.gpu = gpu
+        self.eager = eager
         self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
         self._used = 0  # the settings that it was computed with
         self._ran: dict[tuple[int, int, Form], None] = {}  # settings and shapes since `astray` was asked last

@@ -9,18 +9,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..core import native
+from ..core.arena import Arena
 from ..core.program import Record
 from ..data import ArrayDataset, Batch
 from ..data.nested import Form
-from ..optim import Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
 from ..parallel import strategy
+from ..parallel.mesh import Groups
 from ..parallel.reduction import Reduction
 from ..parallel.strategy import Content
+from .layout import Layout
+from .ownership import Ownership
+from .programs import Programs
+from .sums import Sums
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .gpu.group import DeviceGroup
 
 #: Statistics that compare what ranks must have alike (`Runner.mark`), behind those of losses and metrics.
 MARKS = slice(16, 32)
@@ -68,39 +73,33 @@ class Program(NamedTuple):
     lanes: bool  # however few samples, they are in lanes
 
 
-@dataclasses.dataclass(eq=False)
-class Sums:
-    """Result of a step: sums over the samples of the global batch, and what this rank has to update."""
+@dataclasses.dataclass(frozen=True)
+class RunnerInputs:
+    """What an engine passes to a runner: its own parts, and the batches that the runner is for."""
 
-    values: list[float]  # losses, samples, correct predictions, -, metrics
-    samples_address: int  # of the number of samples as float32
-    updates: list[Update]
-    #: Runs of gradients (address, floats) that are this rank's share of the global norm; None: those of the updates.
-    counted: list[tuple[int, int]] | None = None
-
-    @property
-    def loss(self) -> float:
-        """Sum over the samples of the global batch."""
-        return self.values[0]
-
-    @property
-    def samples(self) -> float:
-        """How many there are."""
-        return self.values[1]
-
-    @property
-    def correct(self) -> float:
-        """Number of them that were predicted right, as the loss counts."""
-        return self.values[2]
+    layout: Layout
+    arena: Arena
+    groups: Groups
+    ownership: Ownership
+    recordings: Programs  # records shards that are computed op by op
+    storage: Storage
+    #: What a strategy keeps from step to step, by bucket.
+    memories: dict[int, dict[str, Any]]
+    team: DeviceGroup | None  # the GPUs of this process
+    train: bool
+    seed: int
+    precision: str
+    #: The program of a shard as this rank runs it. If the last shard has fewer samples and is not
+    #: filled up, its program follows: the same records with other sizes.
+    programs: list[Program]
+    samples: int  # of a batch
+    form: Form  # of a sample
+    #: Reductions of batches of this size, by name. Programs of one size share them.
+    known_reductions: dict[Any, Any]
 
 
 class Runner:
     """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner.
-
-    Args:
-        programs: of a shard as this rank runs it and, where it has fewer samples and is not filled up, of the last one:
-            the same records with other sizes.
-        known: reductions of batches of this size, made for whatever program came first.
 
     `parts`: which parameters this rank computes with and updates (zero.Parts); None: shards are computed op by op.
     """
@@ -118,24 +117,33 @@ class Runner:
     _digits: np.ndarray | None = None
     _code: int | None = None
 
-    def __init__(
-        self, engine: Engine, programs: list[Program], samples: int, form: Form, known: dict[Any, Any]
-    ) -> None:
-        self.engine, self.layout, self.arena, self.groups = engine, engine.layout, engine.arena, engine.groups
-        self.train, self.programs, self.samples, self.form, self._known = engine.train, programs, samples, form, known
-        self.parts: Any = engine.ownership.parts if self.layout.execution == "replay" else None
-        self.shard_size = programs[0].samples
-        self.shards = planning.shard_count(samples, self.shard_size)
-        self.context = native.Context(seed=engine.seed)
+    def __init__(self, inputs: RunnerInputs) -> None:
+        self.layout = inputs.layout
+        self.arena = inputs.arena
+        self.groups = inputs.groups
+        self.train = inputs.train
+        self.precision = inputs.precision
+        self.programs = inputs.programs
+        self.recordings = inputs.recordings
+        self.samples = inputs.samples
+        self.form = inputs.form
+        self.storage = inputs.storage
+        self.ownership = inputs.ownership
+        self._memories = inputs.memories
+        self._known_reductions = inputs.known_reductions
+        self.parts: Any = inputs.ownership.parts if self.layout.execution == "replay" else None
+        self.shard_size = inputs.programs[0].samples
+        self.shards = planning.shard_count(inputs.samples, self.shard_size)
+        self.context = native.Context(seed=inputs.seed)
         self.batch: Batch | None = None  # that is being run
         self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
 
     def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """The reduction of this name, made when it is first asked for: a collective call."""
-        if name not in self._known:
-            self._known[name] = make()
-        return self._known[name]
+        if name not in self._known_reductions:
+            self._known_reductions[name] = make()
+        return self._known_reductions[name]
 
     def _reduction(self, floats: int, **more: Any) -> Reduction:
         """A reduction of so many floats for the plan of this runner; a collective call."""
@@ -154,7 +162,7 @@ class Runner:
             for piece in bucket.pieces
             if piece.lo <= arena.offsets[name] and arena.offsets[name] + p.size <= piece.lo + piece.n
         ]
-        return Content(bucket.floats, tuple(shapes), self.samples, self.engine.memories.setdefault(b, {}))
+        return Content(bucket.floats, tuple(shapes), self.samples, self._memories.setdefault(b, {}))
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes that this rank has sent so far, those that the tree would have sent uncompressed, and those of the sent

@@ -29,7 +29,7 @@ from ..data.nested import Form
 from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..engine.metrics import chosen
-from ..engine.runner import Sums
+from ..engine.sums import Sums
 from ..errors import ConfigError, DeviceError, NumericsError, OdysseyError, check_kind
 from ..nn import CrossEntropyLoss, Module, PipelineParallel
 from ..optim import Optimizer, Schedule, lr_factor

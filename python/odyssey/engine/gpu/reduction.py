@@ -100,8 +100,8 @@ def _links(runner: GpuRunner, comm: Communicator) -> _Links:
 
 
 def _warn(runner: GpuRunner, text: str) -> None:
-    if text not in runner.engine.ownership.warnings:
-        runner.engine.ownership.warnings.append(text)
+    if text not in runner.ownership.warnings:
+        runner.ownership.warnings.append(text)
 
 
 class StagedExchange(GpuExchange):

@@ -22,7 +22,8 @@ from ...data import ArrayDataset, Batch
 from ...errors import DeviceError, NumericsError
 from ...optim import Update
 from ...parallel import plan as planning
-from ..runner import EXACT, Runner, Sums
+from ..runner import EXACT, Runner, RunnerInputs
+from ..sums import Sums
 from . import plan as pieces
 from . import reduction, rewrite
 from .graph import Graph
@@ -67,9 +68,10 @@ class GpuRunner(Runner):
 
     group: DeviceGroup
 
-    def __init__(self, *made: Any) -> None:
-        super().__init__(*made)
-        self.group = self.engine.team
+    def __init__(self, inputs: RunnerInputs) -> None:
+        super().__init__(inputs)
+        assert inputs.team is not None
+        self.group = inputs.team
         lay, lib, arena, comm = self.layout, host.library(), self.arena, self.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
