@@ -157,7 +157,7 @@ def draw(results: list[list[dict[str, Any]]], note: str, output: Path) -> bool:
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is not installed; pip install 'odyssey[bench]'", file=sys.stderr)
+        print("no picture: matplotlib is not installed; pip install -e '.[bench]'", file=sys.stderr)
         return False
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt

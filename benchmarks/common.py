@@ -26,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 INTERNAL = argparse.SUPPRESS  # options that a benchmark gives to its own processes
-MISSING_TORCH = "PyTorch is not installed: rows without it. For the comparison: pip install 'odyssey[bench]'"
+MISSING_TORCH = "PyTorch is not installed: rows without it. For the comparison: pip install -e '.[bench]'"
 
 
 # --- command line ----------------------------------------------------------------------------------
@@ -67,6 +67,7 @@ def pin(core: int | None = None) -> int | None:
 
 def machine() -> dict[str, Any]:
     """Facts that a figure means nothing without."""
+    import odyssey
     from odyssey.build import library as build
 
     return {
@@ -79,7 +80,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": _version("numpy"),
         "torch": _version("torch"),
-        "odyssey": _version("odyssey"),
+        "odyssey": odyssey.__version__,
         "mojo": build.compiler_version(),
         "commit": _commit(),
     }

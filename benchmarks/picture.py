@@ -65,7 +65,7 @@ def main() -> int:
     try:
         import matplotlib
     except ImportError:
-        print("matplotlib is not installed; pip install 'odyssey[bench]'", file=sys.stderr)
+        print("matplotlib is not installed; pip install -e '.[bench]'", file=sys.stderr)
         return 1
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt

@@ -5,7 +5,7 @@ the weights of a training that nothing happened to.
     KILL_AT=7 odyssey launch -n 2 --env KILL_AT --run-dir hurt --max-restarts 0 examples/killed_transformer.py
     odyssey launch -n 3 --run-dir hurt examples/killed_transformer.py
 
-Needs PyTorch: pip install "odyssey[torch]".
+Needs PyTorch: `pip install -e '.[torch]'` in a checkout.
 """
 
 import os

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .base import install_extra, install_packages
 from .base.files import parse_json, write_whole
 from .callbacks import Callback, Context
 from .errors import ConfigError, OutputError, Stopped, check_integer
@@ -233,17 +234,18 @@ def parameters(context: Context) -> dict[str, Any]:
     return {**trainer.configuration(), "epochs": context.epochs, "batch_size": context.batch_size or None, **sizes}
 
 
-def _need(owner: Any, module: str, package: str) -> None:
+def _need(owner: Any, module: str, remedy: str) -> None:
+    """Raises ConfigError: a module is not installed. `remedy`: the command that installs it."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"[{type(owner).__name__}] the package {package} is not installed; pip install {package}")
+        raise ConfigError(f"[{type(owner).__name__}] the package {module} is not installed; {remedy}")
 
 
 class TensorBoardLogger(Logger):
-    """Event files in a directory, which `tensorboard --logdir DIR` shows. Needs tensorboardX: odyssey[track]."""
+    """Event files in a directory, which `tensorboard --logdir DIR` shows. Needs tensorboardX (the extra `track`)."""
 
     def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
         super().__init__(log_every_n_steps)
-        _need(self, "tensorboardX", "tensorboardX")
+        _need(self, "tensorboardX", install_extra("track"))
         self.folder = Path(folder)
         self._writer: Any = None
         self._last: Row = {}  # everything that was written at the newest step
@@ -303,7 +305,7 @@ class MLflowLogger(Logger):
         artifacts: str | Path | None = None,
     ) -> None:
         super().__init__(log_every_n_steps)
-        _need(self, "mlflow", "mlflow-skinny")
+        _need(self, "mlflow", install_packages(["mlflow-skinny"]))
         self._artifacts = None if artifacts is None else Path(artifacts).absolute().as_uri()
         self.experiment, self.uri, self.run_name, self.log_checkpoint = experiment, uri, run_name, log_checkpoint
         self.run_id: str | None = None
@@ -401,7 +403,7 @@ class WandbLogger(Logger):
         mode: str = "offline",
     ) -> None:
         super().__init__(log_every_n_steps)
-        _need(self, "wandb", "wandb")
+        _need(self, "wandb", install_packages(["wandb"]))
         self.project, self.folder, self.mode = project, Path(folder), mode
         self.run_id: str | None = None
         self._run: Any = None

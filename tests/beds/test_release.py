@@ -29,7 +29,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import wheel_kernels  # noqa: E402
 
-NAME = f"odyssey-{odyssey.__version__}"
+NAME = f"ml_odyssey-{odyssey.__version__}"
 TRAIN = ["train", "--steps", "20", "--no-eval"]
 MINORS = range(10, 15)  # of Python 3, those that scripts/release locks packages for
 OWN = sys.version_info.minor
@@ -90,7 +90,7 @@ def test_the_files(dist):
         names = set(archive.namelist())
         kernels = {f"odyssey/_kernels/{cpu}/{name}" for cpu in cpus for name in (folder.MANIFEST, "libodyssey.so")}
         assert {name for name in names if name.startswith("odyssey/_kernels") or name.endswith(".so")} == kernels
-        assert {f"{NAME}.dist-info/sboms/odyssey.cdx.json", f"{NAME}.dist-info/licenses/LICENSE"} <= names
+        assert {f"{NAME}.dist-info/sboms/ml-odyssey.cdx.json", f"{NAME}.dist-info/licenses/LICENSE"} <= names
         said = archive.read(f"{NAME}.dist-info/WHEEL").decode()
         assert f"Tag: {path.stem.removeprefix(f'{NAME}-')}\n" in said and "Root-Is-Purelib: false" in said
         for name, digest, _ in csv.reader(archive.read(f"{NAME}.dist-info/RECORD").decode().splitlines()):
@@ -101,9 +101,11 @@ def test_the_files(dist):
 def test_the_list_of_components_is_what_is_locked(dist):
     lock = (ROOT / "requirements.lock").read_text()
     archive = zipfile.ZipFile(wheel(dist, "aarch64"))
-    bom = json.loads(archive.read(f"{NAME}.dist-info/sboms/odyssey.cdx.json"))
+    bom = json.loads(archive.read(f"{NAME}.dist-info/sboms/ml-odyssey.cdx.json"))
     assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
-    assert bom["metadata"]["component"]["version"] == odyssey.__version__
+    component = bom["metadata"]["component"]
+    assert (component["name"], component["version"]) == ("ml-odyssey", odyssey.__version__)
+    assert component["purl"] == f"pkg:pypi/ml-odyssey@{odyssey.__version__}"
     listed = {(c["name"], c["version"]): [h["content"] for h in c["hashes"]] for c in bom["components"]}
     assert {f"{name}=={version}" for name, version in listed} == set(re.findall(r"^[\w.-]+==[\w.]+", lock, re.M))
     assert sorted(sum(listed.values(), [])) == sorted(re.findall(r"sha256:(\w+)", lock))

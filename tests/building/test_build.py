@@ -215,7 +215,7 @@ def test_no_mojo(tree, tmp_path, monkeypatch):
 def test_sources_missing(tmp_path, monkeypatch):
     home = tmp_path / "lib" / "site-packages" / "odyssey"
     monkeypatch.setattr(compiler, "__file__", str(home / "build" / "compiler.py"))
-    with pytest.raises(BuildError, match="install odyssey again"):
+    with pytest.raises(BuildError, match="install ml-odyssey again"):
         build.source_root()
 
 

@@ -113,7 +113,7 @@ def test_srun_without_pmi_is_no_world_of_one(launch):
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
 def test_gloo_without_torch_says_what_to_install():
-    with pytest.raises(ConfigError, match=r"needs PyTorch .*pip install 'odyssey\[torch\]'"):
+    with pytest.raises(ConfigError, match=r"needs PyTorch .*pip install 'torch>=2\.4'"):
         comm.world("gloo")
 
 

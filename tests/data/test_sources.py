@@ -57,7 +57,7 @@ def test_an_image_folder(folder):
 @pytest.mark.parametrize("how", ["broken", "cut", "text", "size", "empty", "nothing", "missing"])
 def test_what_is_wrong_with_a_folder_is_named(folder, how):
     path = picture(folder / "ant" / "9.jpg", 5, (8, 6))
-    message, size = r"9\.jpg cannot be read as a picture .*; replace or remove it", 8
+    message, size = r"9\.jpg cannot be read as an image .*; replace it, or move it elsewhere", 8
     if how == "broken":
         path.write_bytes(b"not a picture")
     elif how == "cut":

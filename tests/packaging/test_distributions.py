@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -9,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import odyssey
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -51,7 +55,7 @@ def test_wheel_has_the_kernels_and_mnist(wheel):
 
 def test_wheel_has_nothing_else(wheel):
     for name in names(wheel):
-        assert name.startswith(("odyssey/", "odyssey-")) or name == "odyssey_c10d.py", name
+        assert name.startswith(("odyssey/", "ml_odyssey-")) or name == "odyssey_c10d.py", name
         assert not name.endswith((".so", ".pyc", ".mojoc")), name
         if name.startswith("odyssey/_mojo/"):
             assert name.removeprefix("odyssey/_mojo/") in SOURCES
@@ -63,6 +67,8 @@ def test_wheel_metadata(wheel):
     assert "odyssey = odyssey.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert f"{info}/licenses/LICENSE" in names(wheel)
     metadata = archive.read(f"{info}/METADATA").decode()
+    assert metadata.splitlines()[1:3] == ["Name: ml-odyssey", f"Version: {odyssey.__version__}"]
+    assert info == f"ml_odyssey-{odyssey.__version__}.dist-info"
     assert "Requires-Dist: max==" in metadata
     assert "Requires-Python: >=3.10" in metadata
 
@@ -90,6 +96,32 @@ def test_editable_install_points_at_the_checkout(build):
     inside = names(build("wheel:editable"))
     assert any(name.endswith(".pth") for name in inside)
     assert not [name for name in inside if name.startswith("odyssey/")]
+
+
+VERSIONS = """
+import odyssey
+from odyssey.cli import doctor
+from odyssey.train import preflight
+
+print(odyssey.__version__, preflight.versions()["odyssey"], doctor.packages().found.split(",")[0])
+"""
+
+
+@pytest.mark.parametrize("installed", ["nothing", "ml-odyssey", "odyssey"])
+def test_the_version_is_that_of_the_code_that_runs(installed, tmp_path):
+    """Also in a source tree without an installation, or next to the metadata of another version."""
+    shutil.copytree(ROOT / "python", tmp_path / "python", ignore=shutil.ignore_patterns("__pycache__", "mnist"))
+    init = tmp_path / "python" / "odyssey" / "__init__.py"
+    init.write_text(init.read_text().replace(f'"{odyssey.__version__}"', '"9.8.7"'))
+    if installed != "nothing":
+        info = tmp_path / "site" / f"{installed.replace('-', '_')}-5.5.5.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {installed}\nVersion: 5.5.5\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'python'}{os.pathsep}{tmp_path / 'site'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", VERSIONS], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["9.8.7", "9.8.7", "odyssey", "9.8.7"], done.stderr
 
 
 def test_sdist_can_make_the_wheel(build):

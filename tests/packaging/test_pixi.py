@@ -136,7 +136,7 @@ OLDEST, NEWEST = "3.10", "3.14"  # of the range of `python`
 
 def resolved(platform: str, libc: str, python: str) -> subprocess.CompletedProcess[str]:
     """What uv makes of the package with pixi's extras on a platform; of wheels alone where they depend on it."""
-    extras = [f"--extra={name}" for name in PIXI["pypi-dependencies"]["odyssey"]["extras"]]
+    extras = [f"--extra={name}" for name in PIXI["pypi-dependencies"][PROJECT["name"]]["extras"]]
     where = ["--python-platform", PLATFORMS[platform].format(libc.replace(".", "_")), "--python-version", python]
     words = [UV, "pip", "compile", "-q", "--no-header", "--only-binary", "max", *extras, *where, "pyproject.toml"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -47,7 +47,7 @@ def test_under_mpirun_it_refuses(launch):
 @pytest.fixture
 def quick(monkeypatch):
     """Checks that find nothing wrong and start nothing."""
-    for name in ("python", "packages", "cache", "gpus"):
+    for name in ("python", "packages", "distributions", "cache", "gpus"):
         monkeypatch.setattr(doctor, name, lambda name=name: doctor.Check(name, OK, "x"))
     for name in ("mpi", "launching", "kernels"):
         monkeypatch.setattr(doctor, name, lambda *_, name=name: doctor.Check(name, OK, "x"))
@@ -223,12 +223,31 @@ def test_a_run_directory_of_another_user_that_all_may_write_to(tmp_path):
 
 def test_packages_that_are_missing(monkeypatch):
     check = doctor.packages(("numpy", "no-such-package-here"))
-    assert check.state == FAIL and "pip install no-such-package-here" in check.advice
+    assert check.state == FAIL and check.advice == "pip install no-such-package-here"
     monkeypatch.setattr(preflight, "version", lambda name: "none" if name == "max" else "1")
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
-    assert doctor.packages().state == FAIL
+    check = doctor.packages()
+    assert check.state == FAIL and check.advice.startswith("pip install max==")  # another compiler would be refused
     monkeypatch.setenv("ODYSSEY_KERNELS", "/somewhere")
     assert doctor.packages().state == OK
+
+
+def installed(place: Path, name: str, version: str) -> None:
+    """Puts a distribution's metadata in a folder, as an installation does."""
+    info = place / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_another_distribution_called_odyssey_is_found(tmp_path, monkeypatch):
+    """The package index has another project's; an environment may have this one under its old name."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    installed(tmp_path, "ml-odyssey", "0.2.0")
+    assert doctor.distributions() == []
+    installed(tmp_path, "odyssey", "1.0.2")
+    (check,) = doctor.distributions()
+    assert check.state == WARN and check.found.startswith("odyssey 1.0.2 is installed")
+    assert check.advice.startswith("pip uninstall odyssey, then install ml-odyssey again")
 
 
 def test_kernels_that_are_not_there_or_cannot_be_loaded(tmp_path, monkeypatch):
@@ -240,6 +259,7 @@ def test_kernels_that_are_not_there_or_cannot_be_loaded(tmp_path, monkeypatch):
     assert [check.state for check in doctor.kernels()] == [OK, FAIL]
     (tmp_path / "libodyssey.so").write_bytes(b"\x7fELF")
     monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path))
-    assert "cannot be loaded" in doctor.kernels()[1].found
+    check = doctor.kernels()[1]
+    assert "cannot be loaded" in check.found and check.advice == "set ODYSSEY_KERNELS to another folder, or unset it"
     monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path / "none"))
     assert doctor.kernels()[1].state == FAIL

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+import odyssey
 from odyssey import distributed as dist
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, ShapeError
@@ -53,6 +55,39 @@ def test_ddp_fsdp_and_zero_train_as_over_gloo(launch, launcher):
         done = launch.python("-W", "ignore", "-m", *module, *program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained") == 2
+
+
+REGISTERED = """
+import importlib.metadata
+import torch, torch.distributed as dist
+
+names = [point.dist.name for point in importlib.metadata.entry_points(group="torch.backends", name="odyssey")]
+assert {"odyssey", "ml-odyssey"} <= set(names), names
+registered = []
+register = dist.Backend.register_backend
+dist.Backend.register_backend = lambda name, *rest, **more: registered.append(name) or register(name, *rest, **more)
+torch._import_device_backends()  # what `import torch` calls last
+import odyssey.torch
+
+assert dist.Backend.backend_list.count("odyssey") == 1
+dist.init_process_group("odyssey", rank=0, world_size=1, store=dist.HashStore())
+print(*registered, dist.get_backend())
+"""
+
+
+def test_two_installations_register_the_backend_once(launch):
+    """An editable installation under the old name and a wheel under the new one: torch calls both entry points."""
+    for name in ("odyssey", "ml-odyssey"):
+        info = launch.folder / "site" / f"{name.replace('-', '_')}-0.2.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.2.0\n")
+        (info / "entry_points.txt").write_text("[torch.backends]\nodyssey = odyssey_c10d:register\n")
+    paths = [launch.folder / "site", Path(odyssey.__file__).parents[1]]
+    launch.environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    launch.environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the program counts
+    done = launch.python("-W", "ignore", "-c", REGISTERED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["odyssey", "odyssey"]
 
 
 START = (

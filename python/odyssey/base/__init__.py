@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = attach(
         "base.outputs": "finite outputs",
         "base.proc": "stat",
         "base.registry": "registry",
+        "base.requirements": "install_extra install_packages",
         "base.runs": "Run runs",
         "base.slot": "slot",
     },

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from odyssey.base.requirements import REINSTALL
 from odyssey.errors import BuildError, near
 
 from . import sources
@@ -28,7 +29,7 @@ def source_root() -> Path:
             return root
     raise BuildError(
         f"[build] the kernel sources ({sources.ROOT}) are neither in {package / '_mojo'} nor in {package.parents[1]}; "
-        "install odyssey again, or name a prebuilt library with ODYSSEY_KERNELS"
+        f"{REINSTALL}, or name a prebuilt library with ODYSSEY_KERNELS"
     )
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..base import files, launcher, slot
+from ..base.requirements import REINSTALL
 from ..errors import BuildError, DeviceError
 from . import compiler, folder, sources
 from .compiler import compiler_version, host_cpu, run_mojo, source_root, target_options  # noqa: F401
@@ -240,7 +241,7 @@ def _shipped(root: Path, what: BuildInputs) -> Opened | None:
             return None
         return Opened(folder.library(home, None, here))
     except BuildError as problem:
-        _say(f"{problem}; or install odyssey again. Other kernels are taken")
+        _say(f"{problem}; or {REINSTALL}. Other kernels are used")
         return None
 
 
@@ -289,11 +290,11 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
                 descriptor = os.open(path if within is None else path.name, flags | os.O_CLOEXEC, dir_fd=within)
             except OSError as problem:
                 if within is not None and path.is_symlink():
-                    raise _foreign(cache, path, "it is a link") from problem
+                    raise _foreign(path, "it is a link") from problem
                 raise
             opened.callback(os.close, descriptor)
             if why := files.foreign(os.fstat(descriptor)):
-                raise _foreign(cache, path, why)
+                raise _foreign(path, why)
             return descriptor
 
         try:
@@ -320,10 +321,10 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
             raise _Damaged("build.json is not one that this version writes") from problem
 
 
-def _foreign(cache: Path, path: Path, why: str) -> BuildError:
+def _foreign(path: Path, why: str) -> BuildError:
     return BuildError(
         f"[build] {path} is refused: {why}, and compiled kernels are code that runs; "
-        f"{'' if path == cache else 'delete it, or '}set ODYSSEY_CACHE_DIR to a directory that only you can write to"
+        "set ODYSSEY_CACHE_DIR to a directory that only you can write to"
     )
 
 

@@ -18,6 +18,7 @@ import odyssey
 from odyssey.errors import BuildError, OutputError
 
 from ..base.files import exchange
+from ..base.requirements import DISTRIBUTION, FILE_NAME, install_packages
 from . import compiler, folder, gpus
 from . import library as build
 
@@ -150,9 +151,9 @@ def _package(target: Path) -> None:
     for top in ("mojo", "shared"):
         for path in sorted((root / top).rglob("*.mojo")):
             _copy(path, target / "odyssey" / "_mojo" / path.relative_to(root))
-    info = target / f"odyssey-{odyssey.__version__}.dist-info"
+    info = target / f"{FILE_NAME}-{odyssey.__version__}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: odyssey\nVersion: {odyssey.__version__}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {odyssey.__version__}\n")
 
 
 def _dependencies(target: Path) -> None:
@@ -160,7 +161,9 @@ def _dependencies(target: Path) -> None:
         try:
             files = metadata.distribution(name).files or []
         except metadata.PackageNotFoundError as problem:
-            raise BuildError(f"[build] the package {name} is not installed here; pip install {name}") from problem
+            raise BuildError(
+                f"[build] the package {name} is not installed here; {install_packages([name])}"
+            ) from problem
         for file in files:
             if ".." in file.parts or "__pycache__" in file.parts or file.name == "direct_url.json":
                 continue  # scripts, what Python writes itself, and where it was installed from

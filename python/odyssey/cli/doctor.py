@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..base import launcher
+from ..base import install_packages, launcher
 from ..base import limits as machine
+from ..base.requirements import DISTRIBUTION, REINSTALL
 from ..comm.cores import memory_limit
 from ..errors import BuildError, ConfigError, OdysseyError, printable
 from ..train import preflight
@@ -69,6 +70,7 @@ def examine(plan: RunPlan) -> list[Check]:
         checks: list[Callable[[], Check | list[Check]]] = [
             python,
             packages,
+            distributions,
             kernels,
             lambda: mpi(alone()),
             lambda: launching(shutil.which("mpirun"), alone),
@@ -97,8 +99,22 @@ def packages(names: Sequence[str] = ("odyssey", "numpy", "mpi4py", "safetensors"
     if missing == ["max"] and os.environ.get("ODYSSEY_KERNELS"):
         missing = []  # kernels that were compiled elsewhere need no compiler
     if missing:
-        return Check("packages", FAIL, text, f"pip install {' '.join(missing)} (or pip install odyssey, which does)")
+        return Check("packages", FAIL, text, install_packages(missing))
     return Check("packages", OK, text)
+
+
+def distributions() -> list[Check]:
+    """A warning if something is installed under the name `odyssey`: another project's package, or this one before it
+    was called `ml-odyssey`. Both install files in the same folder, so whoever removes one breaks the other."""
+    from importlib import metadata
+
+    try:
+        other = metadata.version("odyssey")
+    except metadata.PackageNotFoundError:
+        return []
+    text = f"odyssey {other} is installed, another project or an old name; this is {DISTRIBUTION}"
+    advice = f"pip uninstall odyssey, then {REINSTALL}"
+    return [Check("name", WARN, text, advice)]
 
 
 def kernels() -> list[Check]:
@@ -109,7 +125,7 @@ def kernels() -> list[Check]:
     try:
         runtime = build.runtime_libraries()
     except BuildError as problem:
-        return [Check("compiler", FAIL, _first(problem), "pip install max")]
+        return [Check("compiler", FAIL, _first(problem), install_packages(["max"]))]
     compiler = Check("compiler", OK, f"mojo {build.compiler_version()}, {runtime[0].parent}")
     named = os.environ.get("ODYSSEY_KERNELS")
     try:
@@ -130,7 +146,13 @@ def kernels() -> list[Check]:
     load = "from odyssey.core import native; native.library()"  # in another process: a wrong library may end it
     done = _run([sys.executable, "-c", load], {"ODYSSEY_KERNELS": str(path)})
     if done.returncode:
-        return [compiler, Check("kernels", FAIL, f"{path} cannot be loaded: {_last(done)}", f"delete {path.parent}")]
+        if named:
+            advice = "set ODYSSEY_KERNELS to another folder, or unset it"
+        elif build.SHIPPED in path.parents:
+            advice = REINSTALL
+        else:
+            advice = "set ODYSSEY_CACHE_DIR to another directory: the next run compiles the kernels there"
+        return [compiler, Check("kernels", FAIL, f"{path} cannot be loaded: {_last(done)}", advice)]
     return [compiler, Check("kernels", OK, f"{cpu}, {path}")]
 
 

@@ -23,6 +23,7 @@ from odyssey.data.idx import read_idx, read_unpacked
 from odyssey.data.nested import Form, Leaf, leaves, mapped
 from odyssey.errors import ConfigError, DataError, check_integer, printable
 
+from ..base.requirements import REINSTALL
 from ..build.library import cache_dir
 
 _SHIPPED = Path(__file__).parent / "mnist"
@@ -307,7 +308,7 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
         return best
     missing = ", ".join(file for file, path in zip(wanted, best, strict=True) if path is None)
     if data_dir is None:
-        raise DataError(f"{missing} is missing from the installation; install odyssey again or give --data-dir")
+        raise DataError(f"{missing} is missing from the installation; {REINSTALL}, or use --data-dir")
     hint = "the binary version of CIFAR-10" if name == "cifar10" else "plain or .gz"
     raise DataError(
         f"{name}: {missing} not found in {root} nor in its folders "

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from odyssey.base import install_extra
+from odyssey.base.requirements import REINSTALL
 from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, digest, load
 from odyssey.data.nested import leaves, mapped
 from odyssey.data.sampler import permutation
@@ -41,7 +43,7 @@ class ImageFolder(Described):
         try:
             import PIL.Image  # noqa: F401
         except ImportError:
-            raise ConfigError("[data] ImageFolder needs Pillow; install odyssey[image]") from None
+            raise ConfigError(f"[data] ImageFolder needs Pillow; {install_extra('image')}") from None
         if not (root := Path(root)).is_dir():
             raise DataError(f"{root} is not a folder; give one that is there")
         self.classes = sorted(d.name for d in root.iterdir() if d.is_dir() and d.name[0] != ".")
@@ -104,7 +106,9 @@ class ImageFolder(Described):
                     made = ImageOps.fit(made, self._size, Image.Resampling.BILINEAR)
                 return np.ascontiguousarray(np.asarray(made).transpose(2, 0, 1))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
-            raise DataError(f"{path} cannot be read as a picture ({problem}); replace or remove it") from None
+            raise DataError(
+                f"{path} cannot be read as an image ({problem}); replace it, or move it elsewhere"
+            ) from None
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
@@ -246,7 +250,7 @@ def text(
     """
     written = _read(path)
     if Path(path) == _SHAKESPEARE and hashlib.sha256(written.encode()).hexdigest() != _SHAKESPEARE_SHA256:
-        raise DataError(f"{path} was altered; install odyssey again")
+        raise DataError(f"{path} was altered; {REINSTALL}")
     if tokenizer is None:
         vocabulary = Vocabulary(sorted(set(written)))
     else:

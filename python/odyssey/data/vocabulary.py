@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from odyssey.base import install_extra
 from odyssey.base.files import parse_json
 from odyssey.errors import ConfigError, DataError
 
@@ -76,7 +77,7 @@ def _tokenizer(content: str, name: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ConfigError("[data] a tokenizer file needs the package tokenizers; install odyssey[text]") from None
+        raise ConfigError(f"[data] a tokenizer file needs the package tokenizers; {install_extra('text')}") from None
     try:
         return Tokenizer.from_str(content)
     except Exception as problem:  # its own class

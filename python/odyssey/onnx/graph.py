@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base import install_extra
 from ..core import ONNX, Arena, Range, Record, Recorder, Tensor, empty, no_grad, using
 from ..errors import ConfigError
 from ..nn import GPT, LayerNorm, Linear, Module, in_mode
@@ -198,7 +199,7 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
     try:
         import onnx
     except ImportError:
-        raise ConfigError("[export] ONNX needs the package onnx; install odyssey[export]") from None
+        raise ConfigError(f"[export] ONNX needs the package onnx; {install_extra('export')}") from None
     if isinstance(model, GPT):
         graph = _Decoder(onnx, {})
         logits = ["N", "T", model.lm_head.weight.shape[0]]

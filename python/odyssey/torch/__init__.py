@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base import attach
+from ..base import attach, install_extra
 from ..errors import ConfigError
 
 try:
     from . import c10d  # registers the backend
 except ImportError as e:
-    raise ConfigError(f"[torch] odyssey.torch needs PyTorch ({e}); pip install 'odyssey[torch]'") from e
+    raise ConfigError(f"[torch] odyssey.torch needs PyTorch ({e}); {install_extra('torch')}") from e
 
 if TYPE_CHECKING:
     from .data import DataLoader

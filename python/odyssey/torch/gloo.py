@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base import launcher, machine
+from ..base import install_extra, launcher, machine
 from ..comm import Communicator, Message, Met, ReduceOp, Staged, adopt, calls, cores, deadline
 from ..errors import CollectiveError, ConfigError
 
@@ -26,7 +26,7 @@ try:
     import torch
     import torch.distributed as dist
 except ImportError as e:
-    raise ConfigError(f"[comm] backend gloo needs PyTorch ({e}); pip install 'odyssey[torch]', or use mpi") from e
+    raise ConfigError(f"[comm] backend gloo needs PyTorch ({e}); {install_extra('torch')}, or use mpi") from e
 
 _OPS = {ReduceOp[name]: getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT")}
 _ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")}  # what Gloo can add

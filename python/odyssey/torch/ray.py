@@ -10,14 +10,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..base import free_port
+from ..base import free_port, install_extra
 from ..checkpoints import History
 from ..errors import CollectiveError, ConfigError, LaunchError, check_integer
 
 try:
     import ray
 except ImportError as e:
-    raise ConfigError(f"[ray] odyssey.ray needs Ray ({e}); pip install 'odyssey[ray]'") from e
+    raise ConfigError(f"[ray] odyssey.ray needs Ray ({e}); {install_extra('ray')}") from e
 
 GRACE = 5.0  # seconds, after a rank has failed, in which others tell what they know
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from .. import data as datasets
 from .. import nn
-from ..base import registry, userfile
+from ..base import install_packages, registry, userfile
 from ..base.files import write_whole
 from ..base.outputs import read_weights, write_weights
 from ..checkpoints import Snapshot
@@ -213,8 +213,10 @@ def content(kind: str, model: Any, arrays: dict[str, np.ndarray], shape: tuple[i
         raise ConfigError(f"[export] format {kind!r} is unknown; choose from {', '.join(FORMATS)}")
     try:
         made = registry.load("formats", kind)
-    except ImportError:
-        raise ConfigError(f"[export] format {kind!r} needs a package; install odyssey[{kind}]") from None
+    except ImportError as problem:
+        package = (problem.name or kind).partition(".")[0]
+        remedy = install_packages([package])
+        raise ConfigError(f"[export] format {kind!r} needs the package {package}; {remedy}") from None
     return made(model, arrays, shape, **more)
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import comm as communication
+from ..base import install_extra
 from ..callbacks import Callback, Context, Monitor
 from ..comm import base
 from ..errors import ConfigError, check_integer, printable
@@ -33,7 +34,7 @@ try:
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
     from optuna.trial import TrialState
 except ImportError as e:
-    raise ConfigError(f"[tune] odyssey.tune needs Optuna ({e}); pip install 'odyssey[tune]'") from e
+    raise ConfigError(f"[tune] odyssey.tune needs Optuna ({e}); {install_extra('tune')}") from e
 
 SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
 DIRECTIONS = ("maximize", "minimize")

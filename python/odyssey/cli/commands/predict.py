@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ...base import install_extra
 from ...errors import ConfigError, DataError, printable
 from . import FILE, HELP, OWN_MODEL, on_all_ranks
 
@@ -75,7 +76,7 @@ def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ConfigError("[predict] pictures need Pillow; install odyssey[image]") from None
+        raise ConfigError(f"[predict] images need Pillow; {install_extra('image')}") from None
     made = np.empty((len(paths), *shape), np.uint8)
     for at, path in enumerate(paths):
         try:
