@@ -295,8 +295,30 @@ def test_a_run_directory_that_makes_no_sense(tmp_path, monkeypatch):
         launcher.launch(str(script))
     (run / "run.json").write_text(json.dumps({"command": [str(script)]}))
     (run / "attempt.json").write_text('{"attempt": "x"}')
-    with pytest.raises(ConfigError, match="attempt.json has no attempt's number"):
-        launcher.launch(str(script))
+    for damaged in ('{"attempt": "x"}', '{"attempt": -1}', '{"attempt": true}', "{}", "[]", "null"):
+        (run / "attempt.json").write_text(damaged)
+        with pytest.raises(ConfigError, match=r"attempt.json is damaged \(no attempt number\); use another --run-dir"):
+            launcher.launch(str(script))
+    assert (run / "attempt.json").read_text() == "null"
+
+
+@pytest.mark.parametrize("file", ["run.json", "attempt.json"])
+def test_a_damaged_file_of_a_run_leads_to_its_checkpoints(tmp_path, monkeypatch, file):
+    """They are in the same directory, so the error must not advise to delete it."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "my run"
+    Path("script.py").touch()
+    (run / "checkpoints" / "step_00000120").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"command": ["script.py"]}))
+    (run / file).write_text("{")
+    with pytest.raises(ConfigError) as problem:
+        DistributedLauncher(LaunchConfig(run_dir=run), say=lambda line: None).launch("script.py")
+    text = str(problem.value)
+    assert f"{file} is not JSON" in text
+    assert (
+        "Checkpoints are in my run/checkpoints; resume in another --run-dir with --resume 'my run/checkpoints'" in text
+    )
+    assert (run / "checkpoints" / "step_00000120").is_dir()
 
 
 def test_from_python(tmp_path, monkeypatch):

@@ -102,8 +102,8 @@ def _check_shared(ranks: int) -> None:
             )
         if room[1] < SHARED_RANK:
             raise ConfigError(
-                f"[preflight] /dev/shm has {room[1] / MIB:.1f} MiB left, but {wanted}; remove files there that nobody "
-                f"uses, or {larger}"
+                f"[preflight] /dev/shm has {room[1] / MIB:.1f} MiB left, but {wanted}; stop other "
+                f"programs that use it, or {larger}"
             )
     if limit("FSIZE") < SHARED_FILE * (ranks + 2):
         raise ConfigError(

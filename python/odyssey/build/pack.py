@@ -87,12 +87,12 @@ def seal(home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: 
 def _usable(output: Path) -> None:
     """Raises OutputError if there is anything at `output` that would be lost."""
 
-    def refused(why: str, advice: str = "choose another --output, or empty it") -> OutputError:
+    def refused(why: str, advice: str = "choose another --output") -> OutputError:
         return OutputError(f"[build] {output} is refused: {why}; {advice}")
 
     if not output.is_dir():
         if os.path.lexists(output):
-            raise refused("it is no directory", "choose another --output")
+            raise refused("it is not a directory")
         return
     if not folder.is_folder(output):
         if os.listdir(output):

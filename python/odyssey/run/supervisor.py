@@ -17,6 +17,7 @@ import platform
 import re
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -34,7 +35,7 @@ from ..base.files import NO_DIRECTORY, current_directory, private_directory, rea
 from ..base.launcher import launched
 from ..errors import ConfigError, DataError, OutputError, printable
 from . import leftovers, root_user, starting
-from .attempt import Attempt
+from .attempt import Attempt, newest_step
 from .config import LaunchConfig
 from .hosts import Host, capacity, place
 from .lock import RunLock
@@ -91,7 +92,7 @@ class DistributedLauncher:
 
     def _open(self, run: runs.Run, words: list[str], starter: starting.Starter, renewed: float) -> int:
         """Checks that the directory is this command's, clears up behind a launcher that was killed; next attempt."""
-        advice = "name another --run-dir, or delete the directory"
+        advice = "use another --run-dir"
         if run.done.exists():
             raise ConfigError(f"[launch] {_shown(run.path)} is complete (DONE.json); {advice}")
         try:
@@ -103,15 +104,15 @@ class DistributedLauncher:
                     raise ConfigError(f"[launch] {what}; {advice}")
             else:
                 write_json(run.description, _description(self.config, words, starter))
-            found = read_json(run.attempt_file) if run.attempt_file.exists() else {}
+            found = read_json(run.attempt_file) if run.attempt_file.exists() else {"attempt": 0}
         except OSError as problem:
             raise _unwritable(run.path, problem) from problem
         except DataError as problem:
-            raise ConfigError(f"[launch] {problem}; delete the directory to begin anew") from problem
-        last = found if isinstance(found, dict) else {}
-        number, token = last.get("attempt", 0), last.get("token")
+            raise _damaged(run, str(problem)) from problem
+        last = found if isinstance(found, dict) else {"attempt": None}
+        number, token = last.get("attempt"), last.get("token")
         if type(number) is not int or number < 0:
-            raise ConfigError(f"[launch] {_shown(run.attempt_file)} has no attempt's number; delete the directory")
+            raise _damaged(run, f"{_shown(run.attempt_file)} is damaged (no attempt number)")
         if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token) and not last.get("cleaned"):
             left = leftovers.processes(f"{starting.TOKEN}={token}")
             leftovers.kill(f"{starting.TOKEN}={token}")
@@ -360,6 +361,17 @@ def _shown(path: object) -> str:
         near = os.path.relpath(text)
         text = near if not near.startswith("..") else text
     return printable(text)
+
+
+def _damaged(run: runs.Run, problem: str) -> ConfigError:
+    """The error for a file of a run that cannot be used. It says where the checkpoints are, because they still can."""
+    if newest_step(run.checkpoints) is None:
+        return ConfigError(f"[launch] {problem}; use another --run-dir")
+    where = _shown(run.checkpoints)
+    return ConfigError(
+        f"[launch] {problem}. Checkpoints are in {where}; "
+        f"resume in another --run-dir with --resume {shlex.quote(where)}, or in a script with fit(resume=...)"
+    )
 
 
 def _unwritable(path: Path, problem: OSError) -> OutputError:

@@ -85,7 +85,7 @@ def _read(path: Path) -> Any:
     """The tree of a file that `commit` wrote. Raises DataError: it is damaged."""
     data = path.read_bytes()
     if hashlib.sha256(data[32:]).digest() != data[:32]:
-        raise DataError(f"[horovod] {path} is damaged; remove it to begin anew")
+        raise DataError(f"[horovod] {path} is damaged (its SHA-256 differs); start in another --run-dir")
     start = 40 + int.from_bytes(data[32:40], "little")
     rest = io.BytesIO(data[start:])
 

@@ -198,7 +198,7 @@ class Session:
         if snapshot is not None and snapshot.step != found.step:
             raise ConfigError(
                 f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has checkpoints that do not "
-                f"come from it, up to step {snapshot.step}; name another directory for the new ones, or delete those"
+                f"come from it, up to step {snapshot.step}; use another directory for the new ones"
             )
         self._origin = self._asked
         return found, name

@@ -219,7 +219,11 @@ def _part(path: Path) -> tuple[dict[str, Any], list[Any], Path] | None:
                 rows += found if isinstance(found, list) else [found]
             except DataError:
                 if i < len(lines) - 1:
-                    raise DataError(f"[trace] {path}: line {i + 1} is damaged; delete this recording") from None
+                    place = path.parent.parent
+                    raise DataError(
+                        f"[trace] {path}: line {i + 1} is damaged; to show the other recordings, move {path.parent} "
+                        f"out of {place}"
+                    ) from None
     return (rows[0], rows[1:], path) if rows else None
 
 
