@@ -58,6 +58,7 @@ KINDS = {
     "tests/mpi/": "procs",
     "tests/packaging/": "procs",
     "tests/preflight/": "procs",
+    "tests/python/test_copies.py": "procs",
     "tests/python/test_layers.py": "procs",
     "tests/python/test_settings.py": "procs",
     "tests/python/test_tensor.py": "procs",

@@ -9,6 +9,8 @@ Both check first that the gradients are finite and change nothing if they are no
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -86,6 +88,7 @@ class Optimizer(setting_versions.VersionedSettings):
     states: tuple[str, ...] = ()  # names of the state arrays
     locked = False  # ranks have parts of the state: written only within a trainer's writing()
     unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked", "coming"})
+    _not_copied = unwatched - {"steps"} | {"_recorded", "_context", "_floats", "_make", "_addresses"}
     __repr__ = brief
 
     def __init_subclass__(cls) -> None:
@@ -135,8 +138,7 @@ class Optimizer(setting_versions.VersionedSettings):
         for name, value in settings.items():
             setattr(self, name, tuple(value) if isinstance(value, list) else value)
         if list(undecayed) != self.undecayed_names:
-            exempt = frozenset(undecayed)
-            self.undecayed = (lambda name, p: name in exempt) if exempt else None
+            self.undecayed = functools.partial(_is_one_of, frozenset(undecayed)) if undecayed else None
 
     @property
     def param_groups(self) -> list[Group]:
@@ -153,7 +155,10 @@ class Optimizer(setting_versions.VersionedSettings):
                     self.arrays[name][: a.size] = a
             return
         if self.arena is not None:
-            raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
+            raise ConfigError(
+                f"[{type(self).__name__}] already updates another model; create a second optimizer, or copy a model "
+                "and its optimizer in one call: model, optimizer = copy.deepcopy((model, optimizer))"
+            )
         self.arena = arena
         self._context = native.Context(what="optimizer")
         self._start(arena)
@@ -161,6 +166,44 @@ class Optimizer(setting_versions.VersionedSettings):
     def _start(self, arena: Arena) -> None:
         self._floats, self._make = arena.size, arena.make
         self.keep({name: arena.make(arena.size) for name in self.states})
+
+    # --- copies: each has its own state; programs and addresses are of one optimizer only ---
+
+    def __copy__(self) -> Optimizer:
+        """An optimizer of the same parameters that continues with its own state."""
+        new = type(self).__new__(type(self))
+        new.__setstate__(self.__getstate__())
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """An optimizer of copies of the parameters; those of a model that the same call copies are the model's."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        state = self.__getstate__()
+        arrays = state.pop("arrays")
+        new.__setstate__({**copy.deepcopy(state, memo), "arrays": arrays})  # which are copied there
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything that pickle keeps: the settings, the parameters and the state."""
+        if self.arena is not None:
+            self.arena.check_copied()
+            if self.locked or any(a.size != self.arena.size for a in self.arrays.values()):
+                raise ConfigError(
+                    f"[copy] ranks have parts of the state of this {type(self).__name__}, so a copy on one would miss "
+                    "the others' parts; copy within `with trainer.writing():`, on all ranks, or use "
+                    "trainer.optimizer_state()"
+                )
+        settings = {name: value for name, value in vars(self).items() if name not in self._not_copied}
+        return {"settings": settings, "arena": self.arena, "arrays": dict(self.state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Becomes what `__getstate__` described."""
+        vars(self).update(state["settings"], arena=None, arrays={}, mirror=None, coming=None, _recorded=RulePrograms())
+        if state["arena"] is not None:
+            self.bind(state["arena"])
+        for name, values in state["arrays"].items():
+            self.arrays[name][...] = values
 
     def keep(self, state: dict[str, np.ndarray]) -> None:
         """Takes these arrays as the state: of the whole arena, or of the parameters that this rank updates."""
@@ -335,6 +378,11 @@ def run(u: Update, lo: int, hi: int) -> Update:
     """The part of an update from `lo` up to `hi`, of the arena's floats."""
     by = lo - u.at
     return u._replace(params=u.params + 4 * by, grads=u.grads + 4 * by, state=u.state + by, n=hi - lo, at=lo)
+
+
+def _is_one_of(names: frozenset[str], name: str, p: Parameter) -> bool:
+    """For `Optimizer.undecayed`: the parameters that have one of these names."""
+    return name in names
 
 
 def vectors(name: str, p: Parameter) -> bool:

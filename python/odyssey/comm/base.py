@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..base import slot
+from ..base.uncopied import refuse
 from ..errors import CollectiveError, ConfigError, ShapeError, check_integer
 from .calls import CODES, DTYPES, NAMES, Call, Header, ReduceOp, caller_location, describe, mismatch, narrow, widen
 from .requests import MessageQueue, Received, Request
@@ -81,6 +82,11 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"<{self.name} communicator, rank {self.rank} of {self.size}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is Communicator:  # it is a group of one, which has nothing but attributes
+            return super().__reduce_ex__(protocol)
+        refuse(self, "use the communicator itself")
 
     # --- collectives: the result, or, with wait=False, a Request whose `wait` gives it ---
 

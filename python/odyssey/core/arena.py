@@ -6,6 +6,7 @@ is a range, and the SHA-256 of the training is that of one buffer.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -46,7 +47,9 @@ class Arena:
     sum, samples and correct predictions. From float `trained` on there are buffers.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = (), make: Any = None
+    ) -> None:
         self.named: list[tuple[str, Parameter]] = []
         self.offsets: dict[str, int] = {}  # in floats
         self.size = 0
@@ -54,7 +57,7 @@ class Arena:
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
         self.locked = False  # ranks have parts of the parameters: a write on one of them would be lost, or theirs alone
         self._frozen: tuple[Any, list[tuple[int, int]]] = (None, [])
-        self.make = maker()  # of arrays that a training keeps: as native.aligned, or in files (offload.py)
+        self.make = make or maker()  # of arrays that a training keeps: as native.aligned, or in files (offload.py)
         named, buffers = list(named), list(buffers)
         if not named:
             raise ConfigError("[arena] the model has no parameters; give it at least one layer that has some")
@@ -83,6 +86,40 @@ class Arena:
         self._params: np.ndarray | None = params
         self.grads = grads  # the system gives memory that is written to
         self._addresses: dict[int, int] = {native.PARAMS: params.ctypes.data, native.GRADS: grads.ctypes.data}
+
+    # --- copies: parameters have their own memory (tape.Parameter), which a new arena takes ---
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arena:
+        new = Arena.__new__(Arena)
+        memo[id(self)] = new
+        new.__setstate__({**copy.deepcopy(self.__getstate__(), memo), "make": self.copy_maker})
+        return new
+
+    def __copy__(self) -> Arena:
+        raise ConfigError("[copy] an arena can't be copied without its parameters; use copy.deepcopy")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything that pickle keeps: the names and the parameters, which have the values."""
+        self.check_copied()
+        buffers = self.buffers
+        return {"named": self.named[: len(self.named) - len(buffers)], "buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Becomes what `__getstate__` described."""
+        self.__init__(**state)  # type: ignore[misc]
+
+    def check_copied(self) -> None:
+        """Raises ConfigError if this rank does not have the values of all parameters as they are now."""
+        if self.locked or self._params is None:
+            raise ConfigError(
+                "[copy] ranks have parts of the weights on this layout, so a copy on one would miss the others' parts; "
+                "copy within `with trainer.writing():`, on all ranks, or use trainer.state_dict()"
+            )
+
+    @property
+    def copy_maker(self) -> Any:
+        """The function that allocates copies of the parameters: in files, if the parameters are in files."""
+        return maker() if self.make is native.aligned else self.make
 
     def move_to(self, make: Any) -> None:
         """Moves everything into memory that `make` makes (offload.Files), unless it is in files already."""

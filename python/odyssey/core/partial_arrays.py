@@ -24,6 +24,23 @@ class Guarded(np.ndarray):
     def fill(self, value: Any) -> None:
         self._refuse()
 
+    # A copy has its own memory, so it can be written.
+
+    def copy(self, order: Any = "C") -> np.ndarray:  # type: ignore[override]
+        return np.array(self, order=order)
+
+    def __copy__(self) -> np.ndarray:
+        return np.array(self)
+
+    def __deepcopy__(self, memo: Any) -> np.ndarray:
+        return np.array(self)
+
+    def __reduce__(self) -> Any:
+        return np.array(self).__reduce__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return np.array(self).__reduce_ex__(protocol)
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **named: Any) -> Any:
         if any(isinstance(a, Guarded) for a in out):
             self._refuse()

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from . import native
+from .offload import maker
 from .placement import FIRST, Device
 
 # --- memory ------------------------------------------------------------------------------
@@ -35,6 +36,19 @@ class OwnMemory:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array  # kept alive; C-contiguous
         self.address: int = array.ctypes.data
+
+    def __deepcopy__(self, memo: Any) -> OwnMemory:
+        return copied_memory(self.array)
+
+    def __reduce__(self) -> Any:
+        return copied_memory, (self.array,)  # the array may come back in memory that pickle only lends
+
+
+def copied_memory(array: np.ndarray, make: Any = None) -> OwnMemory:
+    """New memory with the values of an array. `make` allocates it; the default is that of this thread."""
+    made = (make or maker())(array.shape, array.dtype, zero=False)
+    made[...] = array
+    return OwnMemory(made)
 
 
 class Range:

@@ -8,7 +8,6 @@ Each number is computed alone, so where a run is cut changes no bit.
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections import Counter
@@ -123,7 +122,7 @@ class RuleProgram:
         self._scalars: list[Scalar] = []
         self._given: Mapping[str, float] = {}  # what the scalars are of
         self._used: list[Scalar] = []  # by the ops, and by these: in the order in which they are evaluated
-        view = copy.copy(optimizer)
+        view = object.__new__(type(optimizer))
         vars(view).update({k: self._scalar(k, v) for k, v in vars(optimizer).items()})
         before, recorder = dict(vars(view)), _Rules(None, 0, n)
         runs = [make(_Value(4 * n), (n,)) for _ in range(2 + len(optimizer.states))]

@@ -10,6 +10,7 @@ N T of them fill the groups, so that a layer over the last axis needs no 16 sequ
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DeviceError, ShapeError
+from ..errors import ConfigError, DeviceError, ShapeError
 from . import native, program, setting_versions
 from .offload import maker
 from .partial_arrays import guarded
 from .placement import FIRST, Device, different_places, elsewhere, place_of_op
-from .program import Memory, OwnMemory, Range, Slot
+from .program import Memory, OwnMemory, Range, Slot, copied_memory
 
 __all__ = [
     "SMALL_BATCH", "Parameter", "Shape", "Tensor", "BackwardWatcher", "attach", "checkpointed", "empty", "from_dlpack",
@@ -246,6 +247,64 @@ class Tensor:
         if self.grad is not None:
             self.grad.data[...] = 0
 
+    # --- copies: each has its own memory, as addresses of memory mean nothing in a copy ---
+
+    def __copy__(self) -> Tensor:
+        return self._copied({}, lambda value: value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._copied(memo, lambda value: copy.deepcopy(value, memo))
+
+    def _copied(self, memo: dict[int, Any], attribute: Callable[[Any], Any]) -> Tensor:
+        """A copy. `attribute` copies what a subclass has added."""
+        self._check_copied()
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        more = {name: attribute(value) for name, value in self._attributes().items()}
+        new.__setstate__({**self._state(copied(self.memory, self.shape, self.dtype, memo), memo), **more})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything that pickle keeps. Values are kept as rows, so they mean the same to every version."""
+        self._check_copied()
+        memory = self.memory
+        if isinstance(memory, Range) or self.layout != "rows":
+            memory = OwnMemory(self.data)
+        return {**self._state(memory, None), "layout": "rows", **self._attributes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Becomes what `__getstate__` described."""
+        self._set(*(state.pop(name) for name in ("memory", "shape", "layout", "dtype")))
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _state(self, memory: OwnMemory, memo: dict[int, Any] | None) -> dict[str, Any]:
+        """The attributes of a copy that has this memory. `memo` is None for pickle, which copies `grad` itself."""
+        named = {name: getattr(self, name) for name in ("shape", "layout", "dtype", "requires_grad", "device", "mask")}
+        return {"memory": memory, **named, "grad": self.grad if memo is None else copy.deepcopy(self.grad, memo)}
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes that a subclass has added to those of odyssey's own classes."""
+        added = dict(getattr(self, "__dict__", {}))
+        for kind in type(self).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if kind.__module__ != __name__ and hasattr(self, name):
+                    added[name] = getattr(self, name)
+        return added
+
+    def _check_copied(self) -> None:
+        """Raises ConfigError if the values are not here, or belong to a tape."""
+        if self.node is not None:
+            raise ConfigError(
+                "[copy] a tensor that ops computed from a tensor with requires_grad=True can't be copied or pickled, "
+                "because its tape can't; use .detach() first"
+            )
+        if isinstance(self.memory, Slot):
+            _ = self.memory.address  # raises: there are no values yet
+        elif isinstance(self.memory, Range) and self.memory.space == native.PARAMS:
+            self.memory.arena.check_copied()
+
 
 _gradient: Any = Tensor.grad  # the slots
 _requires_grad: Any = Tensor.requires_grad
@@ -292,6 +351,19 @@ class Parameter(Tensor):
         else:
             mine.data = np.zeros(self.shape, np.float32) if value is None else value
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Becomes what `__getstate__` described. The gradient is zero, as that of a copied parameter of PyTorch."""
+        trained = state.pop("requires_grad")
+        _requires_grad.__set__(self, False)  # not by the property: a new parameter is no setting that has changed
+        super().__setstate__({**state, "places": {}})
+        _requires_grad.__set__(self, trained)
+        self.place(self.memory, OwnMemory(maker()(self.shape)))
+
+    def _state(self, memory: OwnMemory, memo: dict[int, Any] | None) -> dict[str, Any]:
+        # `places` is by the id of modules, so the copies of these modules say it again (nn.Module.__setstate__)
+        named = {name: getattr(self, name) for name in ("shape", "layout", "dtype", "requires_grad", "device", "name")}
+        return {"memory": memory, **named}
+
     def place(self, memory: Memory, grad: Memory) -> None:
         """Moves the parameter to other memory (an arena's); the caller copies the values."""
         self.memory = memory
@@ -303,6 +375,13 @@ class Parameter(Tensor):
         self.device, self.places = device, {} if module is None else {**self.places, id(module): device}
         if self.grad is not None:
             self.grad.device = device
+
+
+def copied(memory: Memory, shape: Shape, dtype: Any, memo: dict[int, Any]) -> OwnMemory:
+    """The memory of a copy. Tensors that share their own memory share it in a deep copy as well."""
+    if isinstance(memory, Range):
+        return copied_memory(_view(memory, shape, dtype), memory.arena.copy_maker)
+    return copy.deepcopy(memory, memo)
 
 
 def make(memory: Memory, shape: Shape, layout: str = "rows", dtype: Any = np.float32) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.uncopied import Uncopied
 from ..comm import Communicator, Request
 from ..core import tape
 from ..core.arena import Arena, Buffer
@@ -42,7 +43,7 @@ from .groups import ProcessGroup, joined, state_here
 AVERAGES = ("ranks", "samples")
 
 
-class DistributedDataParallel(Module):
+class DistributedDataParallel(Uncopied, Module):
     """A model with a copy on every rank, whose gradients are averaged inside every backward pass.
 
         net = DDP(net)
@@ -78,6 +79,8 @@ class DistributedDataParallel(Module):
 
     Raises ConfigError: the ranks' models differ, a setting is not allowed, or there is no process group.
     """
+
+    copy_instead = "copy the model, ddp.module, and wrap the copy"
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base.uncopied import Uncopied
 from ..core import fingerprint, native, setting_versions
 from ..core.arena import Arena
 from ..core.program import Record, fuse
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
 
 
-class Engine:
+class Engine(Uncopied):
     """Sums over a global batch: of the loss, of correct predictions and, if `train`, of the gradients.
 
     Args:

@@ -24,5 +24,4 @@ def __getattr__(name: str) -> type[layers.Activation]:
     """The layers of activations: ReLU, Tanh, ..., and those that programs add (functional.unary)."""
     if name not in functional.ACTIVATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = globals()[name] = layers.activation(name, *functional.ACTIVATIONS[name])
-    return made
+    return getattr(layers, name)

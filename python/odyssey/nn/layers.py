@@ -167,6 +167,14 @@ class Activation(Module):
         return type(self).function(x, **{name: getattr(self, name) for name in self.settings})
 
 
+def __getattr__(name: str) -> type[Activation]:
+    """The layers of activations: ReLU, Tanh, ..., and those that programs add (functional.unary). Pickle asks here."""
+    if name not in F.ACTIVATIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kind = globals()[name] = activation(name, *F.ACTIVATIONS[name])
+    return kind
+
+
 def activation(name: str, doc: str, function: Callable[..., Tensor]) -> type[Activation]:
     behind_x = list(inspect.signature(function).parameters.values())[1:]
     body = {p.name: p.default for p in behind_x if p.name != "inplace"}

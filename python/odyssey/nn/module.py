@@ -110,6 +110,8 @@ def in_mode(model: Any, training: bool) -> Iterator[None]:
 
 # --- modules -----------------------------------------------------------------------------------
 
+_PLACED = "\0placed"  # no attribute has this name
+
 
 class Module:
     """Base of layers and models: assign parameters and modules as attributes, write `forward`."""
@@ -137,6 +139,26 @@ class Module:
     def __delattr__(self, name: str) -> None:
         setting_versions.noted(self, name)
         object.__delattr__(self, name)
+
+    def __copy__(self) -> Module:
+        """A module with the same parameters and sub-modules, as for any object. It doesn't place them again."""
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes, and the parameters that this module has placed, because a parameter knows it by its id."""
+        state = {name: value for name, value in vars(self).items() if name != "_wrapped"}
+        placed = {name: p.places[id(self)] for name, p in self._named("") if id(self) in p.places}
+        return {**state, _PLACED: placed} if placed else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the attributes of a copy, and places its parameters as those of the original."""
+        placed = state.pop(_PLACED, {})
+        vars(self).update(state)
+        named = dict(self._named("")) if placed else {}
+        for name, where in placed.items():
+            named[name].places = {**named[name].places, id(self): where}
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Computes the module's output; every subclass has its own."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import data as datasets
 from ..base import registry, slot
+from ..base.uncopied import Uncopied
 from ..callbacks import Callback, Context, LearningRateMonitor
 from ..callbacks.base import check_events
 from ..checkpoints.trainable import KEEP, SENT, History, Saving, Step, Trainable
@@ -35,7 +36,7 @@ class Rollback(Exception):
     """Within fit(): training goes back to its last checkpoint, on all ranks."""
 
 
-class Trainer(Trainable):
+class Trainer(Uncopied, Trainable):
     """fit() and steps of a trainer; a subclass has the rest."""
 
     layout: Any = None  # engine.layout.Layout
@@ -52,6 +53,9 @@ class Trainer(Trainable):
     _session: Session | None = None  # of the fit() that is under way
     _shown: Any = None  # the progress of a fit() whose trainer was given none
     _silent = False
+    copy_instead = (
+        "copy its model and its optimizer in one call, copy.deepcopy((model, optimizer)), and create a trainer"
+    )
 
     def __repr__(self) -> str:
         parts = ((name, vars(self).get(name)) for name in ("model", "module", "optimizer"))
