@@ -20,11 +20,12 @@ Schedule = Callable[[int], float]
 
 
 def _shown(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
-    """Decorates what makes a schedule: that shows itself as the call that made it."""
+    """Decorates what makes a schedule: that shows itself as the call that made it, and is pickled as this call."""
 
     class Made:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.factor = make(*args, **kwargs)
+            self._again = functools.partial(made, *args, **kwargs)
             self._call = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
 
         def __call__(self, step: int) -> float:
@@ -33,7 +34,14 @@ def _shown(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
         def __repr__(self) -> str:
             return f"{make.__name__}({self._call})"
 
-    return functools.update_wrapper(lambda *args, **kwargs: Made(*args, **kwargs), make)
+        def __reduce__(self) -> Any:
+            return self._again, ()
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Schedule:
+        return Made(*args, **kwargs)
+
+    return made
 
 
 @_shown

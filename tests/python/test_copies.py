@@ -310,16 +310,17 @@ def test_a_running_program_does_not_notice_a_copy():
 
 
 def test_callbacks_that_keep_the_best_model():
-    model, kept, hashes = small(), [], []
+    nn.manual_seed(0)
+    model, kept, outputs = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), [], []
 
     def keep(context):
         kept.append(copy.deepcopy(model))
-        hashes.append(values(model))
+        outputs.append(output(model, ROWS).tobytes())
 
     trainer = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=8, threads=1, device="cpu")
     loader = data.DataLoader(data.arrays(X, Y, classes=3), batch_size=24)
     trainer.fit(loader, epochs=4, verbose=False, callbacks=[odyssey.callbacks.LambdaCallback(on_epoch_end=keep)])
-    assert len({repr(h) for h in hashes}) == 4 and [values(m) for m in kept] == hashes
+    assert len(set(outputs)) == 4 and [output(m, ROWS).tobytes() for m in kept] == outputs
 
 
 def test_loops_with_copies():
@@ -341,7 +342,8 @@ def test_loops_with_copies():
     assert values(target) == values(small())
     target.load_state_dict(model.state_dict())
     one_step(model, optimizer)
-    assert values(target) != values(model)
+    assert output(target.eval(), ROWS).tobytes() != output(model.eval(), ROWS).tobytes()
+    target.train()
     folds = [train(copy.deepcopy(target)).weights_sha256() for _ in range(3)]
     assert len(set(folds)) == 1
 
@@ -563,13 +565,17 @@ def test_an_optimizer_with_a_rule(way):
         assert values(model) == values(new) and other.notes is not optimizer.notes
 
 
-def test_a_schedule_of_a_loop():
+@each_way
+def test_schedules(way):
     model = small()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    new, other, its = copy.deepcopy((model, optimizer, schedule))
+    new, other, its = way((model, optimizer, schedule))
     its.step()
     assert its.optimizer is other and other.lr == 0.05 and optimizer.lr == 0.1
+    parts = [optim.linear_warmup(3, after=optim.cosine(9, floor=0.1)), optim.constant()]
+    for s in (optim.sequential(parts, [5]), optim.step_decay(2), optim.per_epoch(optim.linear(0.5, 4), 2)):
+        assert repr(way(s)) == repr(s) and [way(s)(i) for i in range(12)] == [s(i) for i in range(12)]
 
 
 # --- shallow copies --------------------------------------------------------------------------------------------------
@@ -634,9 +640,16 @@ class Marked(Tensor):
 
 
 class Slotted(nn.Parameter):
-    """A parameter with a slot."""
+    """A parameter with slots."""
 
-    __slots__ = ("mark",)
+    __slots__ = ("mark", "__private", "__dict__")
+
+    def keep(self, value):
+        self.__private = value
+        return self
+
+    def kept(self):
+        return self.__private
 
 
 @every_way
@@ -670,9 +683,12 @@ def test_tensors(way):
     marked = Marked(X)
     marked.mark = ["a"]
     assert type(way(marked)) is Marked and way(marked).mark == ["a"]
-    slotted = Slotted(X)
-    slotted.mark = "b"
-    assert type(way(slotted)) is Slotted and way(slotted).mark == "b"
+    slotted = Slotted(X).keep("c")
+    slotted.mark, slotted.other = "b", "d"
+    new = way(slotted)
+    assert (type(new), new.mark, new.kept(), new.other) == (Slotted, "b", "c", "d")
+    new.other = "e"
+    assert slotted.other == "d"
 
 
 @every_way
@@ -695,6 +711,18 @@ def test_tensors_that_share_memory_share_it_again(way):
     one, other = way((x, x.detach()))
     one.data[0, 0] = 99
     assert other.data[0, 0] == 99 and x.data[0, 0] != 99
+
+
+@each_way
+def test_activations_of_a_program(way, monkeypatch):
+    """Layers that a program has added (functional.unary)."""
+    monkeypatch.setitem(F.ACTIVATIONS, "Doubled", ("2 x.", lambda x, by=2.0: x * by))
+    assert output(way(nn.Doubled(3.0)), ROWS).tobytes() == (3 * X[:6]).tobytes()
+    assert type(way(nn.Doubled())) is nn.Doubled
+    with pytest.raises(AttributeError, match="Tripled"):
+        nn.Tripled  # noqa: B018
+    with pytest.raises(AttributeError, match="Tripled"):
+        nn.layers.Tripled  # noqa: B018
 
 
 def test_tensors_of_a_recording_are_refused():
@@ -728,6 +756,8 @@ def test_trainers_are_refused_by_name(way):
 def test_wrappers_are_refused_by_name(way):
     def work():
         net = DDP(small())
+        optimizer = optim.Adam(net.parameters(), lr=0.1)
+        one_step(net, optimizer)
         with pytest.raises(ConfigError, match=r"DistributedDataParallel.*ddp\.module"):
             way(net)
         if way is not copy.copy:
@@ -737,7 +767,10 @@ def test_wrappers_are_refused_by_name(way):
             at_copy = values(net.module)
             F.cross_entropy(net.eval()(Tensor(X)), Y).backward()
             F.cross_entropy(new(Tensor(X)), Y).backward()  # nobody reduces it
-            assert net.reductions == 1 and values(net.module) == at_copy
+            assert net.reductions == 2 and values(net.module) == at_copy
+            new, other = way((net.module, optimizer))
+            one_step(new, other)
+            assert net.reductions == 2 and values(net.module) == at_copy != values(new)
             own = DDP(way(net.module))
             F.cross_entropy(own(Tensor(X)), Y).backward()
             assert own.reductions == 1

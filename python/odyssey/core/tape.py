@@ -287,9 +287,13 @@ class Tensor:
         """The attributes that a subclass has added to those of odyssey's own classes."""
         added = dict(getattr(self, "__dict__", {}))
         for kind in type(self).__mro__:
+            if kind.__module__ == __name__:
+                continue
             slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if kind.__module__ != __name__ and hasattr(self, name):
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                private = slot.startswith("__") and not slot.endswith("__")
+                name = f"_{kind.__name__.lstrip('_')}{slot}" if private else slot  # as Python calls it
+                if name not in ("__dict__", "__weakref__") and hasattr(self, name):
                     added[name] = getattr(self, name)
         return added
 

@@ -156,9 +156,9 @@ class Module:
         """Takes the attributes of a copy, and places its parameters as those of the original."""
         placed = state.pop(_PLACED, {})
         vars(self).update(state)
-        named = dict(self._named("")) if placed else {}
-        for name, where in placed.items():
-            named[name].places = {**named[name].places, id(self): where}
+        for name, p in self._named("") if placed else ():
+            if name in placed:
+                p.places = {**p.places, id(self): placed[name]}
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Computes the module's output; every subclass has its own."""
