@@ -56,7 +56,11 @@ def test_every_op_agrees_with_the_cpu() -> None:
 
 @pytest.mark.parametrize("settings", [{"gpus": 2}, {"gpus": 1, "late": 1, "order": 7}], ids=["two", "one, late"])
 def test_trainings(settings: dict[str, int]) -> None:
-    names = ["workers", "data_that_does_not_fit", "checkpoints", "touched", "offloaded"] if "late" in settings else []
+    names = (
+        ["workers", "data_that_does_not_fit", "checkpoints", "touched", "copied", "offloaded"]
+        if "late" in settings
+        else []
+    )
     results = json.loads(run(sys.executable, HERE / "trainings.py", *names, **settings).stdout.splitlines()[-1])
     assert len(results) == len(names or results) >= 4
     assert {name: r for name, r in results.items() if not r["ok"]} == {}

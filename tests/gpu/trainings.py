@@ -10,6 +10,7 @@ by this process: what is left has to be done in another one.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -86,6 +87,28 @@ def workers() -> dict[str, Any]:
     hashes = {n: steps(trainer(num_gpus=n)) for n in (1, 2, 3, 7)}
     large = {n: steps(trainer(num_gpus=n), 2, 416) for n in (1, 4)}
     return {"ok": len(set(hashes.values())) == 1 and len(set(large.values())) == 1, "hashes": hashes, "large": large}
+
+
+@check
+def copied() -> dict[str, Any]:
+    """A copy of a model and its optimizer has what the GPUs have now, trains as the original would, and without it."""
+    hashes: dict[str, list[str]] = {}
+    for name in ("lenet5", "with running statistics"):
+        nn.manual_seed(1)
+        norm = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+        original = trainer(name if name == "lenet5" else norm, optim.Adam(lr=0.001))
+        steps(original, 2)
+        alone, pair = copy.deepcopy(original.model), copy.deepcopy((original.model, original.optimizer))
+        kept = copy.copy(original.optimizer).state["m"].copy()
+        before = [original.weights_sha256(), trainer(alone).weights_sha256(), pair[1].arena.sha256()]
+        kept_alike = np.array_equal(kept, original.optimizer.state["m"])
+        after = [steps(original, 2)]
+        untouched = pair[1].arena.sha256() == before[0]
+        del original
+        gc.collect()
+        after.append(steps(trainer(*pair), 2))
+        hashes[name] = [*{*before}, *{*after}, *([] if untouched and kept_alike else ["moved"])]
+    return {"ok": all(len(found) == 2 for found in hashes.values()), "hashes": hashes}
 
 
 @check
