@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -29,6 +30,8 @@ from .lr_schedules import Schedule, cosine, linear, sequential, step_decay
 from .settings.declarations import brief
 from .settings.recipes import OPTIMIZERS, check_listed
 
+_ONE = np.ones(1, np.float32)  # the divisor of `Optimizer.step()`
+
 
 class Update(NamedTuple):
     """A run of n parameters to update: addresses of it and its gradients, where it is in state and arena (floats).
@@ -44,6 +47,35 @@ class Update(NamedTuple):
     at: int
     arrays: tuple[int, ...] = ()
     worker: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Kind:
+    """The pieces of an update that decay, or those that don't.
+
+    first: the first piece.
+    records: the records of the first piece, as they were built.
+    rows: the rows of all pieces in the table.
+    """
+
+    first: Update
+    records: list[Any]
+    rows: np.ndarray
+
+
+class KeptTable:
+    """The table of records of an optimizer's last step.
+
+    key: everything that the table depends on, except for the numbers of a step.
+    checks: how many of the records, the first, check gradients.
+    kinds: the pieces by whether they decay.
+    """
+
+    def __init__(self) -> None:
+        self.key: list[Any] = []
+        self.table = np.zeros((0, 0), np.int64)
+        self.checks = 0
+        self.kinds: dict[bool, Kind] = {}
 
 
 class Group(MutableMapping[str, Any]):
@@ -88,7 +120,7 @@ class Optimizer(setting_versions.VersionedSettings):
     states: tuple[str, ...] = ()  # names of the state arrays
     locked = False  # ranks have parts of the state: written only within a trainer's writing()
     unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked", "coming"})
-    _not_copied = unwatched - {"steps"} | {"_recorded", "_context", "_floats", "_make", "_addresses"}
+    _not_copied = unwatched - {"steps"} | {"_recorded", "_kept", "_context", "_floats", "_make", "_addresses"}
     __repr__ = brief
 
     def __init_subclass__(cls) -> None:
@@ -108,6 +140,8 @@ class Optimizer(setting_versions.VersionedSettings):
             setattr(self, name, _checked(owner.__name__, name, value))
         self.lr = check_number(f"[{owner.__name__}] lr", lr, 0)
         self._recorded = RulePrograms()
+        self._kept = KeptTable()
+        self._addresses: list[int] = []  # of the state arrays
         self.steps = 0
         self.arena: Arena | None = None
         self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
@@ -199,7 +233,9 @@ class Optimizer(setting_versions.VersionedSettings):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Becomes what `__getstate__` described."""
-        vars(self).update(state["settings"], arena=None, arrays={}, mirror=None, coming=None, _recorded=RulePrograms())
+        vars(self).update(state["settings"], arena=None, arrays={}, mirror=None, coming=None)
+        # Programs and tables hold addresses of one optimizer's memory.
+        vars(self).update(_recorded=RulePrograms(), _kept=KeptTable())
         if state["arena"] is not None:
             self.bind(state["arena"])
         for name, values in state["arrays"].items():
@@ -257,41 +293,118 @@ class Optimizer(setting_versions.VersionedSettings):
         if self.mirror is not None:
             self.mirror.read()
         lib = native.library()
-        updates = self.trained(updates)
-        n = len(updates)
         self.steps += 1
         self._recorded.begin_step()
-        rules = [r for u in updates for r in self.records(lib, u, divisor, lr, divisor if samples is None else samples)]
-        if not rules:  # a rule that is refused is so on all ranks
-            self._records(lib, Update(0, 0, 0, 0, 0), divisor, lr)
-        records = np.zeros((n + len(rules), lib.record), np.int64)
-        for i, u in enumerate(updates):
-            records[i, :3] = (lib.codes["finite"], u.grads, u.n)
-        for i, record in enumerate(rules):
-            records[n + i, : len(record)] = record
-        at = records.ctypes.data
+        table, checks = self._table(lib, updates, divisor, lr, divisor if samples is None else samples)
+        at = table.ctypes.data
         if agree is None:
-            ok = lib.run(at, len(records), self._context) < 0
+            ok = lib.run(at, len(table), self._context) < 0
         else:
-            ok = agree(lib.run(at, n, self._context) < 0)
+            ok = agree(lib.run(at, checks, self._context) < 0)
             if ok:
-                lib.run(at + 8 * n * lib.record, len(rules), self._context)
+                lib.run(at + 8 * checks * lib.record, len(table) - checks, self._context)
         if not ok:
             self.steps -= 1
         return ok
 
+    def _table(
+        self, lib: native.Library, updates: Sequence[Update], divisor: int, lr: float, samples: int
+    ) -> tuple[np.ndarray, int]:
+        """Returns the records of a step, int64 (records, numbers), and how many of them, the first, check gradients.
+
+        The table of the step before is kept. If nothing but the numbers of the step has changed, such as the rate and
+        the corrections of the bias, only these are written: with `undecayed`, a model has a record for each layer.
+        """
+        arena = self.arena
+        frozen = [] if arena is None else arena.frozen
+        exempt = self._exempt()
+        layout = None if arena is None else (arena, arena.size, arena.trained)
+        key = [lib.table, list(updates), divisor, samples, layout, frozen, exempt, self._addresses]
+        kept = self._kept
+        if kept.key != key or not self._renewed(lib, kept, divisor, lr):
+            kept.key = []  # an error below leaves a table that is not complete
+            self._build(lib, kept, self.trained(updates), exempt, divisor, lr, samples)
+            kept.key = key
+        return kept.table, kept.checks
+
+    def _build(
+        self,
+        lib: native.Library,
+        kept: KeptTable,
+        updates: Sequence[Update],
+        exempt: list[bool] | None,
+        divisor: int,
+        lr: float,
+        samples: int,
+    ) -> None:
+        """Writes the table of a step from nothing, and notes which records have the numbers of the step."""
+        records: list[Any] = [[lib.codes["finite"], u.grads, u.n] for u in updates]
+        kept.checks = len(records)
+        kept.kinds = {}
+        rows: dict[bool, list[int]] = {True: [], False: []}
+        for u in updates:
+            for piece, decays in self._pieces(u, exempt):
+                of_piece = self._records(lib, piece, divisor, lr, decays)
+                if not rows[decays]:
+                    kept.kinds[decays] = Kind(piece, of_piece, np.zeros(0, np.int64))
+                rows[decays] += range(len(records), len(records) + len(of_piece))
+                records += of_piece
+            records += self._buffers(lib, u, samples)
+        if len(records) == kept.checks:
+            self._refuse_as_others_do(lib, divisor, lr)
+        for decays, kind in kept.kinds.items():
+            kind.rows = np.array(rows[decays], np.int64)
+        kept.table = np.zeros((len(records), lib.record), np.int64)
+        for row, record in zip(kept.table, records, strict=True):
+            row[: len(record)] = record
+
+    def _renewed(self, lib: native.Library, kept: KeptTable, divisor: int, lr: float) -> bool:
+        """Writes the numbers of this step into the kept table; False if more than these have changed.
+
+        The first record of each kind is built: its numbers are those of all records of its kind.
+        """
+        if len(kept.table) == kept.checks:
+            self._refuse_as_others_do(lib, divisor, lr)
+        for decays, kind in kept.kinds.items():
+            of_piece = self._records(lib, kind.first, divisor, lr, decays)
+            if len(of_piece) != 1 or len(kind.records) != 1:
+                return False
+            record = of_piece[0]
+            numbers = self._first_number(record)
+            if record[:numbers] != kind.records[0][:numbers]:
+                return False
+            kept.table[kind.rows, numbers : len(record)] = record[numbers:]
+        return True
+
+    def _refuse_as_others_do(self, lib: native.Library, divisor: int, lr: float) -> None:
+        """Raises the error of a rule that is not supported also on a rank that has nothing to update."""
+        self._records(lib, Update(0, 0, 0, 0, 0), divisor, lr)
+
+    def _first_number(self, record: list[int]) -> int:
+        """The index of the first number of the step in a record. A rule's record has none: its slots hold them."""
+        if type(self)._records is Optimizer._records:
+            return len(record)
+        return 5 + len(self.states)  # after the code, the addresses and the count that _places returns
+
     def records(self, lib: native.Library, u: Update, divisor: int, lr: float, samples: int) -> list[list[int]]:
         """The update of one run as records: of parameters, and of the buffers behind them (arena.Buffer)."""
-        end = u.at + u.n if self.arena is None else self.arena.trained
-        n, found = min(max(end - u.at, 0), u.n), []
-        if n:
-            pieces = self._decaying(u._replace(n=n))
-            for piece, decays in pieces:
-                found += self._records(lib, piece, divisor, lr, decays)
-        if n < u.n:
-            at, one = u.params + 4 * n, native.float_bits(1.0)
-            found.append([lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, one, 0, 0, 0])
-        return found
+        pieces = self._pieces(u, self._exempt())
+        rules = [record for piece, decays in pieces for record in self._records(lib, piece, divisor, lr, decays)]
+        return rules + self._buffers(lib, u, samples)
+
+    def _parameters(self, u: Update) -> int:
+        """How many floats of a run are parameters. The buffers are behind them."""
+        if self.arena is None:
+            return u.n
+        return min(max(self.arena.trained - u.at, 0), u.n)
+
+    def _buffers(self, lib: native.Library, u: Update, samples: int) -> list[list[int]]:
+        """The record that updates the buffers of a run (arena.Buffer), if it has any."""
+        n = self._parameters(u)
+        if n == u.n:
+            return []
+        at = u.params + 4 * n
+        return [[lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, native.float_bits(1.0), 0, 0, 0]]
 
     def trained(self, updates: Sequence[Update]) -> Sequence[Update]:
         """The same without the parameters that are frozen (requires_grad=False)."""
@@ -307,20 +420,35 @@ class Optimizer(setting_versions.VersionedSettings):
                 at = max(at, min(hi, end))
         return pieces
 
-    def _decaying(self, u: Update) -> list[tuple[Update, bool]]:
-        """The update cut where the parameters that decay begin and end; each piece with whether it does."""
+    def _exempt(self) -> list[bool] | None:
+        """For each parameter of the arena whether its weight decay is 0; None if no parameter has been exempted.
+
+        `undecayed` is called in each step, because its answer may change with what the function reads.
+        """
         if self.undecayed is None:
-            return [(u, True)]
-        found: list[tuple[Update, bool]] = []
+            return None
+        return [bool(self.undecayed(name, p)) for name, p in self._bound().named]
+
+    def _pieces(self, u: Update, exempt: list[bool] | None) -> list[tuple[Update, bool]]:
+        """The parameters of a run, cut where the weight decay starts and ends; each piece with whether it decays."""
+        n = self._parameters(u)
+        if n == 0:
+            return []
+        if exempt is None:
+            return [(u._replace(n=n), True)]
+        pieces: list[tuple[Update, bool]] = []
         arena = self._bound()
         starts = [*arena.offsets.values(), arena.size]
-        for (name, p), lo, hi in zip(arena.named, starts, starts[1:], strict=False):
-            a, b, decays = max(lo, u.at), min(hi, u.at + u.n), not self.undecayed(name, p)
-            if a < b and found and found[-1][1] == decays:
-                found[-1] = (run(u, found[-1][0].at, b), decays)
-            elif a < b:
-                found.append((run(u, a, b), decays))
-        return found
+        for undecayed, lo, hi in zip(exempt, starts, starts[1:], strict=False):
+            first = max(lo, u.at)
+            end = min(hi, u.at + n)
+            if first >= end:
+                continue
+            if pieces and pieces[-1][1] is not undecayed:
+                pieces[-1] = (run(u, pieces[-1][0].at, end), not undecayed)
+            else:
+                pieces.append((run(u, first, end), not undecayed))
+        return pieces
 
     def rule(self, p: Tensor, g: Tensor, *states: Tensor) -> Any:
         """The new parameters and states of a run of the arena, elementwise; g is the mean gradient, clipped. Settings
@@ -341,9 +469,8 @@ class Optimizer(setting_versions.VersionedSettings):
         """Updates the parameters from their `grad`. Raises NumericsError: a gradient is not finite, nothing changed."""
         arena = self._bound()
         self.check_whole()
-        one = np.ones(1, np.float32)
         everything = Update(arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size, 0)
-        if not self.apply([everything], one.ctypes.data, self.lr):
+        if not self.apply([everything], _ONE.ctypes.data, self.lr):
             raise NumericsError("[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

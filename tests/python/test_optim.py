@@ -4,11 +4,15 @@ tests/kernels/test_optimizers.py."""
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
 
+from odyssey import functional as F
 from odyssey import nn, optim
+from odyssey.core import native
+from odyssey.core.arena import Arena
 from odyssey.errors import ConfigError
 from odyssey.settings.recipes import OPTIMIZERS, SCHEDULES, check_listed
 
@@ -245,3 +249,158 @@ def test_every_name_of_the_settings_is_declared_in_one_place():
         check_listed("optimizers", {**optim.BY_NAME, "zork": optim.Adam}, OPTIMIZERS)
     with pytest.raises(ConfigError, match="schedules: 'step' of settings/recipes.py has no code"):
         check_listed("schedules", {*SCHEDULES} - {"step"}, SCHEDULES)
+
+
+# --- records that are kept from step to step -------------------------------------------------------------------------
+
+
+class Decaying(optim.Adam):
+    """An optimizer whose update is a rule, with a setting that changes the recorded program."""
+
+    states = ("m",)
+
+    def __init__(self, params=None, lr=0.01, weight_decay=0.0):
+        super().__init__(params, lr, weight_decay=weight_decay)
+        self.bounded = True
+
+    def rule(self, p, g, m):
+        m = self.betas[0] * m + (1 - self.betas[0]) * g
+        turn = F.tanh(m) if self.bounded else m
+        return p - self.lr * (turn + self.weight_decay * p), m
+
+
+KINDS = [
+    lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
+    lambda p: optim.AdamW(p, lr=0.01),
+    lambda p: optim.RMSprop(p, lr=0.01, weight_decay=0.1),
+    lambda p: optim.Lion(p, lr=0.01, weight_decay=0.1),
+    lambda p: optim.Adagrad(p, lr=0.01, weight_decay=0.1),
+    lambda p: Decaying(p, lr=0.01, weight_decay=0.1),
+]
+KIND_NAMES = ["SGD", "Adam", "AdamW", "RMSprop", "Lion", "Adagrad", "rule"]
+
+
+def layers(depth):
+    """A model of `depth` layers with buffers of running statistics among them."""
+    nn.manual_seed(3)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.ReLU()) for _ in range(depth)])
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The tables that the library ran, int64 (records, numbers), one after another."""
+    lib, tables = native.library(), []
+    plain = lib.run
+
+    def run(program, records, context, bases=None):
+        tables.append(native.memory(program, 8 * records * lib.record).view(np.int64).reshape(records, -1).copy())
+        return plain(program, records, context, bases)
+
+    monkeypatch.setattr(lib, "run", run)
+    return tables
+
+
+def built_anew(optimizer, updates, divisor, lr, samples):
+    """The table of a step as it is built from nothing: the checks of the gradients, then the update of each run."""
+    lib = native.library()
+    updates = optimizer.trained(updates)
+    checks = [[lib.codes["finite"], u.grads, u.n] for u in updates]
+    rules = [record for u in updates for record in optimizer.records(lib, u, divisor, lr, samples)]
+    table = np.zeros((len(checks) + len(rules), lib.record), np.int64)
+    for row, record in zip(table, checks + rules, strict=True):
+        row[: len(record)] = record
+    return table
+
+
+@pytest.mark.parametrize("make", KINDS, ids=KIND_NAMES)
+@pytest.mark.parametrize("seed", range(4))
+def test_kept_records_are_those_of_a_fresh_table_whatever_changes_between_steps(make, seed, ran):
+    random = Random(seed)
+    model = layers(4)
+    optimizer = make(None)
+    optimizer.bind(Arena.of(list(model.named_parameters()), list(model.named_buffers())))
+    arena, exempt = optimizer.arena, set()
+    names = [name for name, _ in model.named_parameters()]
+    arena.grads[:] = np.random.default_rng(seed).standard_normal(arena.grads.size)
+    divisors = [np.full(1, 3, np.float32) for _ in range(2)]
+    state = {"cuts": [0, arena.size], "divisor": divisors[0], "samples": divisors[0]}
+
+    def scale(name):
+        value = getattr(optimizer, name)
+        factor = random.uniform(0.5, 0.99)
+        setattr(optimizer, name, tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor)
+
+    def other_cuts():
+        inner = [16 * random.randrange(1, arena.size // 16) for _ in range(3)]
+        state["cuts"] = sorted({0, arena.size, *inner})
+
+    def frozen():
+        p = random.choice(list(model.parameters()))
+        p.requires_grad = not p.requires_grad
+
+    def other_arrays():
+        optimizer.keep({name: a.copy() for name, a in optimizer.state.items()})
+
+    def toggled(name):
+        setattr(optimizer, name, not getattr(optimizer, name))
+
+    def moved():
+        arena.make = native.aligned
+        arena._add([])
+
+    def steps():
+        optimizer.steps = random.randrange(100)
+
+    changes = [
+        lambda: None,
+        lambda: scale(random.choice([k for k, v in optimizer.settings.items() if isinstance(v, (float, tuple))])),
+        lambda: setattr(optimizer, "undecayed", random.choice([None, optim.vectors, lambda n, p: n in exempt])),
+        lambda: exempt.symmetric_difference_update({random.choice(names)}),
+        lambda: state.update(divisor=random.choice(divisors)),
+        lambda: state.update(samples=random.choice(divisors)),
+        other_cuts,
+        frozen,
+        other_arrays,
+        moved,
+        steps,
+    ]
+    flags = [name for name in ("nesterov", "decoupled", "bounded") if hasattr(optimizer, name)]
+    changes += [lambda name=name: toggled(name) for name in flags]
+    for _ in range(120):
+        for change in random.choices(changes, k=random.choice([0, 0, 1, 1, 2])):
+            change()
+        arena.grads[3] = random.choice([1.0, 1.0, 1.0, np.nan])
+        params, grads = arena.address(native.PARAMS), arena.address(native.GRADS)
+        updates = [
+            optim.Update(params + 4 * a, grads + 4 * a, a, b - a, a)
+            for a, b in zip(state["cuts"], state["cuts"][1:], strict=False)
+        ]
+        lr, agree = random.choice([optimizer.lr, 0.003]), random.choice([None, bool])
+        ran.clear()
+        divisor, samples = state["divisor"].ctypes.data, state["samples"].ctypes.data
+        ok = optimizer.apply(updates, divisor, lr, agree, samples)
+        assert ok == (np.isfinite(arena.grads[3]) or not model[0][0].weight.requires_grad)
+        optimizer.steps += not ok
+        expected = built_anew(optimizer, updates, divisor, lr, samples)
+        optimizer.steps -= not ok
+        table = np.concatenate(ran)
+        assert np.array_equal(table, expected[: len(table)])
+        assert len(table) == len(expected) if ok or agree is None else len(table) == len(optimizer.trained(updates))
+
+
+@pytest.mark.parametrize("make", KINDS, ids=KIND_NAMES)
+def test_a_step_in_which_only_numbers_change_builds_one_record_for_each_kind_of_piece(make, monkeypatch):
+    model = layers(30)
+    optimizer = make(model.named_parameters())
+    optimizer.undecayed = lambda name, p: p.ndim < 2 and name.endswith("bias")
+    kind, calls = type(optimizer), []
+    plain = kind._records
+    monkeypatch.setattr(kind, "_records", lambda self, *arguments: calls.append(arguments) or plain(self, *arguments))
+    built = []
+    for step in range(4):
+        optimizer.lr = 0.1 / (1 + step)
+        calls.clear()
+        trained(optimizer, model, 1, step)
+        built.append(len(calls))
+    assert built == [4 * 30, 2, 2, 2]
