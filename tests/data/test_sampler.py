@@ -51,6 +51,44 @@ def test_agrees_with_its_definition(seed: int, epoch: int) -> None:
         assert order.tolist() == plain_permutation(n, seed, epoch)
 
 
+def unmixed(word: int) -> int:
+    """The number that SplitMix64's mixing turned into `word`: the three steps undone, the last one first."""
+    mask = 2**64 - 1
+    for shift, factor in ((31, 1), (27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
+        word = word * pow(factor, -1, 2**64) & mask
+        shifted = word
+        for _ in range(64 // shift):
+            shifted = word ^ shifted >> shift
+        word = shifted
+    return word
+
+
+def test_keys_are_distinct_because_every_step_can_be_undone() -> None:
+    """The order does not depend on how a sort treats equal keys: no two samples have the same key."""
+    random = np.random.default_rng(4)
+    words = [0, 1, 2**63, 2**64 - 1, *(1 << bit for bit in range(64))]
+    words += random.integers(0, 2**64, 2000, np.uint64, endpoint=False).tolist()
+    assert [unmixed(w) for w in sampler._mixed(np.array(words, np.uint64)).tolist()] == words
+    inverse = pow(sampler._GAMMA, -1, 2**64)  # an odd factor: counting by it meets every word once
+    for start in random.integers(0, 2**64, 20, np.uint64, endpoint=False).tolist():
+        numbers = [0, 1, 2**31, 2**62, *random.integers(0, 2**62, 100).tolist()]
+        keys = sampler._stream(start, np.array(numbers)).tolist()
+        assert [(unmixed(key) - start) * inverse % 2**64 - 1 for key in keys] == numbers
+
+
+@pytest.mark.parametrize("n", [*range(130), 255, 256, 257, 511, 1000, 4096, 4097, 65537, 300_001])
+def test_the_order_is_the_only_one_that_sorts_the_keys(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    plain = sampler._stream
+    monkeypatch.setattr(sampler, "_stream", lambda *of: keys.append(plain(*of)) or keys[-1])
+    for seed in (0, 1, 2**64 - 1):
+        for epoch in (0, 3):
+            order = permutation(n, seed, epoch)
+            keys_in_order = keys.pop()[order]
+            assert (keys_in_order[1:] > keys_in_order[:-1]).all()  # sorted, and no two are equal
+            assert (np.bincount(order, minlength=n) == 1).all() if n else not len(order)
+
+
 def test_golden_values() -> None:
     # Orders of past runs must stay reproducible; these values never change.
     assert permutation(10, 0, 0).tolist() == [0, 7, 8, 2, 5, 9, 4, 6, 3, 1]
