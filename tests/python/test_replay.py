@@ -3,7 +3,9 @@ workspace of a recorded step, in which no two values that live at the same time 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from odyssey import functional as F
 from odyssey.comm import Communicator, mock
 from odyssey.core import native, program
 from odyssey.core.arena import Arena
-from odyssey.core.program import Slot
+from odyssey.core.program import Record, Slot
 from odyssey.core.tensor import Tensor
 from odyssey.engine.engine import Engine, Layout
 from odyssey.engine.recompute import recompute
@@ -212,6 +214,67 @@ def test_values_that_live_at_the_same_time_do_not_overlap(name, samples, monkeyp
                 assert one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
     used = max(slot.offset + slot.nbytes for slot, _, _ in slots)
     assert used < sum(slot.nbytes for slot, _, _ in slots), "memory is used again"
+
+
+def first_fit(slots) -> int:
+    """The obvious version: gives each slot, in this order, the first place that is free while it lives."""
+    placed: list = []
+    total = 0
+    for s in slots:
+        at = 0
+        for p in placed:
+            if p.first <= s.last and s.first <= p.last:
+                if at + s.nbytes <= p.offset:
+                    break
+                at = max(at, -(-(p.offset + p.nbytes) // 64) * 64)
+        s.offset = at
+        total = max(total, at + s.nbytes)
+        bisect.insort(placed, s, key=lambda p: p.offset)
+    return total
+
+
+def obvious_plan(slots) -> tuple[int, list[int]]:
+    """The bytes and offsets of `plan_memory` for slots in the order of their first use, as it first was."""
+    orders = (
+        sorted(slots, key=lambda s: (-s.nbytes, s.first)),
+        sorted(slots, key=lambda s: (s.first - s.last, -s.nbytes, s.first)),
+        sorted(slots, key=lambda s: ((s.first - s.last - 1) * s.nbytes, s.first)),
+    )
+    best = min(orders, key=first_fit)
+    return -(-first_fit(best) // 4096) * 4096, [s.offset for s in slots]
+
+
+def random_program(random: Random) -> tuple[list[Record], list[Slot]]:
+    """Records that use slots of any sizes for any time, and the slots in the order of their first use."""
+    length = random.choice([1, 2, 5, 40, 300])
+    sizes = random.choice([[64], [0, 4, 64, 1000], [4 << k for k in range(20)], range(1, 5000)])
+    used: list[list[Slot]] = [[] for _ in range(length)]
+    for _ in range(random.choice([1, 2, 10, 60, 450])):
+        slot = Slot(random.choice(sizes))
+        first = random.randrange(length)
+        stretch = random.choice([0, 2, length])
+        for at in {first, *(random.randint(first, min(first + stretch, length - 1)) for _ in range(2))}:
+            used[at].append(slot)
+    records = [Record("copy", [*slots, 7]) for slots in used]
+    slots = list({id(s): s for record in records for s in record.args if isinstance(s, Slot)}.values())
+    return records, slots
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_slots_have_the_places_of_the_obvious_first_fit(seed, monkeypatch):
+    records, slots = random_program(Random(seed))
+    results = []
+    for many in (0, 1 << 30, program.MANY_SLOTS):
+        monkeypatch.setattr(program, "MANY_SLOTS", many)
+        for slot in slots:
+            slot.offset = -1
+        results.append((program.plan_memory(records), [slot.offset for slot in slots]))
+    expected = obvious_plan(slots)
+    assert all(result == expected for result in results)
+
+
+def test_a_program_without_slots_needs_no_memory():
+    assert program.plan_memory([Record("copy", [1, 2])]) == 0
 
 
 def planned(name, shape, size, **settings):

@@ -353,6 +353,8 @@ def encode(lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dt
 
 # --- the workspace -------------------------------------------------------------------------
 
+MANY_SLOTS = 400  # from here on, NumPy finds places faster than a loop
+
 
 def plan_memory(records: list[Record]) -> int:
     """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
@@ -369,25 +371,64 @@ def plan_memory(records: list[Record]) -> int:
         sorted(slots.values(), key=lambda s: (s.first - s.last, -s.nbytes, s.first)),
         sorted(slots.values(), key=lambda s: ((s.first - s.last - 1) * s.nbytes, s.first)),
     )
-    best = min(orders, key=_place)
-    return -(-_place(best) // 4096) * 4096
+    find = _places if len(slots) < MANY_SLOTS else _places_by_arrays
+    results = [(order, *find(order)) for order in orders]
+    best, total, offsets = min(results, key=lambda result: result[1])
+    for s, offset in zip(best, offsets, strict=True):
+        s.offset = offset
+    return -(-total // 4096) * 4096
 
 
-def _place(slots: list[Slot]) -> int:
-    """Gives each slot, in this order, the first place that is free while it lives; returns the bytes needed."""
-    placed: list[Slot] = []
+def _places(slots: list[Slot]) -> tuple[int, list[int]]:
+    """Finds for each slot, in this order, the first place that is free while it lives.
+
+    Returns the bytes needed, and the offsets.
+    """
+    placed: list[tuple[int, int, int, int]] = []  # offset, aligned end, first and last record; in order of offset
+    offsets = []
     total = 0
     for s in slots:
         at = 0
-        for p in placed:  # in order of offset
-            if p.first <= s.last and s.first <= p.last:
-                if at + s.nbytes <= p.offset:
+        for offset, end, first, last in placed:
+            if first <= s.last and s.first <= last:
+                if at + s.nbytes <= offset:
                     break
-                at = max(at, -(-(p.offset + p.nbytes) // native.ALIGNMENT) * native.ALIGNMENT)
-        s.offset = at
+                at = max(at, end)
+        offsets.append(at)
         total = max(total, at + s.nbytes)
-        bisect.insort(placed, s, key=lambda p: p.offset)
-    return total
+        place = (at, _aligned(at + s.nbytes), s.first, s.last)
+        bisect.insort(placed, place, key=operator.itemgetter(0))
+    return total, offsets
+
+
+def _places_by_arrays(slots: list[Slot]) -> tuple[int, list[int]]:
+    """Returns what `_places` returns. NumPy looks at all slots that have a place at once, so a slot costs less if there
+    are many, and more if there are few."""
+    placed = np.zeros((4, len(slots)), np.int64)  # as in _places, a column for each slot
+    offsets = []
+    total = 0
+    for count, s in enumerate(slots):
+        starts, ends, firsts, lasts = placed[:, :count]
+        alive = np.flatnonzero((firsts <= s.last) & (lasts >= s.first))
+        at = 0
+        if len(alive):
+            tops = np.maximum.accumulate(ends[alive])  # of each slot and those before it
+            bottoms = np.zeros_like(tops)
+            bottoms[1:] = tops[:-1]
+            fits = bottoms + s.nbytes <= starts[alive]
+            gap = int(fits.argmax())
+            at = int(bottoms[gap] if fits[gap] else tops[-1])
+        offsets.append(at)
+        total = max(total, at + s.nbytes)
+        column = int(np.searchsorted(starts, at, side="right"))
+        placed[:, column + 1 : count + 1] = placed[:, column:count]
+        placed[:, column] = at, _aligned(at + s.nbytes), s.first, s.last
+    return total, offsets
+
+
+def _aligned(end: int) -> int:
+    """The first place from `end` on where a slot may start."""
+    return -(-end // native.ALIGNMENT) * native.ALIGNMENT
 
 
 def eliminate_dead_code(records: list[Record]) -> list[Record]:
