@@ -58,15 +58,48 @@ def commands(page: str, section: str) -> list[tuple[int, list[str]]]:
 KINDS = commands("README.md", "Kinds of parallelism")
 
 
+def same_training(arguments: list[str]) -> bool:
+    """Returns False for options that change the results on purpose."""
+    return not {"--reduction", "--compression", "--precision"} & set(arguments)
+
+
+@pytest.fixture(scope="module")
+def weights_of_one_process(launch_once) -> str:
+    return launch_once.result("--steps", 2, "--no-eval", "--no-progress")["weights_sha256"]
+
+
 @pytest.mark.parametrize(("ranks", "arguments"), KINDS, ids=lambda value: "-".join(map(str, [value])))
-def test_the_readme_s_commands_run(launch, ranks, arguments):
-    done = launch.train(*arguments, "--steps", 2, "--no-eval", "--no-progress", ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    assert " 2 steps " in done.stdout
+def test_the_readme_s_commands_run(launch, ranks, arguments, weights_of_one_process):
+    """Those that the section calls the same training end with the weights of one process."""
+    result = launch.result(*arguments, "--steps", 2, "--no-eval", "--no-progress", ranks=ranks)
+    assert result["steps"] == 2
+    if same_training(arguments):
+        assert result["weights_sha256"] == weights_of_one_process
 
 
 def test_the_readme_has_commands():
     assert len(KINDS) >= 7
+    assert sum(ranks > 1 and same_training(arguments) for ranks, arguments in KINDS) == 5  # the table's first rows
+
+
+def test_the_readme_s_model_placed_by_hand_has_the_same_weights_on_any_ranks(launch):
+    program = ROOT / "examples" / "large_model.py"
+    hashes = set()
+    for ranks in (0, 2, 3):
+        done = launch.python(program, "--steps", 2, ranks=ranks)
+        hashes.add(re.search(r"weights ([0-9a-f]{16})", done.stdout)[1])
+    assert len(hashes) == 1
+
+
+def test_the_readme_s_loop_trains_a_larger_batch_on_more_ranks(launch):
+    """The section says that this row, and no other, gives other weights on more ranks."""
+    program = ROOT / "examples" / "ddp_loop.py"
+    assert 'parser.add_argument("--batch-size", type=int, default=32, help="samples per rank' in program.read_text()
+    losses = []
+    for ranks in (0, 2):
+        done = launch.python(program, "--quick", ranks=ranks)
+        losses.append(re.search(r"epoch 1: loss ([\d.]+) on", done.stdout)[1])
+    assert losses[0] != losses[1]
 
 
 # -- every block ------------------------------------------------------------------------------------------------------
