@@ -380,7 +380,7 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
 
 
 def summary(history: Any, weights: str, bits: dict[str, float]) -> str:
-    """The last line of a run; of text with the test loss in bits."""
+    """The last two lines of a run: its numbers, and its weights; for text the test loss in bits is added."""
     from ...train.progress import SENT, traffic
 
     parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
@@ -391,5 +391,5 @@ def summary(history: Any, weights: str, bits: dict[str, float]) -> str:
     elif history.test_loss is not None:
         parts.insert(0, f"test loss {history.test_loss:.4f}")
     parts += traffic(*(getattr(history, name) for name in SENT))
-    parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s", f"weights {weights[:16]}"]
-    return "  ".join(parts)
+    parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s"]
+    return "  ".join(parts) + f"\nweights {weights[:16]}"
