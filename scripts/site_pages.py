@@ -29,12 +29,27 @@ MODULES = {  # page -> what mkdocstrings documents on it
     "odyssey.callbacks": [],
     "odyssey.loggers": [],
     "odyssey.tune": [],
-    "odyssey.torch": [],
+    "odyssey.torch": [
+        "DistributedTrainer", "DistributedDataParallel", "DataLoader", "load_torch", "to_torch", "PyTorchDDPTrainer",
+        "HorovodTrainer",
+    ],
     "odyssey.distributed": [],
     "odyssey.comm": [],
     "odyssey.errors": [],
-}
+}  # fmt: skip
 HOME = {"odyssey.functional": "odyssey.core.functional"}
+TRAINER = (
+    "fit", "train_step", "evaluate", "predict", "save_checkpoint", "load_checkpoint", "weights_sha256", "state_dict",
+    "memory", "check_replicas",
+)  # fmt: skip
+#: Methods of classes whose base classes are not public names: these are documented, inherited or not, and no others.
+METHODS = {
+    "odyssey.DistributedTrainer": [
+        *TRAINER, "save_weights", "optimizer_state", "load_optimizer_state", "writing", "last_gradients", "clip_norm",
+    ],
+    "odyssey.torch.DistributedTrainer": [*TRAINER, "gathered", "last_gradients", "clip_norm", "rate"],
+    "odyssey.torch.HorovodTrainer": ["fit", "metric_average"],
+}  # fmt: skip
 
 
 def on_config(config: Any) -> Any:
@@ -100,8 +115,16 @@ def _up(page: Any) -> str:
 def _module(name: str, members: list[str]) -> str:
     home = HOME.get(name, name)
     if members:
-        return f"# {name}\n\n" + "\n\n".join(f"::: {home}.{member}" for member in members)
+        return f"# {name}\n\n" + "\n\n".join(_documented(f"{home}.{member}") for member in members)
     return f"# {name}\n\n::: {home}\n    options:\n      show_root_heading: false\n"
+
+
+def _documented(name: str) -> str:
+    """The line that has mkdocstrings document a name; for some classes with the methods that users call."""
+    if name not in METHODS:
+        return f"::: {name}"
+    methods = "".join(f"        - {method}\n" for method in METHODS[name])
+    return f"::: {name}\n    options:\n      inherited_members: true\n      members:\n{methods}"
 
 
 # --- notebooks -------------------------------------------------------------------------------------------------------
@@ -151,6 +174,7 @@ def _mojo() -> Iterator[str]:
 
 
 def _said(one: dict[str, Any]) -> str:
-    """An entry's documentation, or that of its first overload."""
+    """An entry's documentation, or that of its first overload. `pool[size](x)` in it is no link."""
     first = (one.get("overloads") or [one])[0]
-    return "\n\n".join(filter(None, [first.get("summary", ""), first.get("description", "")]))
+    text = "\n\n".join(filter(None, [first.get("summary", ""), first.get("description", "")]))
+    return text.replace("](", "]\\(")

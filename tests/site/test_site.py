@@ -51,6 +51,25 @@ def test_the_reference_has_python_and_mojo(site):
     )
 
 
+@pytest.mark.parametrize("module", ["odyssey", "odyssey.torch"])
+def test_the_reference_has_the_trainer_s_methods_that_users_call(site, module):
+    page = (site / f"reference/{module}/index.html").read_text()
+    trainer = f"{module}.DistributedTrainer"
+    entries = set(re.findall(rf'id="{re.escape(trainer)}\.(\w+)"', page))
+    called = "fit train_step evaluate predict save_checkpoint load_checkpoint weights_sha256 state_dict memory"
+    assert entries >= set(called.split())
+    internal = "rehearse compare scale_rate measured count_bytes gradients take_step say stays state expect put_back"
+    assert not entries & set(internal.split())
+    assert "checkpoint_every" in page and "steps from one to the next" in page  # fit's arguments
+
+
+def test_the_reference_of_torch_has_all_public_names(site):
+    torch_names = pytest.importorskip("odyssey.torch").__all__
+    page = (site / "reference/odyssey.torch/index.html").read_text()
+    missing = {name for name in torch_names if f'id="odyssey.torch.{name}"' not in page}
+    assert missing == {"c10d"}  # a module that is imported for what it registers
+
+
 @pytest.mark.parametrize("width", [390, 1400])
 def test_a_browser_shows_the_front_page(site, tmp_path, width):
     browser = shutil.which("chromium") or shutil.which("google-chrome")

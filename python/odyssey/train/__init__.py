@@ -3,7 +3,12 @@
 docs/data-flow.md says what each file is. `python -m odyssey.train` is `odyssey train`.
 """
 
+from typing import TYPE_CHECKING
+
 from ..base.lazy import attach
+
+if TYPE_CHECKING:
+    from .trainer_base import Sharing as Sharing  # so that the site's reference finds the methods of torch's trainer
 
 __getattr__, __dir__, __all__ = attach(
     __name__,

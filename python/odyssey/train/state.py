@@ -86,6 +86,7 @@ class EngineState(Changing):
         return self._train.ownership.digest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
+        """Returns copies of the parameters by name, whole on every rank. All ranks call it."""
         self.mode.settle()
         flat = self._train.ownership.parameters()
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
