@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,7 +154,14 @@ def _mojo() -> Iterator[str]:
     """What `from shared.training import ...` gives, by the compiler's own account."""
     yield "# Mojo: shared.training\n"
     yield "What a Mojo program imports by `from shared.training import ...`; [Mojo programs](../mojo.md) shows how.\n"
-    words = [shutil.which("mojo") or "mojo", "doc", "-I", "mojo", "-I", ".", "shared/training"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    compiler = shutil.which("mojo", path=path)
+    if compiler is None:
+        problem = "this page is empty because the compiler, `mojo`, is not on PATH; install it with `pip install -e .`"
+        logging.getLogger("mkdocs.plugins.site_pages").warning(problem)
+        yield f"In this build of the site {problem}."
+        return
+    words = [compiler, "doc", "-I", "mojo", "-I", ".", "shared/training"]
     made = json.loads(subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     for module in made["decl"]["modules"]:
         shown = [one for kind in ("structs", "traits", "functions", "aliases") for one in module.get(kind, [])]

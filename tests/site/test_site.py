@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -49,6 +50,16 @@ def test_the_reference_has_python_and_mojo(site):
         "EarlyStopping" in entry["text"]
         for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
     )
+
+
+def test_without_the_compiler_the_site_has_a_page_that_says_so(monkeypatch, caplog):
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    pages = importlib.import_module("site_pages")
+    monkeypatch.setattr(pages.shutil, "which", lambda name, path: None)
+    text = "\n".join(pages._mojo())
+    assert text.startswith("# Mojo: shared.training\n") and "`mojo`, is not on PATH; install it" in text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # an error of `mkdocs build --strict`
 
 
 @pytest.mark.parametrize("module", ["odyssey", "odyssey.torch"])
