@@ -3,7 +3,7 @@
 A block is what its first line says:
 
     ```python     is executed, with the names that the page's earlier ones have made
-    ```sh         every line is a command
+    ```sh         every line is a command; one that ends in a backslash continues in the next
     ```console    lines that begin with `$ ` are commands; what stands below each is what it prints (see `differs`)
     ```output     exactly what the block before it prints
     ```toml       and any other, after a comment `<!-- file: NAME -->`: is written to that file
@@ -94,9 +94,10 @@ def unmarked(block: Block, page: str = "") -> str | None:
 
 def commands(block: Block) -> list[tuple[str, str]]:
     """(command, what it should print) of a block for a shell."""
+    text = re.sub(r" *\\\n *", " ", block.text)
     if block.kind == "sh":
-        return [(line, "") for line in block.text.splitlines() if line.split("#")[0].strip()]
-    parts = re.split(r"^\$ (.*)\n", block.text + "\n", flags=re.M)
+        return [(line, "") for line in text.splitlines() if line.split("#")[0].strip()]
+    parts = re.split(r"^\$ (.*)\n", text + "\n", flags=re.M)
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -110,7 +111,7 @@ def shortened(command: str) -> str | None:
 
 def differs(shown: str, printed: str) -> str | None:
     """The first line that is shown and was not printed, but for figures, of which only hashes must be the same. Of a
-    line that ends in ` ...` the beginning is enough."""
+    line that ends in ` ...` the beginning is enough. A long line may be shown as several; the others are indented."""
 
     def form(line: str) -> str:
         kept = re.sub(r"\b[0-9a-f]{16}\b|\d[\d,.]*", lambda found: found[0] if len(found[0]) == 16 else "#", line)
@@ -120,7 +121,15 @@ def differs(shown: str, printed: str) -> str | None:
         return line in lines or line.endswith("...") and any(each.startswith(line[:-3]) for each in lines)
 
     lines = {form(line) for line in printed.splitlines()} | {""}
-    return next((line for line in shown.splitlines() if not there(form(line))), None)
+    rest = shown.splitlines()
+    while rest:
+        count = 1
+        while not there(form(" ".join(rest[:count]))):
+            if not rest[count:] or not rest[count].startswith("    "):
+                return rest[0]
+            count += 1
+        rest = rest[count:]
+    return None
 
 
 @functools.cache

@@ -170,7 +170,8 @@ b
 1. indented
 
    ```console
-   $ cat b.txt  # shown
+   $ cat \\
+       b.txt  # shown
    b
    $ false
    error: none
@@ -218,11 +219,35 @@ def test_a_page_is_run(tmp_path, monkeypatch):
         ("weights f3acb2254559e712  0.4 s", "weights f3acb2254559e712  9 s", None),
         ("weights f3acb2254559e712", "weights f3acb2254559e713", "weights f3acb2254559e712"),
         ("...\nepoch 1", "epoch\n", "epoch 1"),
+        ("error: a long\n    line\nend", "error: a long line\nend", None),
+        ("error: a long\n    line of a page\n    ...", "error: a long line of a page and more", None),
+        ("error: a long\nline", "error: a long line", "error: a long"),
+        ("error: a long\n    word\nend", "error: a long line\nend", "error: a long"),
+        ("a\n    b", "a\nb", None),
     ],
 )
 def test_what_differs(shown, printed, line, monkeypatch):
     monkeypatch.setattr(pages, "at_home", lambda: True)
     assert pages.differs(shown, printed) == line
+
+
+COLUMNS = 84  # of code and output that the site shows; what follows is behind a scroll bar
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_site_shows_the_end_of_every_line_of_a_block(page):
+    text = page.read_text()
+    wide = [line for block in pages.blocks(text) for line in block.text.splitlines() if len(line) > COLUMNS]
+    assert not wide, "\n".join(wide)
+
+
+@pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/tutorials/*.ipynb")), ids=lambda path: path.stem)
+def test_the_site_shows_the_end_of_every_line_of_a_notebook(notebook):
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    parts = [part for cell in cells for part in (cell["source"], *(o.get("text", "") for o in cell["outputs"]))]
+    wide = [line for part in parts for line in "".join(part).splitlines() if len(line) > COLUMNS]
+    assert not wide, "\n".join(wide)
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
