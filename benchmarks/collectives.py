@@ -116,7 +116,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         rows.append(row)
     if distributed is not None:
         distributed.destroy_process_group()
-    return {"rows": rows, "mpi": MPI.Get_library_version().split("\n")[0].replace("\t", " ").strip(" \0")}
+    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
+    return {"rows": rows, "mpi": " ".join(library.replace("Version:", "").split())}  # MPICH's has a tab in the middle
 
 
 # --- the launch ------------------------------------------------------------------------------------
