@@ -231,6 +231,22 @@ def test_what_differs(shown, printed, line, monkeypatch):
     assert pages.differs(shown, printed) == line
 
 
+#: Pages of what does not work everywhere: what is not supported stands before the first code, where it is read.
+LIMITED = "clusters gpu huggingface migration pipeline precision pytorch tensor-parallel".split()
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_limits_come_before_code(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    assert 0 < text.find('\n!!! warning "') < text.index("```")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/pytorch.md", "docs/huggingface.md"])
+def test_who_brings_a_pytorch_module_reads_first_that_it_trains_on_cpus(page):
+    begin = " ".join((ROOT / page).read_text().split("```")[0].split())
+    assert re.search(r"train(s)? on CPUs\b", begin)
+
+
 COLUMNS = 84  # of code and output that the site shows; what follows is behind a scroll bar
 
 
