@@ -138,6 +138,7 @@ struct Warp {
     CopyItem *copies;
     int ncopies, capcopies, group;
     s64 budget;
+    bool waits; /* at a barrier in shared memory whose phase is not complete: another warp's turn */
 };
 
 typedef struct Launch {
@@ -163,6 +164,8 @@ typedef struct Block { /* what one worker thread needs to run a block */
     u32 shared_bytes, shared_cap, dirty_lo, dirty_hi;
     bool no_races;
     s64 yields;
+    int idle; /* rounds in which all warps have only waited */
+    u64 events; /* of barriers in shared memory: arrivals and bytes */
     int arrived[16], expected[16];
     int red_count[16], red_true[16];
     Func *prepared;
@@ -174,7 +177,7 @@ typedef struct Block { /* what one worker thread needs to run a block */
 } Block;
 
 /* memory.c */
-typedef struct Allocation { u64 address, size; int device; bool pinned, managed; void *base; size_t base_size; } Allocation;
+typedef struct Allocation { u64 address, size; int device; bool pinned, managed; void *base; size_t base_size; int fd; } Allocation;
 int memory_find(u64 address, Allocation *found);
 int memory_allocate(int device, size_t bytes, bool pinned, u64 *address);
 int memory_add(u64 address, size_t bytes, int device, bool pinned);
@@ -217,6 +220,25 @@ void op_nop(Warp *, char *, const Inst *, u32);
 void op_clock(Warp *, char *, const Inst *, u32);
 void op_mma_half(Warp *, char *, const Inst *, u32);
 void op_mma_tf32(Warp *, char *, const Inst *, u32);
+void op_elect(Warp *, char *, const Inst *, u32);
+
+/* hopper.c: barriers in shared memory, TMA, wgmma */
+void op_mbar_init(Warp *, char *, const Inst *, u32);
+void op_mbar_arrive(Warp *, char *, const Inst *, u32);
+void op_mbar_test(Warp *, char *, const Inst *, u32);
+void op_tma(Warp *, char *, const Inst *, u32);
+void op_bulk(Warp *, char *, const Inst *, u32);
+void op_wgmma(Warp *, char *, const Inst *, u32);
+void op_stmatrix(Warp *, char *, const Inst *, u32);
+
+/* what a CUtensorMap holds here; 128 bytes */
+typedef struct TensorMap {
+    u32 magic;
+    u8 bytes, rank, swizzle, unused; /* of an element; 0, 1, 2, 3: none, 32, 64, 128 bytes */
+    u64 address, dims[5], strides[5]; /* strides in bytes; strides[0]: of an element */
+    u16 box[5];
+} TensorMap;
+enum { TENSOR_MAP = 0x7e45072a };
 
 enum Atomics { A_ADD, A_MIN, A_MAX, A_AND, A_OR, A_XOR, A_EXCH, A_CAS, A_INC, A_DEC };
 enum ElemType { E_U, E_S, E_F, E_H, E_BF };

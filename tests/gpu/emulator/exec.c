@@ -82,6 +82,7 @@ static void __attribute__((noreturn)) stuck(Warp *w, const Inst *code) {
 enum Result { R_BARRIER, R_DONE, R_YIELD };
 
 static enum Result run(Warp *w) {
+    w->waits = false;
     Block *b = w->block;
     Func *f = b->launch->f;
     const Inst *code = f->code, *I;
@@ -142,7 +143,7 @@ static enum Result run(Warp *w) {
                 find_lowest(w);
             } else if (!taken) to = here + 1;
             m = act;
-            if (to <= here && --budget <= 0) {
+            if (to <= here && (w->waits || --budget <= 0)) {
                 park(w, to, act, false);
                 return R_YIELD;
             }
@@ -329,7 +330,7 @@ static void run_block(Block *b, u64 index) {
         memset(b->init, 0, b->shared_bytes), memset(b->writer, 0, b->shared_bytes), memset(b->reader, 0, b->shared_bytes);
         b->dirty_lo = UINT32_MAX, b->dirty_hi = 0;
     }
-    b->no_races = false, b->yields = 0;
+    b->no_races = false, b->yields = 0, b->events = 0, b->idle = 0;
     memset(b->arrived, 0, sizeof b->arrived), memset(b->expected, 0, sizeof b->expected);
     memset(b->red_true, 0, sizeof b->red_true), memset(b->red_count, 0, sizeof b->red_count);
     for (int i = 0; i < b->nwarps; i++) {
@@ -353,7 +354,8 @@ static void run_block(Block *b, u64 index) {
         }
     }
     while (done < b->nwarps) {
-        bool progress = false;
+        bool progress = false, all_wait = true;
+        u64 events = b->events;
         for (int i = 0; i < b->nwarps; i++) {
             Warp *w = &b->warps[order[i]];
             if (w->state != READY) continue;
@@ -361,9 +363,11 @@ static void run_block(Block *b, u64 index) {
             if (atomic_load_explicit(&L->error, memory_order_relaxed)) longjmp(b->out, 1);
             switch (run(w)) {
             case R_DONE:
+                all_wait = false;
                 w->state = DONE, done++;
                 break;
             case R_BARRIER:
+                all_wait = false;
                 w->state = AT_BARRIER;
                 b->arrived[w->bar_id] += w->bar_count ? WARP : w->lanes;
                 if (w->exited)
@@ -376,11 +380,18 @@ static void run_block(Block *b, u64 index) {
                 }
                 break;
             case R_YIELD:
+                if (w->waits) continue;
+                all_wait = false;
                 if (++b->yields > LIMIT / SLICE)
                     finding(w, &f->code[w->g[0].pc], w->g[0].mask, "the block does not end: it has taken %ld branches back", (long)LIMIT);
                 break;
             }
         }
+        if (progress && all_wait && events == b->events && ++b->idle > 2)
+            for (int i = 0; i < b->nwarps; i++)
+                if (b->warps[i].state == READY)
+                    finding(&b->warps[i], &f->code[b->warps[i].g[0].pc], b->warps[i].g[0].mask, "waits at a barrier in shared memory whose phase nobody completes");
+        if (!all_wait || events != b->events) b->idle = 0;
         if (!progress) { /* all that are not done wait at barriers */
             for (int i = 0; i < b->nwarps; i++) {
                 Warp *w = &b->warps[i];

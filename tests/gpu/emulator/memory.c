@@ -3,7 +3,9 @@
  * Pages come from mmap and cost nothing until they are touched. Small allocations are filled with 0xff (NaN, -1): a
  * GPU's fresh memory is not zero either.
  */
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "emulator.h"
 
@@ -70,13 +72,15 @@ int memory_allocate(int device, size_t bytes, bool pinned, u64 *address) {
         pthread_rwlock_unlock(&lock);
         return CU_OUT_OF_MEMORY;
     }
-    void *p = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int fd = pinned ? -1 : memfd_create("emulated", MFD_CLOEXEC); /* which other processes can map (ipc.c) */
+    if (fd >= 0 && ftruncate(fd, (off_t)whole)) close(fd), fd = -1;
+    void *p = mmap(NULL, whole, PROT_READ | PROT_WRITE, (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED) | MAP_NORESERVE, fd, 0);
     if (p == MAP_FAILED) {
         pthread_rwlock_unlock(&lock);
         return CU_OUT_OF_MEMORY;
     }
     if (bytes <= FILL) memset(p, 0xff, bytes);
-    insert((Allocation){(u64)p, bytes, pinned ? -1 : device, pinned, false, p, whole});
+    insert((Allocation){(u64)p, bytes, pinned ? -1 : device, pinned, false, p, whole, fd});
     if (!pinned) used[device] += bytes;
     pthread_rwlock_unlock(&lock);
     *address = (u64)p;
@@ -86,7 +90,7 @@ int memory_allocate(int device, size_t bytes, bool pinned, u64 *address) {
 /* memory of the host that is registered as pinned, or a module's variables */
 int memory_add(u64 address, size_t bytes, int device, bool pinned) {
     pthread_rwlock_wrlock(&lock);
-    insert((Allocation){address, bytes, device, pinned, true, NULL, 0});
+    insert((Allocation){address, bytes, device, pinned, true, NULL, 0, -1});
     pthread_rwlock_unlock(&lock);
     return CU_OK;
 }
@@ -106,6 +110,7 @@ int memory_free(u64 address) {
     if (!a.pinned && !a.managed) used[a.device] -= a.size;
     pthread_rwlock_unlock(&lock);
     if (a.base) munmap(a.base, a.base_size);
+    if (a.base && a.fd >= 0) close(a.fd);
     return CU_OK;
 }
 

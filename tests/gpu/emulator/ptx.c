@@ -140,9 +140,9 @@ static Opd operand(Reader *r) {
     if (accept(r, '{') || accept(r, '(')) {
         char end = r->p[-1] == '{' ? '}' : ')';
         o.kind = O_VEC;
-        o.sub = calloc(32, sizeof *o.sub);
+        o.sub = calloc(MAX_VEC, sizeof *o.sub);
         while (!accept(r, end)) {
-            if (o.n == 32) fail(r, "a list of more than 32 operands");
+            if (o.n == MAX_VEC) fail(r, "a list of too many operands");
             o.sub[o.n++] = operand(r);
             accept(r, ',');
         }
@@ -150,9 +150,13 @@ static Opd operand(Reader *r) {
     }
     if (accept(r, '[')) {
         o.kind = O_ADDR;
-        o.sub = calloc(1, sizeof *o.sub);
+        o.sub = calloc(2, sizeof *o.sub); /* the base; coordinates of a tensor */
         o.sub[0] = operand(r);
         while (!accept(r, ']')) {
+            if (accept(r, ',')) {
+                o.sub[1] = operand(r);
+                continue;
+            }
             if (accept(r, '+')) continue;
             bool minus = accept(r, '-');
             char *t = token(r);
@@ -397,17 +401,37 @@ static void statement(Reader *r, char *first) {
     else if (!call(r, &s)) emit_unknown(r->c, &s);
 }
 
+/* a block {..}, as inline assembly is: its labels are its own */
+static Scope *new_scope(Reader *r, Scope *outer) {
+    Scope *s = calloc(1, sizeof *s);
+    s->outer = outer, s->number = ++r->c->nscopes;
+    int depth = 1;
+    for (char *p = r->p; depth && *p; p++) {
+        if (*p == '{') depth++;
+        else if (*p == '}') depth--;
+        else if (*p == ':' && p[1] != ':' && p[-1] != ':' && depth == 1) {
+            char *end = p, *at;
+            while (end > r->p && isspace((u8)end[-1])) end--;
+            for (at = end; at > r->p && ident_char(at[-1]); at--) {}
+            if (end > at && s->n < 16) s->labels[s->n++] = strndup(at, (size_t)(end - at));
+        }
+    }
+    return s;
+}
+
 static void body(Reader *r) {
     Compiler *c = r->c;
     int depth = 1, scope[64];
+    Scope *outer[64];
     while (depth) {
         char *t = token(r);
         if (!*t) fail(r, "a function without end");
         if (*t == '{') {
             if (depth == 63) fail(r, "scopes nested too deeply");
+            outer[depth] = c->scope, c->scope = new_scope(r, c->scope);
             scope[depth++] = c->nnames;
         } else if (*t == '}') {
-            if (--depth) c->nnames = scope[depth];
+            if (--depth) c->nnames = scope[depth], c->scope = outer[depth];
         } else if (!strcmp(t, ".reg")) {
             char *type = token(r);
             int bytes = type_bytes(type + 1);

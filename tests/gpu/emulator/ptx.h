@@ -21,7 +21,8 @@ typedef struct { char *prefix; int count, base; /* count < 0: one register of th
 typedef struct { int inst, field, vec, reg; bool def; } Ref;
 typedef struct { char *name; int at; } Label;
 typedef struct { int inst; char *name; } Fixup;
-enum { MAX_PARTS = 20, MAX_OPDS = 24 };
+enum { MAX_PARTS = 20, MAX_OPDS = 24, MAX_VEC = 256 };
+typedef struct Scope { struct Scope *outer; int number, n; char *labels[16]; } Scope;
 
 typedef struct Stmt {
     int line, guard;
@@ -47,7 +48,8 @@ typedef struct Compiler {
     int capvec;
     Symbol *locals; /* symbols of the function: shared, local, param */
     int line, call, depth; /* call: number of the inlined call whose body this is, 0 in the kernel itself */
-    int ncalls;
+    int ncalls, nscopes;
+    Scope *scope; /* the innermost block */
     char **targets, *targets_name; /* of .branchtargets */
     int ntargets;
 } Compiler;

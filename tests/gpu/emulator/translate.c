@@ -325,6 +325,14 @@ static bool warp_op(Compiler *c, Stmt *s) {
         ref(c, i, 0, 0, s->opd[0].reg, true), ref(c, i, 1, 0, a, false), ref(c, i, 2, 0, mask, false);
         return true;
     }
+    if (is(s, "elect")) {
+        if (s->opd[0].pair < 0) return false;
+        converge(c, source(c, &s->opd[1], 4));
+        i = emit(c, op_elect);
+        if (s->opd[0].reg >= 0) ref(c, i, 0, 0, s->opd[0].reg, true);
+        c->f->code[i].imm = add_vec(c, i, s->opd[0].pair, true);
+        return true;
+    }
     if (is(s, "activemask")) {
         i = emit(c, op_activemask);
         ref(c, i, 0, 0, s->opd[0].reg, true);
@@ -346,6 +354,22 @@ static bool matrix(Compiler *c, Stmt *s) {
         for (int j = 0; j < n; j++) {
             Opd *o = s->opd[0].kind == O_VEC ? &s->opd[0].sub[j] : &s->opd[0];
             int v = add_vec(c, i, o->reg, true);
+            if (!j) c->f->code[i].d = v;
+        }
+        return true;
+    }
+    if (is(s, "stmatrix")) {
+        int n = has(s, "x4") ? 4 : has(s, "x2") ? 2 : 1;
+        if (!has(s, "m8n8") || !has(s, "b16") || s->opd[0].kind != O_ADDR) return false;
+        converge(c, -1);
+        int i = emit(c, op_stmatrix);
+        u16 k = (u16)(n | (has(s, "trans") ? 16 : 0));
+        s64 imm;
+        address(c, i, 1, &s->opd[0], &k, &imm);
+        c->f->code[i].imm = imm, c->f->code[i].k = k;
+        for (int j = 0; j < n; j++) {
+            Opd *o = s->opd[1].kind == O_VEC ? &s->opd[1].sub[j] : &s->opd[1];
+            int v = add_vec(c, i, o->reg, false);
             if (!j) c->f->code[i].d = v;
         }
         return true;
@@ -439,10 +463,110 @@ static bool barrier(Compiler *c, Stmt *s) {
     return true;
 }
 
+/* ---- Hopper: barriers in shared memory, TMA, wgmma (hopper.c) --------------------------------------------------- */
+static int address_reg(Compiler *c, const Opd *o, bool *narrow) { /* of [base + offset], with the offset added */
+    const Opd *base = &o->sub[0];
+    if (o->kind != O_ADDR) return -1;
+    int r = base->kind == O_REG ? base->reg
+          : base->kind == O_SYM && !base->sym->dynamic ? constant(c, 4, base->sym->address + (u64)base->offset)
+          : base->kind == O_SYM ? special(c, 4, S_DYNSMEM) : -1;
+    if (r < 0) return -1;
+    s64 offset = o->offset + (base->kind == O_SYM && base->sym->dynamic ? base->offset : 0);
+    *narrow = c->regs[r].bytes == 4;
+    if (offset) {
+        int d = new_reg(c, c->regs[r].bytes);
+        op3(c, *narrow ? "add_b32" : "add_b64", d, r, constant(c, c->regs[r].bytes, (u64)offset), -1);
+        r = d;
+    }
+    return r;
+}
+
+static bool mbarrier(Compiler *c, Stmt *s) {
+    bool narrow, init = has(s, "init"), arrive = has(s, "arrive"), parity = has(s, "parity"), test = has(s, "try_wait") || has(s, "test_wait");
+    if (has(s, "inval")) return true;
+    if (!init && !arrive && !(test && parity)) return false;
+    int where = init || (arrive && s->opd[0].kind == O_ADDR) ? 0 : 1;
+    int at = address_reg(c, &s->opd[where], &narrow);
+    if (at < 0) return false;
+    int value = s->n > where + 1 ? source(c, &s->opd[where + 1], 4) : constant(c, 4, 1);
+    int i = emit(c, init ? op_mbar_init : arrive ? op_mbar_arrive : op_mbar_test);
+    c->f->code[i].k = (u16)(narrow | (has(s, "expect_tx") ? 2 : 0));
+    ref(c, i, 1, 0, at, false), ref(c, i, 2, 0, value, false);
+    if (!init && where == 1 && s->opd[0].kind == O_REG) ref(c, i, 0, 0, s->opd[0].reg, true);
+    return true;
+}
+
+/* cp.async.bulk.tensor.Nd.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [map, {c..}], [barrier];
+ * cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [from], size, [barrier]; */
+static bool bulk(Compiler *c, Stmt *s) {
+    if (has(s, "commit_group") || has(s, "wait_group")) return true; /* of stores, which are made at once */
+    bool narrow, wide, tensor = has(s, "tensor");
+    if (!has(s, "mbarrier::complete_tx::bytes") || has(s, "multicast::cluster") || has(s, "im2col")) return false;
+    int to = address_reg(c, &s->opd[0], &narrow), from = address_reg(c, &s->opd[1], &wide), bar = address_reg(c, &s->opd[tensor ? 2 : 3], &narrow);
+    if (to < 0 || from < 0 || bar < 0) return false;
+    if (wide) from = convert_int(c, from, "u32", 8);
+    int regs[5], n = 0;
+    if (tensor) {
+        Opd *at = &s->opd[1].sub[1];
+        if (at->kind != O_VEC) at = NULL;
+        for (; at && n < at->n; n++)
+            if ((regs[n] = source(c, &at->sub[n], 4)) < 0) return false;
+        if (!at || n > 5) return false;
+    } else if ((regs[n++] = source(c, &s->opd[2], 4)) < 0) return false;
+    int i = emit(c, tensor ? op_tma : op_bulk);
+    c->f->code[i].k = (u16)n;
+    ref(c, i, 1, 0, to, false), ref(c, i, 2, 0, from, false), ref(c, i, 3, 0, bar, false);
+    for (int j = 0; j < n; j++) {
+        int v = add_vec(c, i, regs[j], false);
+        if (!j) c->f->code[i].imm = v;
+    }
+    return true;
+}
+
+static bool wgmma(Compiler *c, Stmt *s) {
+    if (!has(s, "mma_async")) { /* fence, commit_group, wait_group: a product is made when it is issued */
+        converge(c, -1);
+        return true;
+    }
+    const char *t[3];
+    int nt = 0, n = 0, k = 0;
+    for (int j = 1; j < s->nparts; j++) {
+        if (is_type(s->part[j]) && nt < 3) t[nt++] = s->part[j];
+        if (!strncmp(s->part[j], "m64n", 4)) sscanf(s->part[j], "m64n%dk%d", &n, &k);
+    }
+    int kind = nt < 3 ? 0 : !strcmp(t[1], "bf16") ? 1 : !strcmp(t[1], "f16") ? 2 : !strcmp(t[1], "tf32") ? 3 : 0;
+    if (!kind || strcmp(t[0], "f32") || strcmp(t[1], t[2]) || s->opd[0].kind != O_VEC || s->opd[0].n != n / 2 || k != (kind == 3 ? 8 : 16)) return false;
+    bool regs = s->opd[1].kind == O_VEC;
+    int at = regs ? 6 : 6, ta = 0, tb = 0, b = source(c, &s->opd[2], 8), p = source(c, &s->opd[3], 0);
+    if (kind != 3) {
+        if (!regs) ta = (int)s->opd[at++].value;
+        tb = (int)s->opd[at].value;
+    }
+    if (b < 0 || p < 0 || s->opd[4].value != 1 || s->opd[5].value != 1) return false;
+    converge(c, -1);
+    int a = regs ? -1 : source(c, &s->opd[1], 8);
+    int i = emit(c, op_wgmma);
+    c->f->code[i].k = (u16)(kind | (regs ? 4 : 0) | ta << 3 | tb << 4);
+    c->f->code[i].imm = n;
+    if (a >= 0) ref(c, i, 1, 0, a, false);
+    ref(c, i, 2, 0, b, false), ref(c, i, 3, 0, p, false);
+    for (int j = 0; j < n / 2; j++) {
+        int v = add_vec(c, i, s->opd[0].sub[j].reg, true);
+        ref(c, i, 4, v, s->opd[0].sub[j].reg, false);
+        if (!j) c->f->code[i].d = v;
+    }
+    for (int j = 0; regs && j < 4; j++) add_vec(c, i, s->opd[1].sub[j].reg, false);
+    return true;
+}
+
 /* inlined calls have labels of their own */
 char *label_name(Compiler *c, const char *name) {
-    char *s = malloc(strlen(name) + 16);
-    sprintf(s, "%s#%d", name, c->call);
+    char *s = malloc(strlen(name) + 32);
+    int scope = 0;
+    for (Scope *b = c->scope; b && !scope; b = b->outer)
+        for (int i = 0; i < b->n; i++)
+            if (!strcmp(b->labels[i], name)) scope = b->number;
+    sprintf(s, "%s#%d#%d", name, c->call, scope);
     return s;
 }
 void emit_jump(Compiler *c, const char *label) {
@@ -499,8 +623,11 @@ void translate(Compiler *c, Stmt *s) {
             : is(s, "ld") || is(s, "ldu") ? load_store(c, s, true)
             : is(s, "st") ? load_store(c, s, false)
             : is(s, "atom") || is(s, "red") ? atomic(c, s)
-            : is(s, "shfl") || is(s, "vote") || is(s, "match") || is(s, "redux") || is(s, "activemask") ? warp_op(c, s)
-            : is(s, "mma") || is(s, "ldmatrix") ? matrix(c, s)
+            : is(s, "shfl") || is(s, "vote") || is(s, "match") || is(s, "redux") || is(s, "activemask") || is(s, "elect") ? warp_op(c, s)
+            : is(s, "mma") || is(s, "ldmatrix") || is(s, "stmatrix") ? matrix(c, s)
+            : is(s, "wgmma") ? wgmma(c, s)
+            : is(s, "mbarrier") ? mbarrier(c, s)
+            : is(s, "cp") && has(s, "bulk") ? bulk(c, s)
             : is(s, "cp") ? (has(s, "async") && cp_async(c, s))
             : is(s, "bar") || is(s, "barrier") ? barrier(c, s)
             : is(s, "mov") ? translate_move(c, s)

@@ -109,6 +109,14 @@ void op_activemask(Warp *w, char *R, const Inst *I, u32 m) {
     LANES if (m >> l & 1) d[l] = m;
 }
 
+/* elect.sync d|p, mask: one lane of those that take part */
+void op_elect(Warp *w, char *R, const Inst *I, u32 m) {
+    u32 first = m & -m;
+    if (I->d >= 0) { u32 *d = REG(u32, I->d); LANES if (m >> l & 1) d[l] = (u32)__builtin_ctz(m); }
+    s32 p = w->block->launch->f->vec[I->imm];
+    if (p >= 0) *REG(u32, p) = (*REG(u32, p) & ~m) | first;
+}
+
 /* mma.m16n8kK: fragments as in the ISA, section 9.7.14. Each product is exact; the sum over k is in float64 and rounded
  * once, so it is at least as exact as a tensor core's, whose order of sums is not documented. `bt` is B transposed. */
 static inline __attribute__((always_inline)) void multiply(Warp *w, char *R, const Inst *I, float (*a)[16], float (*bt)[16], int K) {
