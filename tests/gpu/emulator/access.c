@@ -512,30 +512,47 @@ void op_cp_wait(Warp *w, char *R, const Inst *I, u32 m) {
     w->ncopies = kept;
 }
 
-/* ldmatrix: k: bits 0-3 matrices, 4 transposed, 12 address of 32 bits; lane 8 j + i has the address of row i of matrix j */
-void op_ldmatrix(Warp *w, char *R, const Inst *I, u32 m) {
+/* ldmatrix and stmatrix: k: bits 0-3 matrices, 4 transposed, 12 address of 32 bits; lane 8 j + i has the address of row i
+ * of matrix j. `off`: the rows' offsets in shared memory, which are checked here. */
+static void matrix_rows(Warp *w, char *R, const Inst *I, u32 m, u64 *off, int how, const char *name) {
     u32 n = I->k & 15;
-    u64 off[WARP];
     bool narrow = I->k >> 12 & 1;
     LANES off[l] = narrow ? (u64)(REG(u32, I->a)[l] + (u32)I->imm) : REG(u64, I->a)[l] + (u64)I->imm;
     if (!narrow) LANES if (off[l] - shared_window < WINDOW) off[l] -= shared_window;
-    if (m != ~0u) finding(w, I, ~m, "ldmatrix is not executed by all lanes of the warp");
+    if (m != ~0u) finding(w, I, ~m, "%s is not executed by all lanes of the warp", name);
     u32 lanes = n == 4 ? ~0u : (1u << (8 * n)) - 1;
     u64 lo, hi, any, one = off[0], all[WARP];
     LANES all[l] = (lanes >> l & 1) ? off[l] : one;
     int shape = survey(all, 16, &lo, &hi, &any);
-    check_shared(w, I, lanes, all, lo, hi, any, shape, 16, 0);
+    check_shared(w, I, lanes, all, lo, hi, any, shape, 16, how);
+}
+/* the 16 bits of matrix j that lane l has in half h of its register */
+static u8 *matrix_number(Warp *w, const Inst *I, const u64 *off, u32 j, u32 l, u32 h) {
+    u32 row = l / 4, col = l % 4 * 2 + h;
+    bool transposed = I->k >> 4 & 1;
+    return w->block->shared + off[8 * j + (transposed ? col : row)] + 2 * (transposed ? row : col);
+}
+void op_ldmatrix(Warp *w, char *R, const Inst *I, u32 m) {
+    u64 off[WARP];
+    matrix_rows(w, R, I, m, off, 0, "ldmatrix");
     const s32 *vec = w->block->launch->f->vec + I->d;
-    for (u32 j = 0; j < n; j++) {
+    for (u32 j = 0; j < (I->k & 15); j++) {
         u32 *d = REG(u32, vec[j]);
         for (u32 l = 0; l < WARP; l++) {
             u16 v[2];
-            for (u32 h = 0; h < 2; h++) {
-                u32 row = l / 4, col = l % 4 * 2 + h;
-                if (I->k >> 4 & 1) { u32 t = row; row = col, col = t; }
-                memcpy(&v[h], w->block->shared + off[8 * j + row] + 2 * col, 2);
-            }
+            for (u32 h = 0; h < 2; h++) memcpy(&v[h], matrix_number(w, I, off, j, l, h), 2);
             d[l] = (u32)v[0] | (u32)v[1] << 16;
         }
     }
+}
+void op_stmatrix(Warp *w, char *R, const Inst *I, u32 m) {
+    u64 off[WARP];
+    matrix_rows(w, R, I, m, off, 1, "stmatrix");
+    const s32 *vec = w->block->launch->f->vec + I->d;
+    for (u32 j = 0; j < (I->k & 15); j++)
+        for (u32 l = 0; l < WARP; l++)
+            for (u32 h = 0; h < 2; h++) {
+                u16 x = (u16)(REG(u32, vec[j])[l] >> (16 * h));
+                memcpy(matrix_number(w, I, off, j, l, h), &x, 2);
+            }
 }

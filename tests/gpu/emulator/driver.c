@@ -219,7 +219,6 @@ API int cuMemAlloc_v2(u64 *p, size_t n) {
     return e ? e : memory_allocate(current, n, false, p);
 }
 API int cuMemAllocAsync(u64 *p, size_t n, void *s) {
-    if (settings.verbose) fprintf(stderr, "[emulated GPU] asynchronous allocation\n");
     (void)s;
     return cuMemAlloc_v2(p, n);
 }
@@ -227,6 +226,8 @@ API int cuMemFree_v2(u64 p) {
     if (!p) return CU_OK;
     counts.frees++;
     stream_wait_all(current);
+    Allocation a;
+    if (memory_find(p, &a) && a.opened) return CU_INVALID_VALUE; /* cuIpcCloseMemHandle does that */
     return memory_free(p);
 }
 static int run_free(Op *o) { return memory_free(o->dst); }
@@ -519,35 +520,6 @@ API int cuGetErrorString(int e, const char **s) {
 API void emulator_counts(u64 out[9]) {
     const u64 now[] = {counts.launches, counts.graphs, counts.up, counts.down, counts.within, counts.sets, counts.waits, counts.allocations, counts.frees};
     memcpy(out, now, sizeof now);
-}
-
-/* a map of a tensor for TMA; what CUDA refuses is refused */
-API int cuTensorMapEncodeTiled(void *out, int type, u32 rank, void *address, const u64 *dims, const u64 *strides, const u32 *box, const u32 *steps,
-                               int interleave, int swizzle, int promotion, int fill) {
-    static const u8 bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
-    (void)promotion, (void)fill;
-    TensorMap m = {.magic = TENSOR_MAP, .rank = (u8)rank, .swizzle = (u8)swizzle, .address = (u64)address};
-    const char *why = NULL;
-    if (type < 0 || type > 12 || rank < 1 || rank > 5 || interleave || swizzle < 0 || swizzle > 3) why = "type, rank, interleave or swizzle";
-    else {
-        m.bytes = bytes[type];
-        m.strides[0] = m.bytes;
-        if ((u64)address & 15) why = "an address that is not a multiple of 16";
-        for (u32 i = 0; i < rank; i++) {
-            m.dims[i] = dims[i], m.box[i] = (u16)box[i];
-            if (!dims[i] || dims[i] > 1ull << 32 || !box[i] || box[i] > 256 || steps[i] != 1) why = "dimensions, box or steps";
-            if (i && ((m.strides[i] = strides[i - 1]) & 15)) why = "a stride that is not a multiple of 16";
-        }
-        u32 inner = box[0] * m.bytes;
-        if (inner % 16 || (swizzle && inner > 16u << swizzle)) why = "a box whose rows are wider than the swizzle, or no multiple of 16 bytes";
-    }
-    if (why) {
-        fprintf(stderr, "[emulated GPU] cuTensorMapEncodeTiled: %s\n", why);
-        return CU_INVALID_VALUE;
-    }
-    memset(out, 0, 128);
-    memcpy(out, &m, sizeof m);
-    return CU_OK;
 }
 
 /* ---- counters --------------------------------------------------------------------------------------------------------- */

@@ -138,7 +138,8 @@ struct Warp {
     CopyItem *copies;
     int ncopies, capcopies, group;
     s64 budget;
-    bool waits; /* at a barrier in shared memory whose phase is not complete: another warp's turn */
+    bool waits;   /* a barrier in shared memory was not complete, so it is another warp's turn */
+    u32 waits_at; /* where that barrier is in shared memory */
 };
 
 typedef struct Launch {
@@ -164,8 +165,8 @@ typedef struct Block { /* what one worker thread needs to run a block */
     u32 shared_bytes, shared_cap, dirty_lo, dirty_hi;
     bool no_races;
     s64 yields;
-    int idle; /* rounds in which all warps have only waited */
-    u64 events; /* of barriers in shared memory: arrivals and bytes */
+    int idle;   /* rounds in which all warps have only waited for barriers in shared memory */
+    u64 events; /* changes of barriers in shared memory */
     int arrived[16], expected[16];
     int red_count[16], red_true[16];
     Func *prepared;
@@ -177,10 +178,20 @@ typedef struct Block { /* what one worker thread needs to run a block */
 } Block;
 
 /* memory.c */
-typedef struct Allocation { u64 address, size; int device; bool pinned, managed; void *base; size_t base_size; int fd; } Allocation;
+typedef struct Allocation {
+    u64 address, size;
+    int device;
+    bool pinned, managed; /* managed: the bytes do not count as used memory of the device */
+    bool opened;          /* memory of another process (ipc.c) */
+    void *base;           /* what to unmap, or NULL */
+    size_t base_size;
+    int fd;               /* the file that other processes can map, or -1 */
+    u64 offset;           /* where the allocation is in the file */
+} Allocation;
 int memory_find(u64 address, Allocation *found);
 int memory_allocate(int device, size_t bytes, bool pinned, u64 *address);
 int memory_add(u64 address, size_t bytes, int device, bool pinned);
+int memory_open(int fd, u64 offset, size_t bytes, size_t whole, int device, u64 *address);
 int memory_free(u64 address);
 size_t memory_used(int device);
 bool memory_was_freed(u64 address);
@@ -211,6 +222,7 @@ void op_cp_async(Warp *, char *, const Inst *, u32);
 void op_cp_commit(Warp *, char *, const Inst *, u32);
 void op_cp_wait(Warp *, char *, const Inst *, u32);
 void op_ldmatrix(Warp *, char *, const Inst *, u32);
+void op_stmatrix(Warp *, char *, const Inst *, u32);
 void op_shfl(Warp *, char *, const Inst *, u32);
 void op_vote(Warp *, char *, const Inst *, u32);
 void op_match(Warp *, char *, const Inst *, u32);
@@ -224,21 +236,13 @@ void op_elect(Warp *, char *, const Inst *, u32);
 
 /* hopper.c: barriers in shared memory, TMA, wgmma */
 void op_mbar_init(Warp *, char *, const Inst *, u32);
+void op_mbar_inval(Warp *, char *, const Inst *, u32);
 void op_mbar_arrive(Warp *, char *, const Inst *, u32);
 void op_mbar_test(Warp *, char *, const Inst *, u32);
 void op_tma(Warp *, char *, const Inst *, u32);
 void op_bulk(Warp *, char *, const Inst *, u32);
 void op_wgmma(Warp *, char *, const Inst *, u32);
-void op_stmatrix(Warp *, char *, const Inst *, u32);
-
-/* what a CUtensorMap holds here; 128 bytes */
-typedef struct TensorMap {
-    u32 magic;
-    u8 bytes, rank, swizzle, unused; /* of an element; 0, 1, 2, 3: none, 32, 64, 128 bytes */
-    u64 address, dims[5], strides[5]; /* strides in bytes; strides[0]: of an element */
-    u16 box[5];
-} TensorMap;
-enum { TENSOR_MAP = 0x7e45072a };
+void mbar_never(Warp *, const Inst *, u32) __attribute__((noreturn));
 
 enum Atomics { A_ADD, A_MIN, A_MAX, A_AND, A_OR, A_XOR, A_EXCH, A_CAS, A_INC, A_DEC };
 enum ElemType { E_U, E_S, E_F, E_H, E_BF };

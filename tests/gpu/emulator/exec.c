@@ -9,6 +9,7 @@
 #include "emulator.h"
 
 #define LIMIT 4000000000ll
+enum { PATIENCE = 1000 }; /* rounds in which all warps only test barriers in shared memory, before that is an error */
 enum { SLICE = 200000 }; /* branches a warp takes before another warp gets its turn, so that a spinning warp ends */
 static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -387,11 +388,12 @@ static void run_block(Block *b, u64 index) {
                 break;
             }
         }
-        if (progress && all_wait && events == b->events && ++b->idle > 2)
-            for (int i = 0; i < b->nwarps; i++)
-                if (b->warps[i].state == READY)
-                    finding(&b->warps[i], &f->code[b->warps[i].g[0].pc], b->warps[i].g[0].mask, "waits at a barrier in shared memory whose phase nobody completes");
-        if (!all_wait || events != b->events) b->idle = 0;
+        b->idle = progress && all_wait && events == b->events ? b->idle + 1 : 0;
+        if (b->idle > PATIENCE)
+            for (int i = 0; i < b->nwarps; i++) {
+                Warp *w = &b->warps[i];
+                if (w->state == READY) mbar_never(w, &f->code[w->g[0].pc], w->g[0].mask);
+            }
         if (!progress) { /* all that are not done wait at barriers */
             for (int i = 0; i < b->nwarps; i++) {
                 Warp *w = &b->warps[i];

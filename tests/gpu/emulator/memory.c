@@ -2,6 +2,9 @@
  *
  * Pages come from mmap and cost nothing until they are touched. Small allocations are filled with 0xff (NaN, -1): a
  * GPU's fresh memory is not zero either.
+ *
+ * Memory of a device is a file, so that other processes can map it (ipc.c). One file per device, because a file for each
+ * allocation would use up what a process may open. The file only grows; freed pages become holes in it.
  */
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -14,6 +17,7 @@ static int count, cap;
 static struct { u64 address, size; } freed[256]; /* the last ones */
 static unsigned nfreed;
 static size_t used[MAX_DEVICES];
+static struct { int fd; pid_t owner; u64 end; } files[MAX_DEVICES];
 static bool peers[MAX_DEVICES][MAX_DEVICES];
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 u64 shared_window, local_window;
@@ -64,6 +68,20 @@ bool memory_was_freed(u64 address) {
     return false;
 }
 
+/* More bytes of the device's file. False if there are none; private memory does then, which no other process can map. */
+static bool extend(int device, size_t bytes, int *fd, u64 *offset) {
+    if (files[device].owner != getpid()) { /* none so far, or that of the process that has forked this one */
+        files[device].fd = memfd_create("odyssey-emulated-gpu", MFD_CLOEXEC);
+        files[device].owner = getpid();
+        files[device].end = 0;
+    }
+    if (files[device].fd < 0 || ftruncate(files[device].fd, (off_t)(files[device].end + bytes))) return false;
+    *fd = files[device].fd;
+    *offset = files[device].end;
+    files[device].end += bytes;
+    return true;
+}
+
 int memory_allocate(int device, size_t bytes, bool pinned, u64 *address) {
     if (!bytes) return CU_INVALID_VALUE;
     size_t whole = (bytes + 2 * PAGE - 1) / PAGE * PAGE + PAGE;
@@ -72,15 +90,16 @@ int memory_allocate(int device, size_t bytes, bool pinned, u64 *address) {
         pthread_rwlock_unlock(&lock);
         return CU_OUT_OF_MEMORY;
     }
-    int fd = pinned ? -1 : memfd_create("emulated", MFD_CLOEXEC); /* which other processes can map (ipc.c) */
-    if (fd >= 0 && ftruncate(fd, (off_t)whole)) close(fd), fd = -1;
-    void *p = mmap(NULL, whole, PROT_READ | PROT_WRITE, (fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED) | MAP_NORESERVE, fd, 0);
+    int fd = -1;
+    u64 offset = 0;
+    int kind = !pinned && extend(device, whole, &fd, &offset) ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    void *p = mmap(NULL, whole, PROT_READ | PROT_WRITE, kind | MAP_NORESERVE, fd, (off_t)offset);
     if (p == MAP_FAILED) {
         pthread_rwlock_unlock(&lock);
         return CU_OUT_OF_MEMORY;
     }
     if (bytes <= FILL) memset(p, 0xff, bytes);
-    insert((Allocation){(u64)p, bytes, pinned ? -1 : device, pinned, false, p, whole, fd});
+    insert((Allocation){.address = (u64)p, .size = bytes, .device = pinned ? -1 : device, .pinned = pinned, .base = p, .base_size = whole, .fd = fd, .offset = offset});
     if (!pinned) used[device] += bytes;
     pthread_rwlock_unlock(&lock);
     *address = (u64)p;
@@ -90,8 +109,19 @@ int memory_allocate(int device, size_t bytes, bool pinned, u64 *address) {
 /* memory of the host that is registered as pinned, or a module's variables */
 int memory_add(u64 address, size_t bytes, int device, bool pinned) {
     pthread_rwlock_wrlock(&lock);
-    insert((Allocation){address, bytes, device, pinned, true, NULL, 0, -1});
+    insert((Allocation){.address = address, .size = bytes, .device = device, .pinned = pinned, .managed = true, .fd = -1});
     pthread_rwlock_unlock(&lock);
+    return CU_OK;
+}
+
+/* memory of another process, which has it in this file */
+int memory_open(int fd, u64 offset, size_t bytes, size_t whole, int device, u64 *address) {
+    void *p = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, (off_t)offset);
+    if (p == MAP_FAILED) return CU_OUT_OF_MEMORY;
+    pthread_rwlock_wrlock(&lock);
+    insert((Allocation){.address = (u64)p, .size = bytes, .device = device, .managed = true, .opened = true, .base = p, .base_size = whole, .fd = -1});
+    pthread_rwlock_unlock(&lock);
+    *address = (u64)p;
     return CU_OK;
 }
 
@@ -110,7 +140,8 @@ int memory_free(u64 address) {
     if (!a.pinned && !a.managed) used[a.device] -= a.size;
     pthread_rwlock_unlock(&lock);
     if (a.base) munmap(a.base, a.base_size);
-    if (a.base && a.fd >= 0) close(a.fd);
+    if (a.fd >= 0 && files[a.device].fd == a.fd && files[a.device].owner == getpid()) /* a child must not clear its parent's memory */
+        fallocate(a.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)a.offset, (off_t)a.base_size);
     return CU_OK;
 }
 

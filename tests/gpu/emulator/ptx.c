@@ -140,9 +140,9 @@ static Opd operand(Reader *r) {
     if (accept(r, '{') || accept(r, '(')) {
         char end = r->p[-1] == '{' ? '}' : ')';
         o.kind = O_VEC;
-        o.sub = calloc(MAX_VEC, sizeof *o.sub);
+        int cap = 0;
         while (!accept(r, end)) {
-            if (o.n == MAX_VEC) fail(r, "a list of too many operands");
+            if (o.n == cap) o.sub = realloc(o.sub, sizeof *o.sub * (size_t)(cap = cap ? 2 * cap : 4));
             o.sub[o.n++] = operand(r);
             accept(r, ',');
         }
@@ -150,7 +150,7 @@ static Opd operand(Reader *r) {
     }
     if (accept(r, '[')) {
         o.kind = O_ADDR;
-        o.sub = calloc(2, sizeof *o.sub); /* the base; coordinates of a tensor */
+        o.sub = calloc(2, sizeof *o.sub); /* the base, and the coordinates of a box of a tensor */
         o.sub[0] = operand(r);
         while (!accept(r, ']')) {
             if (accept(r, ',')) {
@@ -179,12 +179,10 @@ static Opd operand(Reader *r) {
         return o;
     }
     o.name = t;
-    if (!strcmp(t, "_")) {
-        o.kind = O_SINK;
-        return o;
-    }
-    if ((o.reg = find_reg(c, t)) >= 0) {
-        o.kind = O_REG;
+    bool sink = !strcmp(t, "_");
+    if (!sink) o.reg = find_reg(c, t);
+    if (sink || o.reg >= 0) {
+        o.kind = sink ? O_SINK : O_REG;
         if (accept(r, '|')) {
             char *u = token(r);
             o.pair = find_reg(c, u);
@@ -401,7 +399,7 @@ static void statement(Reader *r, char *first) {
     else if (!call(r, &s)) emit_unknown(r->c, &s);
 }
 
-/* a block {..}, as inline assembly is: its labels are its own */
+/* A block {..}, such as inline assembly. Its labels are its own, so they are read before the statements that jump to them. */
 static Scope *new_scope(Reader *r, Scope *outer) {
     Scope *s = calloc(1, sizeof *s);
     s->outer = outer, s->number = ++r->c->nscopes;
@@ -409,11 +407,13 @@ static Scope *new_scope(Reader *r, Scope *outer) {
     for (char *p = r->p; depth && *p; p++) {
         if (*p == '{') depth++;
         else if (*p == '}') depth--;
-        else if (*p == ':' && p[1] != ':' && p[-1] != ':' && depth == 1) {
+        else if (*p == ':' && p[1] != ':' && p[-1] != ':' && depth == 1) { /* no "::" of a name such as shared::cta */
             char *end = p, *at;
             while (end > r->p && isspace((u8)end[-1])) end--;
             for (at = end; at > r->p && ident_char(at[-1]); at--) {}
-            if (end > at && s->n < 16) s->labels[s->n++] = strndup(at, (size_t)(end - at));
+            if (end == at) continue;
+            GROW(s->labels, s->n, s->cap);
+            s->labels[s->n++] = strndup(at, (size_t)(end - at));
         }
     }
     return s;
@@ -428,7 +428,8 @@ static void body(Reader *r) {
         if (!*t) fail(r, "a function without end");
         if (*t == '{') {
             if (depth == 63) fail(r, "scopes nested too deeply");
-            outer[depth] = c->scope, c->scope = new_scope(r, c->scope);
+            outer[depth] = c->scope;
+            c->scope = new_scope(r, c->scope);
             scope[depth++] = c->nnames;
         } else if (*t == '}') {
             if (--depth) c->nnames = scope[depth], c->scope = outer[depth];

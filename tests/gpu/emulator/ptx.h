@@ -12,7 +12,7 @@ typedef struct Opd {
     s64 offset;
     char *name;
     Symbol *sym;
-    struct Opd *sub; /* of a vector; of an address: its base */
+    struct Opd *sub; /* of a vector; of an address: its base, and the coordinates of a box */
     int pair;        /* d|p: the second register, or -1 */
 } Opd;
 
@@ -21,8 +21,8 @@ typedef struct { char *prefix; int count, base; /* count < 0: one register of th
 typedef struct { int inst, field, vec, reg; bool def; } Ref;
 typedef struct { char *name; int at; } Label;
 typedef struct { int inst; char *name; } Fixup;
-enum { MAX_PARTS = 20, MAX_OPDS = 24, MAX_VEC = 256 };
-typedef struct Scope { struct Scope *outer; int number, n; char *labels[16]; } Scope;
+enum { MAX_PARTS = 20, MAX_OPDS = 24 };
+typedef struct Scope { struct Scope *outer; int number, n, cap; char **labels; } Scope;
 
 typedef struct Stmt {
     int line, guard;

@@ -360,7 +360,10 @@ static bool matrix(Compiler *c, Stmt *s) {
     }
     if (is(s, "stmatrix")) {
         int n = has(s, "x4") ? 4 : has(s, "x2") ? 2 : 1;
-        if (!has(s, "m8n8") || !has(s, "b16") || s->opd[0].kind != O_ADDR) return false;
+        if (!has(s, "m8n8") || !has(s, "b16") || s->opd[0].kind != O_ADDR || (s->opd[1].kind == O_VEC && s->opd[1].n != n)) return false;
+        int regs[4];
+        for (int j = 0; j < n; j++)
+            if ((regs[j] = source(c, s->opd[1].kind == O_VEC ? &s->opd[1].sub[j] : &s->opd[1], 4)) < 0) return false;
         converge(c, -1);
         int i = emit(c, op_stmatrix);
         u16 k = (u16)(n | (has(s, "trans") ? 16 : 0));
@@ -368,8 +371,7 @@ static bool matrix(Compiler *c, Stmt *s) {
         address(c, i, 1, &s->opd[0], &k, &imm);
         c->f->code[i].imm = imm, c->f->code[i].k = k;
         for (int j = 0; j < n; j++) {
-            Opd *o = s->opd[1].kind == O_VEC ? &s->opd[1].sub[j] : &s->opd[1];
-            int v = add_vec(c, i, o->reg, false);
+            int v = add_vec(c, i, regs[j], false);
             if (!j) c->f->code[i].d = v;
         }
         return true;
@@ -464,58 +466,63 @@ static bool barrier(Compiler *c, Stmt *s) {
 }
 
 /* ---- Hopper: barriers in shared memory, TMA, wgmma (hopper.c) --------------------------------------------------- */
-static int address_reg(Compiler *c, const Opd *o, bool *narrow) { /* of [base + offset], with the offset added */
+/* the register that has the address [base + offset], with the offset added; -1 if it is none. narrow: it has 32 bits */
+static int address_reg(Compiler *c, const Opd *o, bool *narrow) {
     const Opd *base = &o->sub[0];
     if (o->kind != O_ADDR) return -1;
-    int r = base->kind == O_REG ? base->reg
-          : base->kind == O_SYM && !base->sym->dynamic ? constant(c, 4, base->sym->address + (u64)base->offset)
-          : base->kind == O_SYM ? special(c, 4, S_DYNSMEM) : -1;
+    bool symbol = base->kind == O_SYM, dynamic = symbol && base->sym->dynamic;
+    s64 offset = o->offset + (dynamic ? base->offset : 0);
+    int r = base->kind == O_REG ? base->reg : !symbol ? -1 : dynamic ? special(c, 4, S_DYNSMEM) : constant(c, 4, base->sym->address + (u64)base->offset);
     if (r < 0) return -1;
-    s64 offset = o->offset + (base->kind == O_SYM && base->sym->dynamic ? base->offset : 0);
-    *narrow = c->regs[r].bytes == 4;
+    int bytes = c->regs[r].bytes;
+    *narrow = bytes == 4;
     if (offset) {
-        int d = new_reg(c, c->regs[r].bytes);
-        op3(c, *narrow ? "add_b32" : "add_b64", d, r, constant(c, c->regs[r].bytes, (u64)offset), -1);
-        r = d;
+        int sum = new_reg(c, bytes);
+        op3(c, *narrow ? "add_b32" : "add_b64", sum, r, constant(c, bytes, (u64)offset), -1);
+        r = sum;
     }
     return r;
 }
 
+/* init [at], count; inval [at]; arrive state, [at] {, count}; arrive.expect_tx state, [at], bytes;
+ * test_wait.parity and try_wait.parity p, [at], parity {, time} */
 static bool mbarrier(Compiler *c, Stmt *s) {
-    bool narrow, init = has(s, "init"), arrive = has(s, "arrive"), parity = has(s, "parity"), test = has(s, "try_wait") || has(s, "test_wait");
-    if (has(s, "inval")) return true;
-    if (!init && !arrive && !(test && parity)) return false;
-    int where = init || (arrive && s->opd[0].kind == O_ADDR) ? 0 : 1;
-    int at = address_reg(c, &s->opd[where], &narrow);
+    bool narrow, init = has(s, "init"), inval = has(s, "inval"), arrive = has(s, "arrive"), expect = has(s, "expect_tx");
+    bool test = (has(s, "try_wait") || has(s, "test_wait")) && has(s, "parity");
+    if (!init && !inval && !arrive && !test) return false;
+    int place = s->opd[0].kind == O_ADDR ? 0 : 1;
+    int at = address_reg(c, &s->opd[place], &narrow);
     if (at < 0) return false;
-    int value = s->n > where + 1 ? source(c, &s->opd[where + 1], 4) : constant(c, 4, 1);
-    int i = emit(c, init ? op_mbar_init : arrive ? op_mbar_arrive : op_mbar_test);
-    c->f->code[i].k = (u16)(narrow | (has(s, "expect_tx") ? 2 : 0));
+    bool has_value = s->n > place + 1;
+    if (!has_value && (init || expect || test)) return false;
+    int value = has_value ? source(c, &s->opd[place + 1], 4) : constant(c, 4, 1);
+    if (value < 0) return false;
+    int i = emit(c, init ? op_mbar_init : inval ? op_mbar_inval : arrive ? op_mbar_arrive : op_mbar_test);
+    c->f->code[i].k = (u16)(narrow | (expect ? 2 : 0));
     ref(c, i, 1, 0, at, false), ref(c, i, 2, 0, value, false);
-    if (!init && where == 1 && s->opd[0].kind == O_REG) ref(c, i, 0, 0, s->opd[0].reg, true);
-    return true;
+    if (place == 1 && s->opd[0].kind == O_REG) ref(c, i, 0, 0, s->opd[0].reg, true);
+    return !test || s->opd[0].kind == O_REG;
 }
 
 /* cp.async.bulk.tensor.Nd.shared::cluster.global.tile.mbarrier::complete_tx::bytes [to], [map, {c..}], [barrier];
  * cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [from], size, [barrier]; */
 static bool bulk(Compiler *c, Stmt *s) {
-    if (has(s, "commit_group") || has(s, "wait_group")) return true; /* of stores, which are made at once */
-    bool narrow, wide, tensor = has(s, "tensor");
+    if (has(s, "commit_group") || has(s, "wait_group")) return true; /* of copies to global memory, which are not emulated */
     if (!has(s, "mbarrier::complete_tx::bytes") || has(s, "multicast::cluster") || has(s, "im2col")) return false;
-    int to = address_reg(c, &s->opd[0], &narrow), from = address_reg(c, &s->opd[1], &wide), bar = address_reg(c, &s->opd[tensor ? 2 : 3], &narrow);
-    if (to < 0 || from < 0 || bar < 0) return false;
-    if (wide) from = convert_int(c, from, "u32", 8);
-    int regs[5], n = 0;
-    if (tensor) {
-        Opd *at = &s->opd[1].sub[1];
-        if (at->kind != O_VEC) at = NULL;
-        for (; at && n < at->n; n++)
-            if ((regs[n] = source(c, &at->sub[n], 4)) < 0) return false;
-        if (!at || n > 5) return false;
-    } else if ((regs[n++] = source(c, &s->opd[2], 4)) < 0) return false;
+    bool narrow, narrow_from, tensor = has(s, "tensor");
+    int to = address_reg(c, &s->opd[0], &narrow);
+    int from = address_reg(c, &s->opd[1], &narrow_from);
+    int barrier = address_reg(c, &s->opd[tensor ? 2 : 3], &narrow);
+    if (to < 0 || from < 0 || barrier < 0) return false;
+    if (narrow_from) from = convert_int(c, from, "u32", 8);
+    Opd *list = tensor ? &s->opd[1].sub[1] : &s->opd[2]; /* coordinates, or the number of bytes */
+    int regs[5], n = list->kind == O_VEC ? list->n : 1;
+    if (n > 5 || (tensor && list->kind != O_VEC)) return false;
+    for (int j = 0; j < n; j++)
+        if ((regs[j] = source(c, list->kind == O_VEC ? &list->sub[j] : list, 4)) < 0) return false;
     int i = emit(c, tensor ? op_tma : op_bulk);
     c->f->code[i].k = (u16)n;
-    ref(c, i, 1, 0, to, false), ref(c, i, 2, 0, from, false), ref(c, i, 3, 0, bar, false);
+    ref(c, i, 1, 0, to, false), ref(c, i, 2, 0, from, false), ref(c, i, 3, 0, barrier, false);
     for (int j = 0; j < n; j++) {
         int v = add_vec(c, i, regs[j], false);
         if (!j) c->f->code[i].imm = v;
@@ -523,43 +530,49 @@ static bool bulk(Compiler *c, Stmt *s) {
     return true;
 }
 
+/* wgmma.mma_async.sync.aligned.m64nNkK.f32.T.T {sums}, a, b-desc, scale-d, imm-scale-a, imm-scale-b {, imm-trans-a} {, imm-trans-b};
+ * a is a descriptor or four registers; only 16-bit types have trans-a (with a descriptor) and trans-b */
 static bool wgmma(Compiler *c, Stmt *s) {
-    if (!has(s, "mma_async")) { /* fence, commit_group, wait_group: a product is made when it is issued */
+    if (!has(s, "mma_async")) { /* fence, commit_group, wait_group: a product is computed when it is issued */
         converge(c, -1);
         return true;
     }
-    const char *t[3];
-    int nt = 0, n = 0, k = 0;
+    const char *t[3] = {"", "", ""};
+    int nt = 0, n = 0, k = 0, kind = 0;
     for (int j = 1; j < s->nparts; j++) {
         if (is_type(s->part[j]) && nt < 3) t[nt++] = s->part[j];
         if (!strncmp(s->part[j], "m64n", 4)) sscanf(s->part[j], "m64n%dk%d", &n, &k);
     }
-    int kind = nt < 3 ? 0 : !strcmp(t[1], "bf16") ? 1 : !strcmp(t[1], "f16") ? 2 : !strcmp(t[1], "tf32") ? 3 : 0;
-    if (!kind || strcmp(t[0], "f32") || strcmp(t[1], t[2]) || s->opd[0].kind != O_VEC || s->opd[0].n != n / 2 || k != (kind == 3 ? 8 : 16)) return false;
-    bool regs = s->opd[1].kind == O_VEC;
-    int at = regs ? 6 : 6, ta = 0, tb = 0, b = source(c, &s->opd[2], 8), p = source(c, &s->opd[3], 0);
-    if (kind != 3) {
-        if (!regs) ta = (int)s->opd[at++].value;
-        tb = (int)s->opd[at].value;
-    }
-    if (b < 0 || p < 0 || s->opd[4].value != 1 || s->opd[5].value != 1) return false;
+    static const char *const kinds[] = {"", "bf16", "f16", "tf32"};
+    for (int j = 1; j < 4; j++)
+        if (!strcmp(t[1], kinds[j])) kind = j;
+    bool tf32 = kind == 3, regs = s->opd[1].kind == O_VEC;
+    if (!kind || strcmp(t[0], "f32") || strcmp(t[1], t[2]) || n < 8 || n > 256 || n % 8 || k != (tf32 ? 8 : 16)) return false;
+    if (s->opd[0].kind != O_VEC || s->opd[0].n != n / 2 || (regs && s->opd[1].n != 4) || s->n != (tf32 ? 6 : regs ? 7 : 8)) return false;
+    bool scaled = s->opd[4].value != 1 || s->opd[5].value != 1;
+    bool trans_a = !tf32 && !regs && s->opd[6].value, trans_b = !tf32 && s->opd[regs ? 6 : 7].value;
+    int b = source(c, &s->opd[2], 8), add = source(c, &s->opd[3], 0), a[4], na = regs ? 4 : 1;
+    if (b < 0 || add < 0 || s->opd[3].neg || scaled) return false;
+    for (int j = 0; j < na; j++)
+        if ((a[j] = source(c, regs ? &s->opd[1].sub[j] : &s->opd[1], regs ? 4 : 8)) < 0) return false;
+    for (int j = 0; j < n / 2; j++)
+        if (s->opd[0].sub[j].kind != O_REG) return false;
     converge(c, -1);
-    int a = regs ? -1 : source(c, &s->opd[1], 8);
     int i = emit(c, op_wgmma);
-    c->f->code[i].k = (u16)(kind | (regs ? 4 : 0) | ta << 3 | tb << 4);
+    c->f->code[i].k = (u16)(kind | regs << 2 | trans_a << 3 | trans_b << 4);
     c->f->code[i].imm = n;
-    if (a >= 0) ref(c, i, 1, 0, a, false);
-    ref(c, i, 2, 0, b, false), ref(c, i, 3, 0, p, false);
-    for (int j = 0; j < n / 2; j++) {
+    if (!regs) ref(c, i, 1, 0, a[0], false);
+    ref(c, i, 2, 0, b, false), ref(c, i, 3, 0, add, false);
+    for (int j = 0; j < n / 2; j++) { /* read and written */
         int v = add_vec(c, i, s->opd[0].sub[j].reg, true);
         ref(c, i, 4, v, s->opd[0].sub[j].reg, false);
         if (!j) c->f->code[i].d = v;
     }
-    for (int j = 0; regs && j < 4; j++) add_vec(c, i, s->opd[1].sub[j].reg, false);
+    for (int j = 0; regs && j < 4; j++) add_vec(c, i, a[j], false);
     return true;
 }
 
-/* inlined calls have labels of their own */
+/* inlined calls and blocks have labels of their own */
 char *label_name(Compiler *c, const char *name) {
     char *s = malloc(strlen(name) + 32);
     int scope = 0;

@@ -109,12 +109,14 @@ void op_activemask(Warp *w, char *R, const Inst *I, u32 m) {
     LANES if (m >> l & 1) d[l] = m;
 }
 
-/* elect.sync d|p, mask: one lane of those that take part */
+/* elect.sync d|p, mask: d is the lane that is elected, here the first one; p is true in that lane alone */
 void op_elect(Warp *w, char *R, const Inst *I, u32 m) {
-    u32 first = m & -m;
-    if (I->d >= 0) { u32 *d = REG(u32, I->d); LANES if (m >> l & 1) d[l] = (u32)__builtin_ctz(m); }
-    s32 p = w->block->launch->f->vec[I->imm];
-    if (p >= 0) *REG(u32, p) = (*REG(u32, p) & ~m) | first;
+    u32 first = (u32)__builtin_ctz(m), *p = REG(u32, w->block->launch->f->vec[I->imm]);
+    if (I->d >= 0) {
+        u32 *d = REG(u32, I->d);
+        LANES if (m >> l & 1) d[l] = first;
+    }
+    *p = (*p & ~m) | 1u << first;
 }
 
 /* mma.m16n8kK: fragments as in the ISA, section 9.7.14. Each product is exact; the sum over k is in float64 and rounded
