@@ -175,11 +175,13 @@ def test_asynchronous_copies(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_unknown_instruction_is_an_error_only_when_reached(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     k = gpu.kernel(
-        REGS + "ld.param.u32 %r1, [p0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra $E; wgmma.fence.sync.aligned; $E: ret;", "u32"
+        REGS
+        + "ld.param.u32 %r1, [p0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra $E; tcgen05.fence::before_thread_sync; $E: ret;",
+        "u32",
     )
     gpu.launch(k, ctypes.c_uint32(0))
     said = found(gpu, capfd, k, ctypes.c_uint32(1))
-    assert "not emulated" in said and "wgmma.fence.sync.aligned" in said
+    assert "not emulated" in said and "tcgen05.fence" in said
 
 
 def test_launches_that_are_not_possible(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@
 static u8 *place(Warp *w, const Inst *I, u32 l, u64 at, u64 bytes, u32 align, const char *what) {
     Block *b = w->block;
     if (at - shared_window < WINDOW) at -= shared_window;
+    if (at % align) finding(w, I, 1u << l, "%s at %ld of shared memory, which is not a multiple of %u", what, (long)at, align);
     if (at > WINDOW || at + bytes > b->shared_bytes)
         finding(w, I, 1u << l, "%s of %lu bytes at %ld of shared memory, of which the block has %u bytes", what, (long)bytes, (long)at, b->shared_bytes);
-    if (at % align) finding(w, I, 1u << l, "%s at %ld of shared memory, which is not a multiple of %u", what, (long)at, align);
     return b->shared + at;
 }
 static u64 lane_address(char *R, s32 reg, bool narrow, u32 l) { return narrow ? (u64)REG(u32, reg)[l] : REG(u64, reg)[l]; }
@@ -165,7 +165,9 @@ API int cuTensorMapEncodeTiled(void *out, int type, u32 rank, void *address, con
     }
     u32 inner = box[0] * m.bytes;
     if (inner % 16) return map_refused(CU_INVALID_VALUE, "the box is %u bytes wide; it must be a multiple of 16", inner);
-    if (swizzle && inner > 16u << swizzle) return map_refused(CU_INVALID_VALUE, "the box is %u bytes wide; the swizzle allows %u", inner, 16u << swizzle);
+    u32 span = 16u << swizzle;
+    if (swizzle && inner > span) return map_refused(CU_INVALID_VALUE, "the box is %u bytes wide; the swizzle allows %u", inner, span);
+    if (swizzle && inner < span) return map_refused(CU_NOT_SUPPORTED, "a box of %u bytes in a swizzle of %u is not emulated; use the whole width", inner, span);
     memset(out, 0, MAP_BYTES);
     memcpy(out, &m, sizeof m);
     return CU_OK;
