@@ -5,9 +5,6 @@ One program (emulator_kernels.mojo), compiled once for sm_90 and kept in the cac
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,35 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu import emulated
-
-from odyssey.build.library import cache_dir
+from gpu.programs import MOJO, compiled, start
 
 SOURCE = Path(__file__).with_name("emulator_kernels.mojo")
-MOJO = shutil.which("mojo", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 pytestmark = pytest.mark.skipif(emulated.compiler() is None or MOJO is None, reason="no C compiler or no mojo")
 
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    version = subprocess.run([MOJO, "--version"], capture_output=True, text=True, check=True).stdout
-    key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
-    target = cache_dir() / "emulator" / f"kernels-{key}"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = target.with_suffix(f".{os.getpid()}")
-        command = [MOJO, "build", "--target-accelerator", "sm_90", str(SOURCE), "-o", str(work)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-        assert done.returncode == 0, done.stderr
-        work.rename(target)
-    return target
-
-
-def start(program: Path, *args: object, **settings: object) -> subprocess.CompletedProcess[str]:
-    env = emulated.environment(**settings) | {"MODULAR_CRASH_REPORTING_ENABLED": "false"}
-    return subprocess.run(
-        [str(program), *map(str, args)], env=env, capture_output=True, text=True, check=False, timeout=120
-    )
+    return compiled(SOURCE)
 
 
 class Runner:
