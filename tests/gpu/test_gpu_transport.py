@@ -80,6 +80,14 @@ def test_staged_sums_do_not_need_streams_that_run_at_once(trained, one):
     assert {*found["gpu_mpi"].values()} == {one}
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_share_a_gpu_read_each_others_memory(trained, one, ranks, late):
+    """By CUDA IPC (peer.py), a prototype."""
+    found = trained("peers", ranks=ranks, gpus=1, late=late)
+    assert found["peers"] == {"ipc": one}
+
+
 def test_arrays_of_the_host_take_the_ordinary_way(gpus):
     """A world of backend nccl, and its groups, are of shm or mpi by another name; these have the contract's tests."""
     code = """

@@ -11,15 +11,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from odyssey import DistributedTrainer, comm, nn, optim
 from odyssey.comm import device as devices
+from odyssey.core.gpu_native import Gpu
 from odyssey.engine.gpu import reduction
 from odyssey.errors import CollectiveError
+
+sys.path.append(str(Path(__file__).parents[1]))  # for `from gpu import peer`
 
 CASES: dict[str, Callable[[], Any]] = {}
 WORKERS = 1
@@ -138,6 +143,24 @@ def gpu_mpi() -> dict[str, str]:
             found[backend], trainer = train(backend, reduction.DirectExchange)
         assert not trainer._train.ownership.warnings
     return found
+
+
+@case
+def peers() -> dict[str, str]:
+    """Ranks read each other's memory, on one GPU for all of them."""
+    from gpu.peer import PeerTransport
+
+    def connect(group: comm.Communicator, gpus: Sequence[Gpu]) -> tuple[list[PeerTransport], str]:
+        return [PeerTransport(group, gpu) for gpu in gpus], ""
+
+    wanted = mock.patch.object(devices, "wanted", lambda group: group.size > 1)
+    with wanted, mock.patch.object(devices, "connect", connect):
+        seen, trainer = train("mpi", reduction.DirectExchange, oversubscribe=True)
+    (links,) = reduction._known[trainer._train.team].values()
+    ready = links[0].numbers[: trainer.comm.size].tolist()
+    assert ready == [links[0]._count] * trainer.comm.size
+    assert links[0]._count > 0
+    return {"ipc": seen}
 
 
 @case

@@ -105,13 +105,28 @@ void op_mbar_test(Warp *w, char *R, const Inst *I, u32 m) {
     if (complete != m) w->waits = true;
     *d = (*d & ~m) | complete;
 }
-/* Reports that the warp waits for a phase that no warp of the block will complete. */
+static int what_is_missing(char *text, size_t size, Mbar b) {
+    if (b.bytes > 0) return snprintf(text, size, "%u of %u arrivals and %d bytes are missing", b.left, b.all, b.bytes);
+    if (b.bytes < 0) return snprintf(text, size, "%u of %u arrivals are missing, and %d bytes too many came", b.left, b.all, -b.bytes);
+    return snprintf(text, size, "%u of %u arrivals are missing", b.left, b.all);
+}
+/* Reports that this warp waits for a phase that no warp of the block will complete, and for what the others wait: the cause
+ * may be at their barriers. */
 void mbar_never(Warp *w, const Inst *I, u32 lanes) {
-    Mbar b = unpack(w->block->shared + w->waits_at);
-    char bytes[64] = "";
-    if (b.bytes) snprintf(bytes, sizeof bytes, b.bytes > 0 ? " and %d bytes are missing" : " are missing, and %d bytes too many came", abs(b.bytes));
-    finding(w, I, lanes, "waits for the barrier at %u of shared memory, whose phase %u nobody completes: %u of %u arrivals%s", w->waits_at, b.parity,
-            b.left, b.all, *bytes ? bytes : " are missing");
+    Block *block = w->block;
+    Mbar b = unpack(block->shared + w->waits_at);
+    char own[96], others[320] = "";
+    size_t used = 0;
+    what_is_missing(own, sizeof own, b);
+    for (int i = 0; i < block->nwarps; i++) {
+        Warp *other = &block->warps[i];
+        bool told = other->state != READY || other->waits_at == w->waits_at;
+        for (int j = 0; j < i; j++) told |= block->warps[j].state == READY && block->warps[j].waits_at == other->waits_at;
+        if (told || used + 128 > sizeof others) continue;
+        used += (size_t)snprintf(others + used, sizeof others - used, "; warp %d waits for the barrier at %u: ", i, other->waits_at);
+        used += (size_t)what_is_missing(others + used, sizeof others - used, unpack(block->shared + other->waits_at));
+    }
+    finding(w, I, lanes, "waits for the barrier at %u of shared memory, whose phase %u nobody completes: %s%s", w->waits_at, b.parity, own, others);
 }
 
 /* ---- TMA -----------------------------------------------------------------------------------------------------------

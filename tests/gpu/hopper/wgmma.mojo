@@ -1,21 +1,28 @@
-"""Products of linear layers on Hopper's tensor cores (wgmma, TMA): a first kernel, for bf16 operands in lanes.
+"""Products of linear layers on Hopper's tensor cores (wgmma, TMA), for bf16 operands in lanes.
 
-A prototype, to read and to try. Three products, one kernel, as in mojo/kernels/gpu/gemm.mojo:
+A prototype that runs on the emulated GPU (test_gpu_hopper.py). No model uses it yet. One kernel has three products, as
+mojo/kernels/gpu/gemm.mojo has:
 
     FORWARD  y  = W x + b   rows: outputs O, columns: tokens, sum over inputs I
     INPUT    dx = W^T dy    rows: inputs I,  columns: tokens, sum over outputs O
     WEIGHT   dW = dy x^T    rows: outputs O, columns: inputs I, sum over the tokens of one shard
 
-Lanes of 16 bits, (G, F, L), are what wgmma wants: the L = 16 tokens of a feature are 32 bytes, the atom of its 32-byte
-swizzle (L = 64: of the one of 128 bytes). With features as the sum (FORWARD, INPUT) a group of tokens is an atom of B,
-"MN-major"; with tokens as the sum (WEIGHT) a group is L / 16 steps of 16 terms, "K-major", of A and of B. Nothing is
-transposed or repacked. Weights (O, I) are A, K-major in FORWARD and MN-major in INPUT, in atoms of 128 bytes.
+Nothing is transposed or repacked, because lanes of 16 bits, (G, F, L), have the layout that wgmma reads. The L = 16
+tokens of a feature are 32 bytes, which is the atom of the 32-byte swizzle. (With L = 64 it is the atom of the 128-byte
+swizzle.) In FORWARD and INPUT the sum is over features, so a group of tokens is an atom of B, "MN-major". In WEIGHT the
+sum is over tokens, so a group is L / 16 steps of 16 terms, "K-major", of A and of B. Weights (O, I) are A, K-major in
+FORWARD and MN-major in INPUT, in atoms of 128 bytes.
 
-Order of adding: terms in steps of 16 from the first to the last, one chain per number, whatever the tile, the shards of
-a launch and the grid. WEIGHT writes the sum of each shard; the tree over shards is another kernel's (reduce.mojo).
+Each number is one chain of additions: terms in steps of 16, from the first to the last. The tile, the shards of a launch
+and the grid don't change the order. WEIGHT writes the sum of each shard, and another kernel adds the shards along the
+tree (reduce.mojo).
 
-A block has two warpgroups that multiply, 64 rows each, and a warp that fetches: chunks of 64 terms come by TMA
-into a ring of STAGES places. full[s]: the bytes of place s have come. empty[s]: the eight warps have read it.
+Two warpgroups of a block multiply 64 rows each, and one more warp fetches. Chunks of 64 terms come by TMA into a ring of
+STAGES places. The barrier full[s] is complete when the bytes of place s have come, empty[s] when the eight warps have
+read them.
+
+Layouts, descriptors and instructions: the PTX ISA, sections "Asynchronous Warpgroup Level Matrix Instructions", "Tensors"
+and "mbarrier".
 """
 
 from std.math import ceildiv
@@ -48,23 +55,22 @@ comptime STEP = 16  # terms of one wgmma
 comptime CONSUMERS = 256  # threads
 comptime THREADS = CONSUMERS + 32
 
-comptime Shared = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
-
 
 @always_inline
 def stages_of(columns: Int) -> Int:
-    """So many that two blocks fit into a multiprocessor, of the large tile one."""
+    """Places of the ring. Two blocks fit into a multiprocessor, or one block with the widest tile."""
     return 3 if columns <= 128 else 4
 
 
 @always_inline
 def stage_bytes(columns: Int) -> Int:
+    """Bytes of one place: a chunk of A and a chunk of B."""
     return 2 * CHUNK * (ROWS + columns)
 
 
 @always_inline
 def shared_bytes(columns: Int) -> Int:
-    """With 1,024 bytes for alignment and the barriers."""
+    """Bytes of the ring, with 1,024 for its alignment and 1,024 for the barriers."""
     return stages_of(columns) * stage_bytes(columns) + 1024 + 1024
 
 
@@ -88,7 +94,7 @@ def _barrier_expect(at: UInt32, bytes: UInt32):
 
 @always_inline
 def _barrier_wait(at: UInt32, parity: UInt32):
-    """Until the phase of this parity is complete."""
+    """Waits until the phase of this parity is complete."""
     inlined_assembly[
         """{
         .reg .pred P1;
@@ -105,7 +111,7 @@ def _barrier_wait(at: UInt32, parity: UInt32):
 
 @always_inline
 def _fence_barriers():
-    """Barriers that were made are there for TMA."""
+    """Lets TMA see the barriers that were initialised."""
     inlined_assembly["fence.mbarrier_init.release.cluster;", NoneType, constraints=""]()
     inlined_assembly["fence.proxy.async.shared::cta;", NoneType, constraints=""]()
 
@@ -131,14 +137,16 @@ def _fetch4(to: UInt32, map: Pointer[TMADescriptor, _], full: UInt32, c0: Int32,
     ](to, Int64(Int(map)), full, c0, c1, c2, c3)
 
 
-comptime NARROW = 3  # swizzle of 32 bytes, as a descriptor says it
-comptime WIDE = 1  # of 128 bytes
+comptime NARROW = 3  # code of the 32-byte swizzle in a descriptor
+comptime WIDE = 1  # code of the 128-byte swizzle
 
 
 @always_inline
 def _operand[swizzle: Int, leading: Int, stride: Int](at: UInt32) -> WGMMADescriptor[BF16]:
-    """An operand in shared memory. leading: bytes between atoms along rows or columns; stride: between eight rows of an
-    atom and the next eight."""
+    """The descriptor of an operand in shared memory.
+
+    leading: bytes between atoms along rows or columns. stride: bytes between eight rows of an atom and the next eight.
+    """
     comptime fixed = Int64(leading // 16) << 16 | Int64(stride // 16) << 32 | Int64(swizzle) << 62
     return WGMMADescriptor[BF16](Int64(at >> 4) | fixed)
 
@@ -151,7 +159,7 @@ comptime RELU = 1
 
 @always_inline
 def step_at[L: Int](k: Int, rows: Int) -> Int:
-    """Where step k of a chunk of tokens begins, in a place of (groups, rows, L) numbers."""
+    """The byte at which step k of a chunk of tokens starts, in a place of (groups, rows, L) numbers."""
     return (k * STEP // L * rows * L + k * STEP % L) * 2
 
 
@@ -174,7 +182,7 @@ def product[
     chunks_: Int32,
     flags: Int32,
 ):
-    """One tile: blocks along x rows, y columns, z shards."""
+    """Computes one tile. The grid has rows along x, columns along y and shards along z."""
     comptime STAGES = stages_of(columns)
     comptime STAGE = UInt32(stage_bytes(columns))
     comptime A_BYTES = UInt32(2 * CHUNK * ROWS)
@@ -269,7 +277,7 @@ def product[
             parity ^= 1
     wgmma_wait_group_sync[0]()
 
-    # a thread has two neighbouring columns of eight, in two rows
+    # of eight columns a thread has two that lie side by side, in two rows
     var lane = thread % 32
     var first = Int32(block_idx.x) * ROWS + Int32(thread // 32) * 16 + Int32(lane // 4)
     var out = y.unsafe_offset(Int(Int64(shard) * y_step))
@@ -303,7 +311,9 @@ def _lanes_map[
 ](
     ctx: DeviceContext, at: Int, shards: Int, step: Int, G: Int, F: Int, features: Int, groups: Int
 ) raises -> TMADescriptor:
-    """A tensor (shards, G, F, L) of which boxes of `features` and `groups` are fetched. step: numbers between shards.
+    """The map of a tensor (shards, G, F, L), fetched in boxes of `groups` and `features`.
+
+    step: numbers from a shard to the next.
     """
     var whole = DeviceBuffer[BF16](
         ctx,
@@ -318,6 +328,7 @@ def _lanes_map[
 
 
 def _weights_map(ctx: DeviceContext, at: Int, O: Int, I: Int, rows: Int) raises -> TMADescriptor:
+    """The map of weights (O, I), fetched in boxes of so many rows and 64 columns."""
     var whole = DeviceBuffer[BF16](
         ctx, Pointer[BFloat16, MutUntrackedOrigin](unsafe_from_address=at), O * I, owning=False
     )
@@ -328,7 +339,7 @@ def _weights_map(ctx: DeviceContext, at: Int, O: Int, I: Int, rows: Int) raises 
 
 @fieldwise_init
 struct Lanes(TrivialRegisterPassable):
-    """A tensor (G, F, L) of the first shard, and how many numbers further that of the next."""
+    """The address of the first shard's tensor (G, F, L), and the numbers from one shard's tensor to the next."""
 
     var address: Int
     var step: Int
@@ -348,6 +359,7 @@ def enqueue[
     O: Int,
     flags: Int32,
 ) raises:
+    """Enqueues the product of all shards. flags: RELU, of FORWARD."""
     comptime GROUPS = columns // L
     var rows = O
     var across = ceildiv(G, GROUPS)
