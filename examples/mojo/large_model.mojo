@@ -3,7 +3,7 @@
     mojo run -I . examples/mojo/large_model.mojo --steps 200
     mpirun -n 3 ./large_model
 
-Leave one `.to[...]()` out and it does not compile: "the input is on another device than the layer". The weights are
+Leave one `.to(device=...)` out and it does not compile: "the input is on another device than the layer". The weights are
 those of examples/large_model.py, to the last bit; on three ranks each has one layer.
 """
 
@@ -39,9 +39,9 @@ struct LargeModel(Module):
         self.layer3 = {}
 
     def forward(self, x: Self.Input) raises -> Self.Output:
-        var a = relu(self.layer1.forward(flatten(x))).to[1]()
+        var a = relu(self.layer1.forward(flatten(x))).to(device=1)
         # its gradient will come back the same way
-        var b = relu(self.layer2.forward(a)).to[2]()
+        var b = relu(self.layer2.forward(a)).to(device=2)
         return self.layer3.forward(b)
 
 

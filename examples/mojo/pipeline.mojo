@@ -30,32 +30,22 @@ from shared.training.mnist import mnist
 def pipeline() raises:
     _ = connect()  # first of all: whatever is wrong on one rank ends the others
     check_options("data-dir steps")
-    var model = PipelineParallel[
-        In=Tensor[1, 28, 28],
-        Out=Tensor[10, device=2],
+    var model = PipelineParallel[In=Tensor[1, 28, 28], Out=Tensor[10, device=2], ...](
+        stages=[
+            Stage(
+                layers=[Conv2d[1, 8, 3](), ReLU(), Conv2d[8, 8, 3](), ReLU(), MaxPool2d[2]()],
+                device=0,
+            ),
+            Stage(
+                layers=[Conv2d[8, 16, 3, device=1](), ReLU(), Conv2d[16, 16, 3, device=1](), ReLU(), MaxPool2d[2]()],
+                device=1,
+            ),
+            Stage(
+                layers=[Flatten(), Linear[256, 64, device=2](), ReLU(), Linear[64, 10, device=2]()],
+                device=2,
+            ),
+        ],
         micro_batch_size=8,
-        ...,
-    ](
-        Stage[device=0, ...](
-            Conv2d[1, 8, 3](),
-            ReLU(),
-            Conv2d[8, 8, 3](),
-            ReLU(),
-            MaxPool2d[2](),
-        ),
-        Stage[device=1, ...](
-            Conv2d[8, 16, 3, device=1](),
-            ReLU(),
-            Conv2d[16, 16, 3, device=1](),
-            ReLU(),
-            MaxPool2d[2](),
-        ),
-        Stage[device=2, ...](
-            Flatten(),
-            Linear[256, 64, device=2](),
-            ReLU(),
-            Linear[64, 10, device=2](),
-        ),
     )
     var loader = DataLoader(mnist(train=True), 64, shuffle=True)
     var trainer = DistributedTrainer(model^, SGD(lr=0.05, momentum=0.9))

@@ -131,38 +131,54 @@ struct Repeated[M: Module & Defaultable, n: Int](Module):
         return Self.Output(v)
 
 
-struct Stage[*Ls: Layer, device: Int](Layer):
+struct Row[*Ls: Layer](Movable):
+    """Layers or stages of different types, written as a list: [conv1, conv2]. A layer in it is a copy."""
+
+    var items: Tuple[*Self.Ls]
+    """The layers, in order."""
+
+    def __init__(out self, var *items: *Self.Ls, __list_literal__: NoneType):
+        """Takes what is between the brackets."""
+        self.items = Tuple(*items^)
+
+
+struct Stage[*Ls: Layer, place: Int](Layer):
     """Layers that are computed on one place, one after the other; their names are 0, 1, 2, ...
 
-    `Ls` are inferred; those with parameters must name the same `device`.
+    `Ls` and `place` are inferred. Layers with parameters must have the same place: Stage(layers=[Linear[784, 512,
+    device=1](), ReLU()], device=1).
     """
 
-    var layers: Tuple[*Self.Ls]
+    var layers: Row[*Self.Ls]
     """The layers."""
 
-    def __init__(out self, var *layers: *Self.Ls):
-        """Takes the layers in order, such as Linear[784, 512, device=1](), ReLU()."""
-        self.layers = Tuple(*layers^)
+    def __init__[
+        v: __mlir_type.`!pop.int_literal`, //
+    ](out self: Stage[*Self.Ls, place=Int(IntLiteral[v]())], var layers: Row[*Self.Ls], device: IntLiteral[v]):
+        """Takes the layers in order, and their place, which must be written as a number."""
+        self.layers = layers^
+
+    def __init__(out self, var layers: Row[*Self.Ls]):
+        """Takes the layers in order. Use it for a place that is computed: Stage[place=n + 1, ...](layers=[...])."""
+        self.layers = layers^
 
     def build(mut self) raises -> PythonObject:
-        return part("nn").Stage(_built(self.layers), Self.device)
+        return part("nn").Stage(_built(self.layers.items), Self.place)
 
     @staticmethod
     def fits(x: Shape) -> Bool:
-        return wrong_layer[*Self.Ls](moved(x, Self.device)) < 0
+        return wrong_layer[*Self.Ls](moved(x, Self.place)) < 0
 
     @staticmethod
     def output(x: Shape) -> Shape:
-        return chained[*Self.Ls](moved(x, Self.device))
+        return chained[*Self.Ls](moved(x, Self.place))
 
     def apply(self, x: Value) raises -> Value:
-        return _applied(self.layers, x.to(Self.device))
+        return _applied(self.layers.items, x.to(Self.place))
 
 
-struct PipelineParallel[
-    *Stages: Layer, In: AnyTensor, Out: AnyTensor, micro_batch_size: Int = 8, schedule: String = "1f1b"
-](Module):
-    """A model as a row of stages, each on its place, run as a pipeline of micro-batches ("1f1b", "gpipe", "interleaved").
+struct PipelineParallel[*Stages: Layer, In: AnyTensor, Out: AnyTensor](Module):
+    """A model as a row of stages, each on its place, run as a pipeline of micro-batches.
 
     A micro-batch is a shard: its gradient is computed alone and added along the tree, so neither the schedule nor the
     number of processes changes a bit, but micro_batch_size does. Parameters are named "stage.layer.name", as
@@ -171,18 +187,23 @@ struct PipelineParallel[
 
     comptime Input = Self.In
     comptime Output = Self.Out
-    var stages: Tuple[*Self.Stages]
+    var stages: Row[*Self.Stages]
     """The stages."""
+    var micro_batch_size: Int
+    """Samples of a micro-batch."""
+    var schedule: String
+    """The order of micro-batches: "1f1b", "gpipe" or "interleaved"."""
 
-    def __init__(out self, var *stages: *Self.Stages):
-        """Takes the stages in order: Stage[device=0, ...](...), Stage[device=1, ...](...), ..."""
-        self.stages = Tuple(*stages^)
+    def __init__(out self, var stages: Row[*Self.Stages], micro_batch_size: Int = 8, schedule: String = "1f1b"):
+        """Takes the stages in order: stages=[Stage(layers=[...], device=0), Stage(layers=[...], device=1), ...]."""
+        self.stages = stages^
+        self.micro_batch_size = micro_batch_size
+        self.schedule = schedule
 
     def build(mut self) raises -> PythonObject:
-        return part("nn").PipelineParallel(_built(self.stages), Self.micro_batch_size, Self.schedule)
+        return part("nn").PipelineParallel(_built(self.stages.items), self.micro_batch_size, self.schedule)
 
     def forward(self, x: Self.Input) raises -> Self.Output:
-        comptime assert Self.micro_batch_size > 0, "a micro-batch has samples"
         comptime assert wrong_layer[*Self.Stages](Self.In.SHAPE) < 0, (
             "a stage does not fit what comes before it: sizes differ, a layer"
             " names another device than its stage, or a Flatten is missing"
@@ -190,7 +211,7 @@ struct PipelineParallel[
         comptime assert (
             chained[*Self.Stages](Self.In.SHAPE) == Self.Out.SHAPE
         ), "the last stage does not give the pipeline's Out"
-        return Self.Output(_applied(self.stages, x.value()))
+        return Self.Output(_applied(self.stages.items, x.value()))
 
 
 # --- the model of a trainer or an Engine --------------------------------------------------------------------

@@ -70,7 +70,7 @@ trait _IsModule:
     pass
 
 
-struct _Module(Movable, _IsModule):
+struct _Module(ImplicitlyCopyable, Movable, _IsModule):
     """Python module of a layer, once there is one."""
 
     var py: Optional[PythonObject]
@@ -88,7 +88,7 @@ struct _Module(Movable, _IsModule):
         return self.py.value()
 
 
-struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](Layer):
+struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](ImplicitlyCopyable, Layer):
     """W x + b for W (outputs, inputs), on a place where its input must be."""
 
     var _module: _Module
@@ -105,7 +105,7 @@ struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
         d: Int, //
     ](self, x: Tensor[Self.inputs, device=d]) raises -> Tensor[Self.outputs, device=Self.device] where (
         d == Self.device,
-        "the input is on another device than the layer; move it with .to[DEVICE]()",
+        "the input is on another device than the layer; move it with .to(device=NUMBER)",
     ):
         """Computes the layer."""
         return {self.apply(x.value())}
@@ -139,7 +139,7 @@ struct Conv2d[
     padding: Int = 0,
     bias: Bool = True,
     device: Int = 0,
-](Layer):
+](ImplicitlyCopyable, Layer):
     """Cross-correlation with square kernels, on a place where its input must be."""
 
     var _module: _Module
@@ -165,7 +165,7 @@ struct Conv2d[
         Windows[h, Self.kernel_size, Self.stride, Self.padding],
         Windows[w, Self.kernel_size, Self.stride, Self.padding],
         device=Self.device,
-    ] where (d == Self.device, "the input is on another device than the layer; move it with .to[DEVICE]()"):
+    ] where (d == Self.device, "the input is on another device than the layer; move it with .to(device=NUMBER)"):
         """Computes the layer."""
         comptime assert (
             min(h, w) + 2 * Self.padding >= Self.kernel_size
@@ -192,7 +192,7 @@ def _windows(x: Shape, channels: Int, size: Int, stride: Int, padding: Int = 0) 
 
 
 @fieldwise_init
-struct Pool2d[name: StaticString, size: Int, stride: Int](Layer):
+struct Pool2d[name: StaticString, size: Int, stride: Int](ImplicitlyCopyable, Layer):
     """One number of each window; MaxPool2d and AvgPool2d are of this type."""
 
     def make(self) raises -> PythonObject:
@@ -222,7 +222,7 @@ comptime AvgPool2d[size: Int, *, stride: Int = size] = Pool2d["AvgPool2d", size,
 
 
 @fieldwise_init
-struct Activation[name: StaticString](Layer):
+struct Activation[name: StaticString](ImplicitlyCopyable, Layer):
     """A function that keeps the shape; ReLU, GELU, Tanh, Sigmoid, Softmax and LogSoftmax are of this type."""
 
     def make(self) raises -> PythonObject:
@@ -247,7 +247,7 @@ comptime LogSoftmax = Activation["LogSoftmax"]
 """Logarithm of the softmax over the features of a sample."""
 
 
-struct Dropout[p: Float64 = 0.5](Layer):
+struct Dropout[p: Float64 = 0.5](ImplicitlyCopyable, Layer):
     """Zeroes elements with probability p while training (tensor.dropout)."""
 
     def __init__(out self):
@@ -266,7 +266,7 @@ struct Dropout[p: Float64 = 0.5](Layer):
 
 
 @fieldwise_init
-struct Flatten(Layer):
+struct Flatten(ImplicitlyCopyable, Layer):
     """Samples of (C, H, W) as samples of C H W features, without a copy."""
 
     def make(self) raises -> PythonObject:

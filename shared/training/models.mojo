@@ -5,7 +5,7 @@ from .layers import Conv2d, Linear
 from .tensor import Tensor, flatten, max_pool2d, relu
 
 
-struct LeNet5(Module):
+struct LeNet5(ImplicitlyCopyable, Module):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, on 28 x 28 grey images; 61,706 parameters."""
 
     comptime Input = Tensor[1, 28, 28]
@@ -39,7 +39,7 @@ struct LeNet5(Module):
         return self.fc3.forward(relu(self.fc2.forward(c)))
 
 
-struct MLP[hidden: Int = 512](Module):
+struct MLP[hidden: Int = 512](ImplicitlyCopyable, Module):
     """784-hidden-10 with ReLU."""
 
     comptime Input = Tensor[1, 28, 28]

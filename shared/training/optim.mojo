@@ -36,7 +36,7 @@ trait Optimizer(Deinitable, Movable):
         ...
 
 
-struct NamedOptimizer[name: StaticString](Optimizer):
+struct NamedOptimizer[name: StaticString](ImplicitlyCopyable, Optimizer):
     """SGD, Adam, AdamW and RMSprop are of this type."""
 
     var _py: PythonObject

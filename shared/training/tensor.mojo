@@ -47,12 +47,15 @@ trait AnyTensor(Deinitable, ImplicitlyCopyable, Movable):
         ...
 
 
-struct Tensor[channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0, of: StaticString = "samples"](
+struct PlacedTensor[channels: Int, height: Int = 1, width: Int = 1, *, place: Int = 0, of: StaticString = "samples"](
     AnyTensor
 ):
-    """A batch of samples of (channels, height, width), or of `channels` features, on a place."""
+    """A batch of samples on a place. Write Tensor[...], which names the place `device`.
 
-    comptime SHAPE = Shape(Self.channels, Self.height, Self.width, Self.device)
+    The two names differ because Mojo refuses `to(device=1)` in a type that has a parameter `device`.
+    """
+
+    comptime SHAPE = Shape(Self.channels, Self.height, Self.width, Self.place)
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -62,8 +65,21 @@ struct Tensor[channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0
     def value(self) -> Value:
         return self._value
 
-    def to[where_to: Int](self) raises -> Tensor[Self.channels, Self.height, Self.width, device=where_to, of=Self.of]:
-        """The same numbers on another place; the gradient goes the way back."""
+    def to[
+        v: __mlir_type.`!pop.int_literal`, //
+    ](self, *, device: IntLiteral[v]) raises -> PlacedTensor[
+        Self.channels, Self.height, Self.width, place=Int(IntLiteral[v]()), of=Self.of
+    ]:
+        """The same numbers on another place, which must be written as a number: x.to(device=1).
+
+        The gradient goes the way back.
+        """
+        return {self._value.to(Int(IntLiteral[v]()))}
+
+    def to[
+        where_to: Int
+    ](self) raises -> PlacedTensor[Self.channels, Self.height, Self.width, place=where_to, of=Self.of]:
+        """The same for a place that is computed: x.to[n + 1]()."""
         return {self._value.to(where_to)}
 
     def __add__(self, other: Self) raises -> Self:
@@ -83,6 +99,10 @@ struct Tensor[channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0
         return {self._value * PythonObject(factor)}
 
 
+comptime Tensor[
+    channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0, of: StaticString = "samples"
+] = PlacedTensor[channels, height, width, place=device, of=of]
+"""A batch of samples of (channels, height, width), or of `channels` features, on a place."""
 comptime Ids[length: Int, *, device: Int = 0] = Tensor[length, device=device, of="ids"]
 """A batch of sequences of `length` whole numbers, such as the ids of tokens, on a place."""
 comptime Tokens[length: Int, features: Int, *, device: Int = 0] = Tensor[length, features, device=device, of="tokens"]

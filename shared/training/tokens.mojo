@@ -7,7 +7,7 @@ from .layers import Layer, _Module
 from .tensor import Ids, Shape, Tokens
 
 
-struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
+struct Embedding[count: Int, features: Int, *, device: Int = 0](ImplicitlyCopyable, Layer):
     """A vector for each of `count` ids, normal with variance 1 at first."""
 
     var _module: _Module
@@ -38,7 +38,7 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
         return Shape(x.channels, Self.features, 1, x.device)
 
 
-struct LayerNorm[features: Int, *, device: Int = 0](Layer):
+struct LayerNorm[features: Int, *, device: Int = 0](ImplicitlyCopyable, Layer):
     """The features of each token with mean 0 and variance 1, times weight, plus bias (Ba, Kiros, Hinton 2016)."""
 
     var _module: _Module
@@ -61,7 +61,7 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
 
 struct MultiheadAttention[
     features: Int, heads: Int, *, is_causal: Bool = False, dropout: Float64 = 0.0, device: Int = 0
-](Layer):
+](ImplicitlyCopyable, Layer):
     """Each token's attention to all tokens of its sequence, or to those up to it (Vaswani et al. 2017). While training
     each is left out with probability `dropout`.
     """

@@ -82,7 +82,7 @@ struct Zoo(Module):
         var c = flatten(avg_pool2d[2](b))
         var d = dropout(sigmoid(self.fc.forward(c)), 0.5)
         var e = d * self.gate.forward(d) - d
-        return log_softmax(self.tail.forward(e)).to[1]()
+        return log_softmax(self.tail.forward(e)).to(device=1)
 
 
 def zoo() raises:
