@@ -414,11 +414,17 @@ def main() raises:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("relu(self.first.forward(flatten(x))).to[1]()", None),
-        ("relu(self.first.forward(flatten(x)))", "the input is on another device than the layer; move it with .to["),
-        ("relu(self.first.forward(flatten(x))).to[2]()", "the input is on another device than the layer; move it"),
-        ("relu(self.first.forward(x)).to[1]()", "cannot be converted from 'Tensor[Int(1), Int(28), Int(28)]'"),
-        ("flatten(x).to[1]()", "cannot be converted from 'Tensor[Int(784), device=Int(1)]' to 'Tensor[Int(20), device"),
+        ("relu(self.first.forward(flatten(x))).to(device=1)", None),
+        ("relu(self.first.forward(flatten(x)))", "the input is on another device than the layer; move it with .to("),
+        ("relu(self.first.forward(flatten(x))).to(device=2)", "the input is on another device than the layer; move it"),
+        (
+            "relu(self.first.forward(x)).to(device=1)",
+            "cannot be converted from 'PlacedTensor[Int(1), Int(28), Int(28)]'",
+        ),
+        (
+            "flatten(x).to(device=1)",
+            "cannot be converted from 'PlacedTensor[Int(784), place=Int(1)]' to 'PlacedTensor[Int(20), place",
+        ),
     ],
 )
 def test_a_mistake_in_sizes_or_places_does_not_compile(tmp_path, body, message):
@@ -457,7 +463,7 @@ def main() raises:
         ),
         (
             "PipelineParallel[In=Tensor[784], Out=Tensor[10, device=1], ...]("
-            "Stage[device=0, ...](Linear[784, 20]()), Stage[device=1, ...](Linear[20, 10]()))",
+            "stages=[Stage(layers=[Linear[784, 20]()], device=0), Stage(layers=[Linear[20, 10]()], device=1)])",
             "a stage does not fit what comes before it",
         ),
     ],
