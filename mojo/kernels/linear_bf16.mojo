@@ -35,6 +35,7 @@ comptime COLUMNS = 96  # inputs of a panel of the gradient of the input: 8 tiles
 # The summed axis is cut into blocks whose x, 50 KiB of two groups, nearly stays in a first-level cache of 48 KiB. Sums
 # wait in y, unrounded, so the cut changes no bit.
 comptime BLOCK = 400  # pairs
+comptime AHEAD = 16  # rows that packing fetches ahead, as in linear.mojo
 
 
 @no_inline
@@ -287,6 +288,8 @@ def linear_backward_input_bf16(
 def _pack_columns(y: HalfPtr, w: Ptr, n: Int, row: Int, two: Bool):
     """Pairs of n columns of a row of w and the next one, or zeros if there is none."""
     for v in range(0, n, LANES):
+        prefetch(w.unsafe_offset(AHEAD * row + v))
+        prefetch(w.unsafe_offset((AHEAD + 1) * row + v))
         var left = n - v
         var a = load_first(w, v, left)
         var b = Vec(0)
