@@ -184,6 +184,35 @@ def test_unknown_instruction_is_an_error_only_when_reached(gpu: Gpu, capfd: pyte
     assert "not emulated" in said and "tcgen05.fence" in said
 
 
+def test_labels_of_blocks_are_their_own(gpu: Gpu) -> None:
+    """A block inside another may jump out of it, and may name a label as one outside is named."""
+    body = REGS + INDEX + (
+        "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; mov.u32 %r5, %r1; $A: add.u32 %r5, %r5, 1;"
+        "{ .reg .pred q; .reg .b32 %r9; $A: mov.u32 %r9, 10; add.u32 %r5, %r5, %r9; setp.lt.u32 q, %r5, 35; @q bra $A;"
+        "{ $B: add.u32 %r5, %r5, 100; setp.lt.u32 q, %r5, 250; @q bra $B; setp.gt.u32 q, %r5, 1240; @q bra $OUT;"
+        "add.u32 %r5, %r5, 3; } $B: add.u32 %r5, %r5, 7; $OUT: add.u32 %r5, %r5, 1000; }"
+        "setp.lt.u32 %p1, %r5, 3000; @%p1 bra $A; st.global.u32 [%d1], %r5; ret;"
+    )  # fmt: skip
+
+    def want(x: int) -> int:
+        while True:
+            x += 11
+            while x < 35:
+                x += 10
+            x += 100
+            while x < 250:
+                x += 100
+            if x <= 1240:
+                x += 10
+            x += 1000
+            if x >= 3000:
+                return x
+
+    y = gpu.empty(128)
+    gpu.launch(gpu.kernel(body, "u64"), y)
+    np.testing.assert_array_equal(gpu.get(y, 32, np.uint32), [want(i) for i in range(32)])
+
+
 def test_launches_that_are_not_possible(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     k = gpu.kernel(ADD_ONE, "u64 u64")
     x = gpu.put(np.zeros(1024, np.int32))

@@ -344,7 +344,7 @@ static bool warp_op(Compiler *c, Stmt *s) {
 static bool matrix(Compiler *c, Stmt *s) {
     if (is(s, "ldmatrix")) {
         int n = has(s, "x4") ? 4 : has(s, "x2") ? 2 : 1;
-        if (!has(s, "m8n8") || !has(s, "b16") || s->opd[1].kind != O_ADDR) return false;
+        if (!has(s, "m8n8") || !has(s, "b16") || s->opd[1].kind != O_ADDR || (s->opd[0].kind == O_VEC && s->opd[0].n != n)) return false;
         converge(c, -1);
         int i = emit(c, op_ldmatrix);
         u16 k = (u16)(n | (has(s, "trans") ? 16 : 0));
