@@ -126,8 +126,8 @@ def verify(path: Path, key: bytes | None = None, follow: bool = False) -> Manife
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of an array in C order; of any shape, also an empty one."""
-    return array.reshape(-1).view(np.uint8).data
+    """The bytes of an array in C order; of any shape and strides, also an empty one."""
+    return np.ascontiguousarray(array.reshape(-1)).view(np.uint8).data
 
 
 def check_owner(status: os.stat_result) -> None:

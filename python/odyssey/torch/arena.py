@@ -1,13 +1,14 @@
 """A module's parameters, gradients and buffers in memory that torch, NumPy and the reductions see.
 
 Parameters become views of one array, with their strides (channels-last stays what it is), the trained ones first, so
-that gradients are an array of the same layout. Running statistics of normalisations become views of another.
+that gradients are an array of the same layout. Running statistics of normalisations become views of another (norms.py).
+What shares memory with parameters moves with them.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -16,22 +17,8 @@ from torch import nn
 from ..comm import Communicator
 from ..core import native
 from ..errors import ConfigError
-
-ALIGN = 16  # floats; every tensor starts on a vector
-
-
-def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts, in floats, and the floats of all."""
-    at, size = [], 0
-    for t in tensors:
-        at.append(size)
-        size += -(-t.numel() // ALIGN) * ALIGN
-    return at, size
-
-
-def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
-    """The place of a tensor in an array, with its shape and strides; it counts its own changes (`_version`)."""
-    return torch.from_numpy(flat[at : at + like.numel()]).as_strided(like.shape, like.stride())
+from .memory import aligned_sizes, of_parameters, view
+from .norms import Norms
 
 
 class ModuleArena:
@@ -39,10 +26,9 @@ class ModuleArena:
 
     named: parameters by name, each once, those that are trained first. trained: how many these are. size: floats of
     their gradients. params: all parameters, float32; extent: floats of them, wherever they are (zero.py). grads:
-    gradients of the parameters `held`; gradients: their places. statistics: float buffers of normalisations (name,
-    tensor), views of `running`; kept: their values before a step. counters: integer buffers of normalisations. others:
-    buffers that a shard must leave as they are. Raises ConfigError: a parameter or module cannot be trained this way;
-    the message names it.
+    gradients of the parameters `held`; gradients: their places. norms: statistics and all other buffers. aliases: what
+    shares memory with parameters. Raises ConfigError: a parameter or module cannot be trained this way; the message
+    names it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,20 +37,8 @@ class ModuleArena:
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
             raise ConfigError(f"[torch] {type(module).__name__} has no parameter that requires a gradient")
+        self.norms = Norms(module, list(module.named_parameters()))
         self.arrange(trained)
-
-        of_norms = _of_norms(module)
-        buffers = self.buffers
-        self.statistics = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
-        self.counters = [(n, b) for n, b in buffers if n in of_norms and not b.is_floating_point()]
-        self.others = [(n, b) for n, b in buffers if n not in of_norms]
-        places, self.floats = aligned_sizes([b for _, b in self.statistics])
-        self.running, self.kept = (native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2))
-        for (_, b), at in zip(self.statistics, places, strict=True):
-            own = view(self.running, at, b.contiguous())
-            own.copy_(b)
-            b.data = own
-        self.kept[:] = self.running
 
     def arrange(self, trained: Collection[str]) -> None:
         """Puts the parameters of these names first, with places for their gradients, the others behind them."""
@@ -72,6 +46,7 @@ class ModuleArena:
         self.named = sorted(named, key=lambda pair: pair[0] not in trained)
         self.trained = sum(name in trained for name, _ in named)
         tensors = [p for _, p in self.named]
+        self.aliases = of_parameters(self.module, self.named, self.buffers)
         for p in tensors:
             if not torch.ops.aten.is_non_overlapping_and_dense(p):  # elements side by side, each at its own place
                 p.data = p.data.contiguous()
@@ -82,6 +57,8 @@ class ModuleArena:
             own = view(self.params, at, p)
             own.copy_(p.data)
             p.data = own
+        for alias in self.aliases:
+            alias.follow()
         self.settle()
 
     def settle(self) -> None:
@@ -126,12 +103,13 @@ class ModuleArena:
         """Gives all ranks the values of rank 0; a collective call."""
         comm.broadcast(self.params)
         for _, b in self.buffers:
-            whole = b.detach().contiguous()
+            whole = b.detach().clone(memory_format=torch.contiguous_format)
             raw = whole.view(-1).view(torch.uint8).numpy()
             if raw.size:
                 comm.broadcast(raw)
-                b.copy_(whole)
-        self.kept[:] = self.running
+                with torch.no_grad():  # a buffer may be a parameter
+                    b.copy_(whole)
+        self.norms.keep()
 
     @property
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -163,10 +141,3 @@ def _refuse(module: nn.Module) -> None:
                 f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 on the "
                 "CPU is allowed: module.float().cpu(), and precision='bf16' for autocast"
             )
-
-
-def _of_norms(module: nn.Module) -> set[str]:
-    """The names of buffers that a normalisation keeps of its inputs: their rule is known."""
-    norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
-    kept = ("running_mean", "running_var", "num_batches_tracked")
-    return {f"{name}.{buffer}" if name else buffer for name in norms for buffer in kept}

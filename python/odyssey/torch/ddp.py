@@ -103,9 +103,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
         """The module's own; all ranks must load the same."""
-        found = self.module.load_state_dict(*arguments, **named)
-        self._arena.kept[:] = self._arena.running
-        return found
+        return self.module.load_state_dict(*arguments, **named)
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
@@ -123,15 +121,16 @@ class DistributedDataParallel(torch.nn.Module):
         kept = [None if self._open or id(p) in self._stepped else p.grad for p in self._own]
         kept = [None if g is None else g.clone() for g in kept]
         self._open = True
-        self._arena.kept[:] = self._arena.running  # a forward pass between two batches may have moved them
+        shards = self._shards(samples, self.steps)
         try:
-            for lo, hi in self._shards(samples, self.steps):
+            for lo, hi in shards:
                 places = [p.grad for p in self._own]
                 before = {id(p): g._version for p, g in zip(self._own, places, strict=True)}
                 self._versions = dict(before)
                 yield piece(lo, hi)
                 self._check_shard(places, before)
         finally:
+            shards.close()
             self._versions = {}
         if any(net._norms() != norms for net, norms in others):
             raise LoopError(
@@ -188,7 +187,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _norms(self) -> tuple[bytes, list[int]]:
         """Running statistics and counters of the normalisations, as they are now."""
-        return self._arena.running.tobytes(), [int(b) for _, b in self._arena.counters]
+        norms = self._arena.norms
+        return norms.running.tobytes(), [int(b) for _, b in norms.counters]
 
     def _check_shard(self, places: list[torch.Tensor], before: dict[int, int]) -> None:
         """Raises LoopError unless backward(), and nothing else, has written into `places` since `before`."""

@@ -30,7 +30,8 @@ from ..parallel import Reduction, StepOutcome
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..train import agreement
-from .arena import ALIGN, ModuleArena
+from .arena import ModuleArena
+from .memory import ALIGN
 
 SUMS = 14  # loss, samples, metrics
 ALL = 1 << 61  # in the place of a shard's number: of all of them
@@ -143,14 +144,17 @@ class Shards:
         self._told: set[str] = set()
         self._count = 0  # shards of the batch that has begun
         self._lay_out()
-        self.running, self.kept = torch.from_numpy(arena.running), torch.from_numpy(arena.kept)
+        self.norms = arena.norms
+        self.running = torch.from_numpy(self.norms.running)
+        self.kept = torch.from_numpy(self.norms.kept)
 
     def _lay_out(self) -> None:
         arena = self.arena
+        norms = arena.norms
         arena.hold(range(arena.trained))
         self.gradient = torch.from_numpy(arena.grads)
         # gradients | statistics | whether changed | SUMS | reached | raised
-        sizes = [arena.size, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]
+        sizes = [arena.size, norms.floats, norms.floats, SUMS, arena.trained, len(norms.counters)]
         self._places = np.cumsum(sizes).tolist()
 
     def arrange(self, trained: Collection[str]) -> None:
@@ -240,20 +244,27 @@ class Shards:
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
         """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
         backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
-        self.begin(samples, train)
-        yield from self.run(samples, step)
+        part = self.begin(samples, train)
+        if part.error is not None:
+            raise part.error
+        with contextlib.closing(self.run(samples, step)) as shards:
+            yield from shards
 
     def begin(self, samples: int, train: bool = True) -> StepOutcome:
-        """Begins a batch: what is made for it, and this rank's part. A collective call the first time."""
+        """Begins a batch: what is made for it, and this rank's part, which may have failed already. A collective call
+        the first time."""
         prepared = self.prepared(samples, train)
-        before = [int(b) for _, b in self.arena.counters] if train else []
         part = StepOutcome(prepared.reduction, (self._places[2] if train else 0) + 1)
-        self._begun, self._count = (prepared, train, before, part), prepared.plan.shards
+        self._begun = prepared, train, part
+        self._count = prepared.plan.shards
+        if train:
+            with part.tried():
+                self.norms.take_over()
         return part
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """The shards of a batch that has begun, as calling this object gives them."""
-        prepared, train, _, _ = self._begun
+        prepared, train, _ = self._begun
         with self._nothing_else_changes(train):
             for action in (*prepared.plan.threads[0], *prepared.plan.final):
                 if action.kind == "add":
@@ -264,11 +275,12 @@ class Shards:
 
     @contextlib.contextmanager
     def _nothing_else_changes(self, train: bool) -> Iterator[None]:
-        """The generator is afterwards what it was, and so must parameters be, and buffers that nothing merges."""
+        """The generator, statistics and counters are afterwards what they were, also if a shard failed or was left; so
+        must parameters be, and buffers that nothing merges."""
         arena = self.arena
         if train:
             arena.check()
-        fixed = [(name, t, t._version) for name, t in (*arena.others, *arena.named)]
+        fixed = [(name, t, t._version) for name, t in (*self.norms.others, *arena.named)]
         for name, p in arena.named[arena.trained :]:
             if train and p.requires_grad:
                 raise ConfigError(f"[torch] {name} was frozen and is not any more; make a new trainer of the module")
@@ -277,7 +289,9 @@ class Shards:
             yield
         finally:
             generator.set_state(drawn)
-        now = dict(arena.buffers) if arena.others else {}
+            if train:
+                self.norms.put_back()
+        now = dict(arena.buffers) if self.norms.others else {}
         for name, t, version in fixed:
             what = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
             same = t._version == version and (what == "parameter" or now.get(name) is t)
@@ -293,30 +307,32 @@ class Shards:
         self, shard: int, samples: int, step: int, flat: torch.Tensor, gradients: list[torch.Tensor]
     ) -> Iterator[tuple[int, int]]:
         """One shard, whose sums go into `flat`. gradients: places among them."""
-        _, train, before, _ = self._begun
+        _, train, _ = self._begun
         size = self.shard_size or samples
         lo, hi = shard * size, min((shard + 1) * size, samples)
         flat.zero_()
         self._sums = [0.0] * (SUMS - 1)
-        versions = self._enter(gradients, before) if train else []
+        versions = self._enter(gradients) if train else []
         generator.manual_seed(seed_of(self.seed, step, shard, train))
         yield lo, hi
         tail = [self._sums[0], float(hi - lo), *self._sums[1:]]
         if train:
             tail += self._reached(gradients, versions)
-            tail += self._leave(flat, before, hi - lo)
+            tail += self._leave(flat, hi - lo)
         at = self._places[2] if train else 0
         flat.numpy()[at : at + len(tail)] = tail
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """The shards of a batch that has begun, for a pass before theirs that draws the same and leaves nothing."""
-        _, train, before, _ = self._begun
+        _, train, _ = self._begun
         with self.drawing(step, train):
             for shard in self.own(samples, train):
-                if train:
-                    self._begin_statistics(before)
                 generator.manual_seed(seed_of(self.seed, step, shard, train))
-                yield shard * self.shard_size, min((shard + 1) * self.shard_size, samples)
+                try:
+                    yield shard * self.shard_size, min((shard + 1) * self.shard_size, samples)
+                finally:
+                    if train:
+                        self.norms.put_back()
 
     @contextlib.contextmanager
     def drawing(self, step: int, train: bool) -> Iterator[None]:
@@ -332,18 +348,11 @@ class Shards:
         """BatchSums over the samples of the shard that is being run."""
         self._sums[: 1 + len(metrics)] = loss, *metrics
 
-    def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
+    def _enter(self, gradients: list[torch.Tensor]) -> list[int]:
         for (_, p), place in zip(self.arena.named, gradients, strict=False):
             p.grad = place
-        self._begin_statistics(before)
+        self.norms.put_back()
         return [g._version for g in gradients]
-
-    def _begin_statistics(self, before: list[int]) -> None:
-        """Running statistics and counters are those before the step."""
-        if before or self.arena.floats:
-            self.running.copy_(self.kept)
-            for (_, b), value in zip(self.arena.counters, before, strict=True):
-                b.fill_(value)
 
     def _reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
         """By parameter, whether the shard that has run reached it."""
@@ -357,21 +366,23 @@ class Shards:
             reach.append(float(place._version != version))
         return reach
 
-    def _leave(self, flat: torch.Tensor, before: list[int], n: int) -> list[float]:
+    def _leave(self, flat: torch.Tensor, n: int) -> list[float]:
         """The statistics that a shard made go behind its gradients; by how much it raised the counters."""
-        arena, (statistics, changed) = self.arena, self._places[:2]
+        norms, (statistics, changed) = self.norms, self._places[:2]
         if self.mean:
             flat[:statistics].mul_(n)
-        if arena.floats:
-            torch.mul(self.running, float(n), out=flat[statistics : statistics + arena.floats])
-            flat[changed : changed + arena.floats] = (self.running != self.kept).float()
-        return [float(int(b) - value) for (_, b), value in zip(arena.counters, before, strict=True)]
+        if norms.floats:
+            torch.mul(self.running, float(n), out=flat[statistics : statistics + norms.floats])
+            flat[changed : changed + norms.floats] = (self.running != self.kept).float()
+        return [float(int(b) - count) for (_, b), count in zip(norms.counters, norms.counts, strict=True)]
 
     def sums(self) -> BatchSums:
         """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call.
         Raises what a rank's part failed with: on all ranks; nothing was changed."""
-        _, train, before, part = self._begun
-        result, arena = self._complete(), self.arena
+        _, train, part = self._begun
+        result = self._complete()
+        arena = self.arena
+        norms = self.norms
         statistics, changed, sums = self._places[:3] if train else (0, 0, 0)
         if train and (part.error is not None or math.isnan(result[sums + 1])):
             self.settle(False)
@@ -380,18 +391,18 @@ class Shards:
         if not train:
             return BatchSums(loss, samples, metrics)
         flags = result[sums + SUMS : self._places[-1]].tolist()
-        if arena.floats:
-            n = arena.floats
+        if norms.floats:
+            n = norms.floats
             mean = result[statistics : statistics + n] / samples
             self.merged = torch.where(result[changed : changed + n] > 0, mean, self.kept)
         raised = [math.ceil(total / self._count) for total in flags[arena.trained :]]
-        self._counters = [value + by for value, by in zip(before, raised, strict=True)]
+        self._counts = [count + by for count, by in zip(norms.counts, raised, strict=True)]
         self._divide(result, samples)
         return BatchSums(loss, samples, metrics, [f > 0 for f in flags[: arena.trained]])
 
     def _complete(self) -> torch.Tensor:
         """The sums over all shards: gradients, and what goes behind them."""
-        prepared, _, _, part = self._begun
+        prepared, _, part = self._begun
         part.tell()
         prepared.reduction.start()
         prepared.reduction.finish()
@@ -403,12 +414,7 @@ class Shards:
 
     def settle(self, taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it was not taken."""
-        arena = self.arena
-        if not arena.floats and not arena.counters:
-            return
-        if taken and arena.floats:
-            self.kept.copy_(self.merged)
-        self.running.copy_(self.kept)
-        counters = self._counters if taken else self._begun[2]
-        for (_, b), value in zip(arena.counters, counters, strict=True):
-            b.fill_(value)
+        if not taken:
+            self.norms.put_back()
+        elif self.norms.floats or self._counts:
+            self.norms.settle(self.merged if self.norms.floats else None, self._counts)

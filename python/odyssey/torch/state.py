@@ -96,8 +96,8 @@ class TrainerState(Sharing):
     def _prints(self) -> tuple[fingerprint.Runs, fingerprint.Runs]:
         arena, lo = self.arena, self.arena.end(self.arena.held.start)
         weights = self.shards.kept_parameters()
-        if arena.floats and not (self.partial and self.comm.rank):
-            weights.append((arena.kept.ctypes.data, arena.floats, arena.extent))
+        if arena.norms.floats and not (self.partial and self.comm.rank):
+            weights.append((arena.norms.running.ctypes.data, arena.norms.floats, arena.extent))
         return fingerprint.Runs([(arena.grads.ctypes.data, arena.grads.size, lo)]), fingerprint.Runs(weights)
 
     def fingerprints(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class TrainerState(Sharing):
 
     def check_replicas(self) -> None:
         arena = self.arena
-        own = [fingerprint.of(array) for array in (arena.params, arena.kept)]  # with zero=3 the latter alone
+        own = [fingerprint.of(array) for array in (arena.params, arena.norms.running)]  # with zero=3 the latter alone
         check_replicas(self.comm, self.steps, {"weights": fingerprint.hash_of(own)})
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -145,10 +145,14 @@ class TrainerState(Sharing):
 
     def standing(self) -> dict[str, Any]:
         groups = {f"group {i} of the optimizer": _hyper(g) for i, g in enumerate(self.optimizer.param_groups)}
-        return {**groups, "clip_norm": self.clip_norm, **self._built.values()}
+        written = self.arena.norms.written.items()
+        prints = {f"the fingerprint of values written into {name} between steps": value for name, value in written}
+        return {**groups, "clip_norm": self.clip_norm, **self._built.values(), **prints}
 
     def check_alike(self) -> None:
         self._built.share(self.comm)
+        with contextlib.suppress(ConfigError):  # the next step raises it, on all ranks
+            self.arena.norms.take_over()
         super().check_alike()
 
     @property
@@ -228,7 +232,7 @@ class TrainerState(Sharing):
     @property
     def state_bytes(self) -> int:
         """About the bytes of a checkpoint: parameters, and two arrays as large for the optimizer."""
-        return 12 * self.arena.extent + 4 * self.arena.floats
+        return 12 * self.arena.extent + 4 * self.arena.norms.floats
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
         optimizer = self._optimizer_state(parts)
@@ -331,11 +335,15 @@ class TrainerState(Sharing):
         ]
 
     def _take(self, values: list[tuple[torch.Tensor, Any]]) -> None:
+        shared = {id(alias.tensor) for alias in (*self.arena.aliases, *self.arena.norms.aliases)}  # owners are taken
         with torch.no_grad(), self.shards.holding() as mine:
             for t, value in values:
+                if id(t) in shared:
+                    continue
                 if mine is None or not isinstance(t, nn.Parameter) or id(t) in mine:
                     t.copy_(torch.from_numpy(np.array(value)))
-        self.arena.kept[:] = self.arena.running
+        self.arena.norms.keep()
+        self.arena.norms.written.clear()
 
     def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]]) -> None:
         """Gives the optimizer the groups that were added to it before a checkpoint, and no others."""

@@ -28,7 +28,8 @@ from ..core import fingerprint, native
 from ..errors import ConfigError
 from ..parallel import StepOutcome
 from ..parallel import plan as planning
-from .arena import ALIGN, ModuleArena
+from .arena import ModuleArena
+from .memory import ALIGN
 from .shards import SUMS, Shards
 
 SLOTS = 2  # buckets of parameters of other ranks that are there at a time
@@ -128,16 +129,28 @@ class Spread(Shards):
         self._rounds = self._round = self._count = 0
         super().__init__(module, comm, *given, **held)
         if zero == 3:
+            self._check_aliases()
             for part in module.modules():
                 part.register_state_dict_pre_hook(lambda *_: self._refuse("state_dict()"))
                 part._register_load_state_dict_pre_hook(lambda *_: self._refuse("load_state_dict()"))
+
+    def _check_aliases(self) -> None:
+        """Raises ConfigError: a buffer shares memory with a parameter, whose memory comes and goes."""
+        buffers = {id(b) for _, b in self.arena.buffers}
+        for alias in self.arena.aliases:
+            if id(alias.tensor) in buffers:
+                raise ConfigError(
+                    f"[torch] the buffer {alias.name} shares memory with a parameter, which zero=3 has in parts; use "
+                    "zero=2, or compute the buffer in forward()"
+                )
 
     def _lay_out(self) -> None:
         arena, ranks = self.arena, self.comm.size
         own = arena.shares(0, arena.trained, ranks)
         arena.hold(own[self.comm.rank])
         self.gradient = torch.from_numpy(arena.grads)
-        self._places = np.cumsum([0, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]).tolist()
+        norms = arena.norms
+        self._places = np.cumsum([0, norms.floats, norms.floats, SUMS, arena.trained, len(norms.counters)]).tolist()
         self._tail, self._tails = torch.zeros(self._places[-1]), list[tuple[int, np.ndarray]]()
         most = max(ALIGN, min(MOST, arena.extent // 32))
         self.owned = [self._cut(run, owner, most) for owner, run in enumerate(own)]  # trained, by owner
@@ -322,9 +335,11 @@ class Spread(Shards):
         self._count = planning.shard_count(samples, self.shard_size)
         self._round, self._rounds, self._tails = 0, -(-self._count // self.comm.size), []
         part = StepOutcome(self, self._places[2])  # type: ignore[arg-type]
-        self._begun = None, train, [int(b) for _, b in self.arena.counters], part  # type: ignore[assignment]
+        self._begun = None, train, part  # type: ignore[assignment]
         for b in self.summed:
             b.nodes, b.grads = [], None
+        with part.tried():
+            self.norms.take_over()
         return part
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
@@ -341,14 +356,14 @@ class Spread(Shards):
                     yield from self._shard(own[self._round], samples, step, self._tail, [])
                 self._close_round()
 
-    def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
+    def _enter(self, gradients: list[torch.Tensor]) -> list[int]:
         self._reach = [0.0] * self.arena.trained
         for b in self.summed:
             parameters = {i: self.arena.named[i][1] for i in b.run}
             b.waits = {i for i, p in parameters.items() if p.requires_grad}
             for p in parameters.values():
                 p.grad = None
-        return super()._enter(gradients, before)
+        return super()._enter(gradients)
 
     def _reached(self, gradients: list[torch.Tensor], versions: list[int]) -> list[float]:
         return self._reach
@@ -414,7 +429,7 @@ class Spread(Shards):
 
     def _close_round(self) -> None:
         """Ends a round, in which this rank has run its shard, had none, or failed."""
-        if self._begun[3].error is not None:
+        if self._begun[2].error is not None:
             self._tail.fill_(float("nan"))
         self._votes[1:] = 1
         while not self._meet(DONE):
