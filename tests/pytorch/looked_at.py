@@ -1,4 +1,5 @@
-"""Published models and what odyssey.torch says of their losses: looked_at.py; prints a line for each, kind first.
+"""Published models and what odyssey.torch says of their losses: looked_at.py; prints a line for each, in float32 and in
+bfloat16 (autocast), kind first.
 
 torchvision's and timm's classifiers with cross entropy, transformers' models with the losses that they hold, all with
 random weights; then those whose losses look across the batch.
@@ -6,6 +7,7 @@ random weights; then those whose losses look across the batch.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -15,8 +17,7 @@ import transformers as hf
 import vision
 from torch.nn import functional as F
 
-from odyssey.torch import separable
-from odyssey.torch.trainer import outputs
+from odyssey.torch import huggingface, separable
 
 warnings.filterwarnings("ignore")
 G = torch.Generator().manual_seed(0)
@@ -27,12 +28,14 @@ PICTURES = (
 
 
 def look(name: str, module: torch.nn.Module, batch: tuple[Any, Any], loss: Any) -> None:
-    def run(both: tuple[Any, Any]) -> torch.Tensor:
+    def run(both: tuple[Any, Any], precision: str) -> torch.Tensor:
         x, y = both
-        return loss(module(**x) if isinstance(x, dict) else module(x), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            return loss(module(**x) if isinstance(x, dict) else module(x), y)
 
-    kind, _ = separable.looked_at([module.train()], run, batch)
-    print(kind, name, flush=True)
+    for precision in ("fp32", "bf16"):
+        kind, _ = separable.looked_at([module.train()], functools.partial(run, precision=precision), batch)
+        print(kind, name, precision, flush=True)
 
 
 def main() -> None:
@@ -80,7 +83,7 @@ def main() -> None:
     ):
         if "pixel_values" in batch:
             batch["pixel_values"] = torch.randn(6, 3, 32, 32)
-        look(type(model).__name__, model, (batch, ()), lambda out, y: outputs.loss(out))
+        look(type(model).__name__, model, (batch, ()), lambda out, y: huggingface.loss(out))
     clip = hf.CLIPConfig(text_config={**words, "eos_token_id": 2}, vision_config=picture, projection_dim=16)
 
     def pairs(out: Any, y: Any) -> torch.Tensor:

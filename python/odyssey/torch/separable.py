@@ -1,14 +1,17 @@
 """Check of a loss: is that of a batch a mean over its samples, which shards may compute apart?
 
-The gradient of a weighted mean is the weighted mean of its parts' gradients, with weights that add up to 1: those of
-class weights, `ignore_index` and masks too, whatever they are. A loss that compares samples with each other
-(contrastive, ranking, decorrelation, a balance of experts) has no such weights. Looked at are the halves of one shard
-in eval mode, in which samples do not meet in normalisations and nothing is drawn. Everything is afterwards as it was.
+A weighted mean and its gradient are the weighted means of its parts' values and gradients, with weights that add up to
+1: those of class weights, `ignore_index` and masks too, whatever they are. A loss that compares samples with each other
+(contrastive, ranking, decorrelation, a balance of experts) or is a function of a mean has no such weights. Looked at
+are the halves of one shard in eval mode, in which samples do not meet in normalisations and nothing is drawn. All of it
+is computed in float32, also what autocast or forward() itself would round to bfloat16 or float16: that rounding is as
+large as what is looked for. Everything is afterwards as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CollectiveError
 from ..nn import in_mode
@@ -24,6 +28,7 @@ from .seeded import keys, put_back, states
 FLOATS = 1 << 22  # of gradients that are compared, small parameters first
 APART = 1e-4  # of a parameter's gradient, what no weights explain: rounding is 1e-7
 NOISE = 1e-6  # of the whole gradient: what smaller ones are may be rounding
+TOTAL = 1e-5  # of all gradients and the value together, what no weights explain: rounding is 2e-7
 
 
 def looked_at(
@@ -37,6 +42,7 @@ def looked_at(
         size += p.numel()
         if size <= FLOATS or not taken:
             taken.append(p)
+    batch = pytree.tree_map_only(torch.Tensor, _widened, batch)
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
     n = len(tensors[0]) if tensors and tensors[0].dim() else 0
     norms = [m for m in owners[0].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -48,7 +54,7 @@ def looked_at(
         warnings.simplefilter("ignore")
         before = keys(states())
         try:
-            with getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"):
+            with getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"), _in_float32():
                 for lo, hi in ((0, n), (0, n // 2), (n // 2, n)):
                     value = loss(pytree.tree_map_only(torch.Tensor, lambda t, a=lo, b=hi: t[a:b].clone(), batch))
                     found = torch.autograd.grad(value, taken, materialize_grads=True)
@@ -59,23 +65,74 @@ def looked_at(
         except Exception:  # what is wrong with forward() itself is said where it is trained
             return "unknown", []
         drawn = keys(states()) != before
-    return "unknown" if drawn else _kind(*gradients), values
+    return "unknown" if drawn else _kind(gradients, values), values
 
 
-def _kind(whole: list[torch.Tensor], first: list[torch.Tensor], second: list[torch.Tensor]) -> str:
-    """By the weights of two parts' gradients that come nearest to the whole's."""
-    g, a, b = (torch.cat([t.double() for t in tensors]) for tensors in (whole, first, second))
-    largest = float(max(g.norm(), a.norm(), b.norm()))
-    if not 0 < largest < float("inf"):
+def _kind(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
+    """By whether weights make the gradient and value of the whole of those of its two parts."""
+    parts = [[g.double() for g in tensors] for tensors in gradients]
+    largest = max(float(torch.cat(tensors).norm()) for tensors in parts)
+    if not 0 < largest < math.inf:
         return "unknown"
-    products = torch.stack([torch.stack([a @ a, a @ b]), torch.stack([b @ a, b @ b])])
-    u, v = (torch.linalg.pinv(products, rtol=1e-9, hermitian=True) @ torch.stack([a @ g, b @ g])).tolist()
-    apart = False
-    for t, p, q in zip(whole, first, second, strict=True):
+    highest = max(map(abs, values))
+    if highest > 0 and all(map(math.isfinite, values)):  # a half in which no sample counts may have no value
+        for tensors, value in zip(parts, values, strict=True):  # as much as all gradients
+            tensors.append(torch.tensor([value / highest * largest], dtype=torch.float64))
+    g, a, b = (torch.cat(tensors) for tensors in parts)
+    difference = a - b
+    square = float(difference @ difference)
+    u = float((g - b) @ difference) / square if square else 0.5
+    for kind, weights in (("mean", (u, 1 - u)), ("sum", (1.0, 1.0))):
+        if _explain(weights, parts, largest):
+            return kind
+    return "neither"
+
+
+def _explain(weights: tuple[float, float], parts: list[list[torch.Tensor]], largest: float) -> bool:
+    """True if the whole is the sum of its parts with these weights, but for rounding."""
+    u, v = weights
+    error = 0.0
+    sizes = 0.0
+    for t, p, q in zip(*parts, strict=True):
         size = float(t.norm() + (u * p).norm() + (v * q).norm())
-        apart |= float((t - u * p - v * q).norm()) > APART * size + NOISE * largest
-    total = [name for name, n in (("mean", 1), ("sum", 2)) if abs(u + v - n) < APART and not apart]
-    return total[0] if total else "neither"
+        apart = float((t - u * p - v * q).norm())
+        if apart > APART * size + NOISE * largest:
+            return False
+        error = math.hypot(error, apart)
+        sizes = math.hypot(sizes, size)
+    return error <= TOTAL * sizes
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _widened(t: torch.Tensor) -> torch.Tensor:
+    return t.float() if _is_narrow(t.dtype) else t
+
+
+class _Wide(TorchDispatchMode):
+    """Has operations computed in float32 that would be in fewer bits, those of autocast too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_narrow(kwargs.get("dtype")):
+            kwargs["dtype"] = torch.float32
+        if not any(argument.alias_info for argument in func._schema.arguments):  # views and results stay what they are
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _in_float32() -> Iterator[None]:
+    """Computes in float32 whatever is set."""
+    products = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with _Wide():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
 
 
 @contextlib.contextmanager
