@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from odyssey import callbacks, cli, loggers, optim  # noqa: F401 - the real ones, before there are fakes below them
+from odyssey import callbacks, cli, data, loggers, optim  # noqa: F401 - the real ones, before there are fakes below them
 from odyssey.data import tables  # noqa: F401 - as above
 
 

@@ -59,7 +59,7 @@ def command(
     def play(config: dict[str, Any], trial: Any) -> Any:
         made = _settings(options, config, trial.number)
         gc.unfreeze()
-        return train.run(made, listeners=[trial.pruning(metric)] if prune else (), quiet=True)
+        return train.run(made, callbacks=[trial.pruning(metric)] if prune else (), quiet=True)
 
     tuner = tune.DistributedTuner(play, space, metric=metric, **given)
     tuner.tune(trials)

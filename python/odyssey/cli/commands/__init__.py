@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,29 @@ def machines(who: str, hosts: str | None, hostfile: Path | None) -> Any:
     return parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
 
 
+def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
+    """Removes options, with the number of values that each takes, from a command line.
+
+    It finds both "--option value" and "--option=value".
+    """
+    remaining: list[str] = []
+    values_to_skip = 0
+    for word in words:
+        if values_to_skip:
+            values_to_skip -= 1
+        elif word in options:
+            values_to_skip = options[word]
+        elif word.split("=")[0] not in options:
+            remaining.append(word)
+    return remaining
+
+
 @contextlib.contextmanager
 def on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
-    """Errors of this kind come from here on every rank alike, so one rank prints them."""
+    """Marks errors of this kind that every rank raises, so that only one rank prints them.
+
+    It works around a block, and as a decorator of a function.
+    """
     try:
         yield
     except kind as error:

@@ -13,8 +13,7 @@ from odyssey.errors import ConfigError, check_integer
 
 from ...base import outputs
 from ...settings.recipes import RECIPES
-from . import HELP, JSON, LAUNCHER
-from .train import without
+from . import HELP, JSON, LAUNCHER, without
 from .verify import layouts_among
 
 

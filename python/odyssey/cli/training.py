@@ -1,0 +1,525 @@
+"""The run of `odyssey train`, from settings to results. You can do the same from Python with the same objects.
+
+`run` is the whole run, and the other functions are its steps, in the order of the run. They import what needs NumPy
+themselves: `connect_ranks` checks the limits of this process first, and `odyssey train --help` needs none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from odyssey import __version__
+from odyssey.errors import ConfigError
+
+from ..base import launcher as launchers
+from ..base import outputs, registry, runs, userfile
+from ..settings import declarations
+from ..settings.declarations import OF_FIT, Settings, Training, declared, option
+from ..settings.recipes import GPT_BETAS, GPT_DROPOUT
+from .commands import on_all_ranks, without
+
+if TYPE_CHECKING:
+    from ..callbacks import Callback
+    from ..checkpoints.trainable import History
+    from ..comm import Communicator
+    from ..core.tensor import Tensor
+    from ..data import DataLoader
+    from ..nn import Module
+    from ..optim import Optimizer, Schedule
+    from ..parallel.mesh import Mesh
+    from ..train.progress import Progress
+    from ..train.trainer import DistributedTrainer
+
+TEST_BATCH_SIZE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run, the mesh that they form, and the warnings of the checks before the run."""
+
+    world: Communicator
+    mesh: Mesh
+    warnings: list[str]
+
+    @property
+    def is_first(self) -> bool:
+        """Tells whether this process is rank 0, which prints and writes for all."""
+        return self.world.rank == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """The data of a run. `test_loader` is None if the run does not evaluate."""
+
+    train_set: Any
+    train_loader: DataLoader
+    test_loader: DataLoader | None
+    steps_per_epoch: int
+
+
+def run(
+    settings: Settings,
+    *,
+    verbose: bool = False,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    words: Sequence[str] | None = None,
+) -> History:
+    """Trains a network as the settings say, and returns its history.
+
+    Args:
+        settings: checked settings, from `commands.train.settings_of`.
+        verbose: also print the settings and the layout before the first step.
+        callbacks: callbacks for `fit()`, in addition to those that the settings ask for.
+        quiet: do not print the line of results.
+        words: the command line that the settings come from. The run directory records it.
+    """
+    world = connect_ranks(settings)
+    settings = choose_layout(settings, world, words)
+    ranks = check_ranks(settings, world)
+    if ranks.is_first:
+        prepare_outputs(settings, words)
+    data = load_data(settings)
+    schedule = build_schedule(settings, data)
+    model = build_model(settings, data)
+    optimizer = build_optimizer(settings)
+    callbacks = [*callbacks, *build_callbacks(settings, data)]
+    progress = build_progress(settings, ranks)
+    trainer = build_trainer(settings, ranks, data, model, optimizer, schedule, progress)
+    if ranks.is_first:
+        print_start(settings, ranks, data, trainer, verbose)
+    history = train(settings, data, trainer, callbacks, progress)
+    report(settings, ranks, data, trainer, history, quiet)
+    return history
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+def connect_ranks(settings: Settings) -> Communicator:
+    """Sets the environment and the limits of this process, and connects it with the other ranks."""
+    if settings.watchdog is not None:
+        os.environ["ODYSSEY_WATCHDOG"] = f"{settings.watchdog:g}"
+    if settings.run_dir is not None and not is_replay():
+        os.environ[runs.RUN_DIR] = os.path.realpath(settings.run_dir)
+    from ..base import limits
+
+    limits.before_mpi(launchers.launched())  # also before NumPy, which needs memory as well
+    from .. import comm
+
+    return comm.world(backend="auto")
+
+
+def is_replay() -> bool:
+    """Tells whether `odyssey replay` started this process. It then leaves the run directory as it is."""
+    return bool(os.environ.get(declarations.REPLAY))
+
+
+def layout_is_imposed() -> bool:
+    """Tells whether a tool such as `odyssey verify` chooses the layout of this run, instead of the options."""
+    return any(map(os.environ.get, registry.provided("joining")))
+
+
+def choose_layout(settings: Settings, world: Communicator, words: Sequence[str] | None) -> Settings:
+    """Returns the settings with the layout for `--layout auto` that rank 0 plans. Collective if `--layout` is used."""
+    if not settings.layout or layout_is_imposed():
+        return settings
+    from ..train import resume
+
+    layout = resume.by_first(world, lambda: plan_layout(settings, world, words))
+    return dataclasses.replace(settings, layout=None, **layout)
+
+
+def plan_layout(settings: Settings, world: Communicator, words: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the settings of the fastest layout that fits into memory, such as {"dp": 2, "zero": 1}."""
+    from ..audit import planner, verify
+
+    if words is None:
+        raise ConfigError("[train] --layout auto is of one training; give --dp, --pp, --tp or --zero")
+    limit = planner.machine_memory() // world.local_size
+    options = without(words, {"--run-dir": 1, "--layout": 1})
+    command = [sys.executable, "-m", "odyssey.train", "--no-progress", *options]
+    plan_layouts = planner.Planner(command, world.local_size, limit)
+    plans = planner.best(plan_layouts(tuple(planner.layouts(world.size))), 1)
+    if not plans:
+        raise ConfigError(f"[train] --layout auto: no layout fits into {limit:,} bytes a rank; start more ranks")
+    plan = plans[0]
+    if not settings.no_progress:
+        text = f"{plan.layout}: {1e3 * plan.seconds:.1f} ms a step, {plan.memory:,} bytes a rank"
+        print(f"odyssey: --layout auto is {text} as planned", file=sys.stderr, flush=True)
+    return verify.parse(plan.layout)
+
+
+@on_all_ranks()
+def check_ranks(settings: Settings, world: Communicator) -> Ranks:
+    """Checks that the ranks fit together and that their machines have room for them. Collective."""
+    from ..comm.cores import default_threads
+    from ..parallel.mesh import Mesh
+    from ..train import preflight
+
+    threads = settings.threads or default_threads(world.local_size)
+    warnings = preflight.at_start(world, dataclasses.asdict(settings), threads=threads)
+    mesh = Mesh(settings.dp, settings.pp, settings.tp)
+    if not layout_is_imposed():
+        mesh = mesh.fit(world.size)
+    return Ranks(world, mesh, warnings)
+
+
+def prepare_outputs(settings: Settings, words: Sequence[str] | None) -> None:
+    """Checks that the files of results can be written, and starts the run directory."""
+    for path, name in ((settings.save_weights, "--save-weights"), (settings.json, "--json")):
+        if path is not None:
+            outputs.check(path, name)
+    if settings.run_dir is not None and not is_replay():
+        runs.begin(runs.Run.current(), [sys.executable, "-m", "odyssey.train", *(words or ())])
+
+
+# --- data, model, optimizer ---------------------------------------------------------------------
+
+
+def load_data(settings: Settings) -> TrainingData:
+    """Opens the training set and, if the run evaluates, the test set."""
+    from ..data import DataLoader, opened
+
+    train_set = opened(
+        settings.dataset,
+        settings.data_dir,
+        train=True,
+        normalize=settings.normalize,
+        drop_columns=settings.drop_columns,
+        fill=settings.fill,
+        **sample_settings(settings),
+    )
+    train_loader = DataLoader(
+        train_set,
+        batch_size=settings.global_batch_size // settings.accumulation_steps,
+        shuffle=True,
+        seed=settings.seed,
+        num_workers=settings.num_workers,
+    )
+    test_loader = None
+    if settings.evaluate:
+        # The training part of a table decides its categories and scales.
+        columns = getattr(train_set, "columns", None)
+        test_set = opened(settings.dataset, settings.data_dir, train=False, like=columns, **sample_settings(settings))
+        test_loader = DataLoader(test_set, batch_size=TEST_BATCH_SIZE, num_workers=settings.num_workers)
+    steps_per_epoch = -(-len(train_loader) // settings.accumulation_steps)
+    return TrainingData(train_set, train_loader, test_loader, steps_per_epoch)
+
+
+def sample_settings(settings: Settings) -> dict[str, Any]:
+    """Returns the arguments of `data.opened` that decide what a sample is. Checkpoints keep them."""
+    return {"size": settings.image_size, "target": settings.target, "length": settings.sequence_length}
+
+
+@on_all_ranks()
+def build_schedule(settings: Settings, data: TrainingData) -> Schedule:
+    """Builds the factor on the learning rate as a function of the step."""
+    from .. import optim
+
+    _, total_steps = settings.length(data.steps_per_epoch)
+    return optim.schedule(settings.schedule, total_steps=total_steps, warmup_steps=settings.warmup(total_steps))
+
+
+def is_language_model(settings: Settings) -> bool:
+    """Tells whether the model predicts text."""
+    return settings.model in GPT_DROPOUT
+
+
+@on_all_ranks()
+def build_model(settings: Settings, data: TrainingData) -> Module:
+    """Builds the network for the samples of the training set. Its weights depend on the seed alone."""
+    from .. import nn
+    from ..core.offload import offload
+
+    with offload(settings.offload):
+        return nn.models.build(settings.model, seed=settings.seed, **model_arguments(settings, data.train_set))
+
+
+def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
+    """Returns the arguments of the model's class that depend on the data set."""
+    if is_language_model(settings):
+        if not hasattr(train_set, "vocabulary"):
+            raise ConfigError(
+                f"[train] --model {settings.model} is for text, --dataset {settings.dataset} has none; "
+                "use shakespeare, or text"
+            )
+        return {
+            "vocab_size": train_set.classes,
+            "context": settings.sequence_length,
+            "dropout": GPT_DROPOUT[settings.model],
+        }
+    arguments = {"sample_shape": train_set.sample_shape, "classes": output_count(settings, train_set)}
+    if settings.normalize and settings.model == "mlp" and not train_set.classes:
+        targets = train_set.labels.astype("float64")
+        arguments["targets"] = (float(targets.mean()), float(targets.std()) or 1.0)
+    return arguments
+
+
+def output_count(settings: Settings, train_set: Any) -> int:
+    """Returns how many numbers the model must return: one for each class, or for each number of a target."""
+    if hasattr(train_set, "vocabulary"):
+        raise ConfigError(
+            f"[train] --dataset {settings.dataset} gives tokens, which --model {settings.model} does not take; use "
+            "--model gpt-mini or gpt, or train a model of your own on it from Python"
+        )
+    if classes := train_set.classes:
+        return len(classes) if isinstance(classes, list) else classes
+    shape = getattr(train_set.labels, "shape", ())
+    if len(shape) > 2:
+        raise ConfigError(
+            f"[train] targets have the shape {shape[1:]}; --model {settings.model} gives one row of numbers"
+        )
+    return shape[1] if len(shape) == 2 else 1
+
+
+@on_all_ranks()
+def build_optimizer(settings: Settings) -> Optimizer:
+    """Builds the optimizer with the settings that its class takes."""
+    from .. import optim
+
+    options = values_of(settings, ("lr", "weight_decay", "momentum", "nesterov"))
+    if settings.optimizer not in optim.BY_NAME:
+        optimizer = build_user_optimizer(str(settings.optimizer), options)
+    else:
+        if is_language_model(settings):
+            options["betas"] = GPT_BETAS
+        optimizer_class = optim.BY_NAME[settings.optimizer]
+        parameters = inspect.signature(optimizer_class).parameters
+        optimizer = optimizer_class(**{name: value for name, value in options.items() if name in parameters})
+    if is_language_model(settings):
+        optimizer.undecayed = optim.vectors
+    return optimizer
+
+
+def build_user_optimizer(place: str, options: dict[str, Any]) -> Optimizer:
+    """Builds an optimizer of the user's class at FILE.py:CLASS, with the options that the user set."""
+    from .. import optim
+
+    optimizer_class = userfile.named("[train] --optimizer", place, "lion.py:Lion")
+    arguments = {name: value for name, value in options.items() if value is not None and value is not False}
+    try:
+        optimizer = optimizer_class(**arguments)
+    except TypeError as problem:
+        advice = (
+            f"it is called with what is given of {', '.join(map(option, options))}, by name: "
+            "leave out what it does not take, give the rest defaults"
+        )
+        raise ConfigError(f"[train] --optimizer {place}: {problem}; {advice}") from problem
+    if not isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(
+            f"[train] --optimizer {place} gives a {type(optimizer).__name__}; "
+            "a subclass of odyssey.optim.Optimizer is needed"
+        )
+    return optimizer
+
+
+@on_all_ranks()
+def build_callbacks(settings: Settings, data: TrainingData) -> list[Callback]:
+    """Builds the callbacks of `--early-stopping` and the loggers of `--log`."""
+    from .. import loggers
+
+    callbacks: list[Callback] = []
+    if settings.early_stopping is not None:
+        callbacks += build_early_stopping(settings, data.train_set)
+    if settings.log is not None:
+        folder = settings.log_dir
+        if folder is None and settings.run_dir is not None:
+            folder = settings.run_dir / "logs"
+        callbacks += loggers.named(settings.log, folder, settings.log_every_n_steps)
+    return callbacks
+
+
+def build_early_stopping(settings: Settings, train_set: Any) -> list[Callback]:
+    """Builds the callbacks of `--early-stopping`. If the run has checkpoints, the second one keeps the best."""
+    from ..callbacks import EarlyStopping, ModelCheckpoint
+
+    metrics = ["loss"]
+    if settings.metrics:
+        metrics += [name.strip() for name in settings.metrics.split(",")]
+    elif train_set.classes and not is_language_model(settings):
+        metrics.append("accuracy")
+    parts = ("test", "train") if settings.evaluate else ("train",)
+    figures = [f"{part}_{name}" for part in parts for name in metrics]
+    stopping = EarlyStopping.parse(settings.early_stopping, figures)
+    if settings.checkpoint_dir or settings.run_dir or runs.Run.current():
+        return [stopping, ModelCheckpoint(stopping.monitor)]
+    return [stopping]
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def build_progress(settings: Settings, ranks: Ranks) -> Progress | None:
+    """Builds what shows the progress on rank 0. Other ranks show none."""
+    from ..train import progress
+
+    return progress.make(settings.no_progress, sys.stderr) if ranks.is_first else None
+
+
+@on_all_ranks(ConfigError)
+def build_trainer(
+    settings: Settings,
+    ranks: Ranks,
+    data: TrainingData,
+    model: Module,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    progress: Progress | None,
+) -> DistributedTrainer:
+    """Builds the trainer. Collective."""
+    from .. import nn
+    from ..train.trainer import DistributedTrainer
+
+    trainer = DistributedTrainer(
+        model=model,
+        optimizer=optimizer,
+        loss=None if data.train_set.classes else nn.MSELoss(),
+        metrics=None if settings.metrics is None else [name.strip() for name in settings.metrics.split(",")],
+        schedule=schedule,
+        mesh=ranks.mesh,
+        comm=ranks.world,
+        progress=progress,
+        **values_of(settings, declared(Training)),
+    )
+    data_dir = None if settings.data_dir is None else os.path.abspath(settings.data_dir)
+    trainer.data_source = {"source": {"dataset": settings.dataset, "data_dir": data_dir, **sample_settings(settings)}}
+    return trainer
+
+
+def print_start(
+    settings: Settings, ranks: Ranks, data: TrainingData, trainer: DistributedTrainer, verbose: bool
+) -> None:
+    """Prints warnings and what is trained where, unless the user asked for silence."""
+    from ..data.tables import notes
+
+    world = ranks.world
+    lines: list[str] = []
+    if not settings.no_progress:
+        lines += [*ranks.warnings, *notes(data.train_set)]
+        if world.size > 1:
+            lines.append(f"{world.size} ranks as {trainer.mesh}; {world.why}")
+    if verbose:
+        for name, value in dataclasses.asdict(settings).items():
+            if value is not None:
+                lines.append(f"{name.replace('_', '-')} = {value}")
+        lines.append(
+            f"ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device {trainer.device}, "
+            f"threads {trainer.threads} of each rank; {world.why}"
+        )
+    if trainer.notice:
+        lines.append(trainer.notice)
+    for line in lines:
+        print(f"odyssey: {line}", file=sys.stderr, flush=True)
+
+
+def train(
+    settings: Settings,
+    data: TrainingData,
+    trainer: DistributedTrainer,
+    callbacks: Sequence[Callback],
+    progress: Progress | None,
+) -> History:
+    """Trains for the epochs or steps of the settings. Collective."""
+    epochs, _ = settings.length(data.steps_per_epoch)
+    gc.freeze()
+    gc.enable()  # train/__main__.py turned it off
+    try:
+        return trainer.fit(
+            data.train_loader,
+            data.test_loader,
+            epochs=epochs,
+            callbacks=callbacks,
+            verbose=False,
+            **values_of(settings, OF_FIT),
+        )
+    finally:
+        if progress is not None:
+            progress.end()
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def report(
+    settings: Settings, ranks: Ranks, data: TrainingData, trainer: DistributedTrainer, history: History, quiet: bool
+) -> None:
+    """Writes the files of `--save-weights` and `--json` and, unless `quiet`, prints the line of results. Collective."""
+    from ..train.trainer import write_weights
+
+    weights_hash = trainer.weights_sha256()
+    bits: dict[str, float] = {}
+    if is_language_model(settings) and history.test_loss is not None:
+        bits = data.train_set.bits(history.test_loss)
+    weights: dict[str, Tensor] | None = None
+    if settings.save_weights is not None:
+        weights = trainer.state_dict()  # on all ranks: each may have a part
+    if not ranks.is_first:
+        return
+    if weights is not None:
+        outputs.write(settings.save_weights, "--save-weights", lambda file: write_weights(file, weights))
+    if settings.json is not None:
+        results = results_of(settings, ranks, trainer, history, weights_hash)
+        outputs.write_json(settings.json, "--json", results | bits)
+    if not quiet:
+        outputs.say(summary(history, weights_hash, bits))
+
+
+def results_of(
+    settings: Settings, ranks: Ranks, trainer: DistributedTrainer, history: History, weights_hash: str
+) -> dict[str, Any]:
+    """Returns the results that `--json` writes."""
+    from ..train.progress import SENT
+
+    names = [
+        name
+        for name, setting in declared(Settings).items()
+        if setting.kind is not Path and setting.section != declarations.OUTPUT
+    ]
+    return {
+        **values_of(settings, names),
+        "test_accuracy": history.test_accuracy if settings.evaluate else None,
+        "test_loss": history.test_loss if settings.evaluate else None,
+        **values_of(history, ("train_loss", "steps", "samples_per_second", "seconds", *SENT)),
+        "epochs": len(history.records),
+        "world_size": ranks.world.size,
+        **values_of(trainer, ("workers", "threads", "device", "shard_size")),
+        "weights_sha256": weights_hash,
+        "mesh": values_of(trainer.mesh, ("dp", "pp", "tp")),
+        "memory_bytes": trainer.memory(),
+        "loss_scale": trainer.scaler.value,
+        "skipped_steps": trainer.scaler.skipped,
+        "version": __version__,
+        "history": history.records,
+    }
+
+
+def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
+    """Returns the lines of results: the numbers, then the weights' hash. Text also has the test loss in bits."""
+    from ..train.progress import SENT, traffic
+
+    parts: list[str] = []
+    if history.test_accuracy is not None:
+        parts.append(f"test accuracy {100 * history.test_accuracy:.2f} %")
+    elif bits:
+        parts += [f"test {value:.4f} {name.replace('_', ' ')}" for name, value in bits.items()]
+    elif history.test_loss is not None:
+        parts.append(f"test loss {history.test_loss:.4f}")
+    parts.append(f"train loss {history.train_loss:.4f}")
+    parts.append(f"{history.steps} steps")
+    parts += traffic(*(getattr(history, name) for name in SENT))
+    parts.append(f"{history.samples_per_second:,.0f} samples/s")
+    parts.append(f"{history.seconds:.1f} s")
+    return "  ".join(parts) + f"\nweights {weights_hash[:16]}"
+
+
+def values_of(record: object, names: Iterable[str]) -> dict[str, Any]:
+    """Returns attributes of an object by name, for example as keyword arguments."""
+    return {name: getattr(record, name) for name in names}
