@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.callbacks import LambdaCallback
 from odyssey.comm import mock
 from odyssey.comm.call_checks import WORD, distances
 from odyssey.comm.calls import envelope_bytes
+from odyssey.comm.gather_rounds import gather_rounds, passes_on
 
 
 class Count(NamedTuple):
@@ -60,7 +62,10 @@ class Counting(mock.MockCommunicator):
     def _begin(self, call):
         if self.size > 1:
             data = [0]
-            if call.op is not None:
+            if call.kind == "all_gather_v" and passes_on(call.ranges):
+                messages = [m for one in gather_rounds(self.rank, call.ranges) for m in one.sends]
+                data = [call.out.itemsize * sum(b - a for a, b in m.runs) for m in messages]
+            elif call.op is not None:
                 data = [call.send.nbytes] * int(np.ceil(np.log2(self.size)))
             elif call.kind not in ("barrier", "group"):
                 bulk = call.send if call.send is not None else call.out
@@ -98,6 +103,20 @@ def largest(counts: list[dict[str, Count]]) -> dict[str, Count]:
         name: Count(*(max(column) for column in zip(*(one.get(name, Count()) for one in counts), strict=True)))
         for name in sorted(names)
     }
+
+
+def train_in_steps(comm) -> None:
+    """A `fit` of several steps, each counted as a part of its own: "step 2", "step 3", ..."""
+    nn.manual_seed(1)
+    x = np.random.default_rng(0).standard_normal((32 * comm.size, 6)).astype(np.float32)
+    loader = data.DataLoader(data.arrays(x, np.arange(len(x)) % 3), batch_size=8 * comm.size)
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+    trainer = DistributedTrainer(model, optim.Adam(lr=0.01), comm=comm, shard_size=8, device="cpu", threads=1)
+
+    def next_part(context) -> None:
+        here.part = f"step {context.steps + 1}"
+
+    trainer.fit(loader, epochs=1, verbose=False, callbacks=[LambdaCallback(on_step_end=next_part)])
 
 
 def train(comm, settings: dict[str, Any], folder: Path | None = None) -> None:

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 
 from odyssey import comm
+from odyssey.comm import gather_rounds
 from odyssey.errors import CollectiveError
 
+gather_rounds.DIRECT = 3  # so that few ranks gather in rounds, too
 world = comm.world("mpi")
 n, rank, odd = world.size, world.rank, world.size * 2 // 3
 
@@ -33,6 +35,27 @@ counts = [(rank + p) % 3 for p in range(n)]
 received = np.zeros(sum(counts))
 world.all_to_all_v(np.full(sum(counts), float(rank)), counts, received, counts)
 assert received.tolist() == [float(p) for p, c in enumerate(counts) for _ in range(c)]
+
+# An all-gather in rounds, again and again: ranges of any lengths, some of them empty, two calls under way at once.
+aside = world.group(range(n))
+lengths = [(5 * p) % 4 for p in range(n)]
+ends = np.cumsum(lengths).tolist()
+pieces = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+arrays = [np.zeros(ends[-1], np.float32) for _ in range(2)]
+gathers = [world.all_gather_v_init(array, pieces) for array in arrays]
+for turn in range(6):
+    for k, array in enumerate(arrays):
+        array[:] = -1
+        array[slice(*pieces[rank])] = 100 * turn + 10 * k + rank
+        gathers[k].start()
+    if rank % 2:  # these wait elsewhere first, for ranks that wait for them to pass the data on
+        assert aside.all_reduce(np.ones(1))[0] == n
+    for k in (1, 0) if turn % 2 else (0, 1):
+        gathers[k].wait()
+        expected = np.concatenate([np.full(c, 100 * turn + 10 * k + p) for p, c in enumerate(lengths)])
+        assert (arrays[k] == expected).all(), (turn, k, arrays[k], expected)
+    if rank % 2 == 0:
+        assert aside.all_reduce(np.ones(1))[0] == n
 
 said = [refused(world.barrier if rank == odd else lambda: world.all_reduce(np.zeros(2)))]
 more = [c + (rank == odd and p == 0) for p, c in enumerate(counts)]

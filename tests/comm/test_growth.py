@@ -6,7 +6,7 @@ import pytest
 
 from odyssey.parallel.mesh import Mesh
 
-from .growth import counted, largest, train, words
+from .growth import counted, largest, train, train_in_steps, words
 
 LAYOUTS = [
     {},
@@ -34,3 +34,15 @@ def test_headers_of_a_step_grow_with_the_logarithm_of_the_ranks(settings):
         assert many[name].words - many[name].envelopes <= many[name].calls * words(16)
         around = 2 if settings.get("reduction") == "ring" else 1
         assert many[name].envelopes <= around * few[name].envelopes + around
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most"),
+    [(2, 9), (5, 26), (6, 26), (7, 27), (8, 29), (12, 45), (16, 55), (17, 50), (31, 65), (32, 65), (33, 70), (64, 110)],
+)
+def test_messages_of_a_step_stay_few(ranks, most):
+    """Words, pieces of gradients and what the library sends for the sum in which ranks agree whether to stop."""
+    parts = largest(counted(ranks, train_in_steps))
+    steps = [parts["step 2"], parts["step 3"]]
+    assert all(3 <= step.calls <= 4 for step in steps)
+    assert all(step.words + step.messages <= most for step in steps), steps

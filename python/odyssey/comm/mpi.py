@@ -57,6 +57,7 @@ from .calls import (  # noqa: E402
 )
 from .cores import cores  # noqa: E402
 from .finalize import Exits  # noqa: E402
+from .gather_rounds import gather_rounds, passes_on  # noqa: E402
 from .link_times import Links  # noqa: E402
 from .requests import Message, Request, Waiting  # noqa: E402
 from .staged import Headed, Met, Staged  # noqa: E402
@@ -80,6 +81,7 @@ _FUNCTIONS = {  # of a kind of call: at once, and when it is done
 MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
 DATA_TAG = 200  # of calls made again and again, beside the headers: above those of call_checks.py
 # Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
+# An all-gather of more ranks than gather_rounds.DIRECT goes in rounds.
 NEAR = 32
 _Memories = Sequence[tuple[int, int, int]]  # rank, address, bytes
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
@@ -91,9 +93,24 @@ class _Repeated(Headed):
     Header and data go at once, in persistent messages from each rank to each other: MPI has no way to look into data
     that it receives, but nothing is returned before all headers have come and agree. Messages of a call that differs
     may be left over, so the group is then over.
+
+    An all-gather of many ranks goes in rounds (gather_rounds.py). Its receives and the first sends start at once. A
+    later round starts when the words agree and the data that it passes on are here.
     """
 
-    __slots__ = ("_header", "_heads", "_place", "_messages", "_own", "_far", "_due", "_since")
+    __slots__ = (
+        "_begun_rounds",
+        "_due",
+        "_far",
+        "_header",
+        "_heads",
+        "_messages",
+        "_own",
+        "_place",
+        "_rounds",
+        "_since",
+        "_types",
+    )
 
     def __init__(self, comm: MPICommunicator, call: Call) -> None:
         super().__init__(comm, call, call.kind, -1)
@@ -113,6 +130,14 @@ class _Repeated(Headed):
         self._own = None if call.send is call.out else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
         word, others = _WORDS[call.out.dtype.itemsize], [p for p in range(size) if p != me]
         self._messages: list[Any] = []
+        self._rounds: list[tuple[list[Any], list[Any]]] = []  # receives and sends of each, if there are any
+        self._types: list[Any] = []  # of messages that carry several pieces of the array
+        self._begun_rounds = 0
+        self._far: list[Any] = []
+        comm._repeated_calls.add(self)
+        if call.kind == "all_gather_v" and passes_on(call.ranges):
+            self._prepare_rounds(DATA_TAG + tag)
+            return
         for make, array, runs in ((comm._head.Recv_init, call.out, takes), (comm._head.Send_init, call.send, gives)):
             self._messages += [
                 make([array[slice(*runs[p])], word], p, DATA_TAG + tag) for p in others if runs[p][0] < runs[p][1]
@@ -123,7 +148,46 @@ class _Repeated(Headed):
             for m, p in zip(self._messages, came, strict=False)
             if comm.ranks[p] not in comm._links.near
         ]
-        comm._repeated_calls.add(self)
+
+    def _prepare_rounds(self, tag: int) -> None:
+        """Makes the messages of all rounds. How long they take says nothing of a link: they wait for other ranks."""
+        comm = self._comm
+        for now in gather_rounds(comm.rank, self.call.ranges):
+            receives = [comm._head.Recv_init(self._pieces(m.runs), m.peer, tag) for m in now.receives]
+            sends = [comm._head.Send_init(self._pieces(m.runs), m.peer, tag) for m in now.sends]
+            self._rounds.append((receives, sends))
+        self._messages = [request for receives, _ in self._rounds for request in receives]
+        self._messages += [request for _, sends in self._rounds for request in sends]
+        self._begun_rounds = len(self._rounds)  # nothing is under way
+
+    def _pieces(self, runs: Sequence[tuple[int, int]]) -> list[Any]:
+        """The memory of a message that carries these runs of the array, as mpi4py takes it."""
+        out = self.call.out
+        word = _WORDS[out.dtype.itemsize]
+        if len(runs) == 1:
+            return [out[slice(*runs[0])], word]
+        type_ = word.Create_indexed([b - a for a, b in runs], [a for a, _ in runs]).Commit()
+        self._types.append(type_)
+        return [out, 1, type_]
+
+    def pass_on(self) -> bool:
+        """Starts the rounds whose data are here; whether all have started. The communicator's lock is held.
+
+        Other ranks wait for it, so it is called also while this rank waits for something else (`listen`).
+        """
+        if self._begun_rounds < len(self._rounds):
+            met = self._comm._met(self._heads, self._header)
+            if met is None or met.headers:
+                return False
+        while self._begun_rounds < len(self._rounds):
+            receives, _ = self._rounds[self._begun_rounds - 1]
+            if receives and not receives[0].Testall(receives):
+                return False
+            _, sends = self._rounds[self._begun_rounds]
+            if sends:
+                MPI.Prequest.Startall(sends)
+            self._begun_rounds += 1
+        return True
 
     def start(self) -> _Repeated:
         comm, call = self._comm, self.call
@@ -142,10 +206,18 @@ class _Repeated(Headed):
         self._result, self._error, self._complete, self.posted, self._suspect = None, None, False, False, 0
         comm._active.add(self)
         with comm._lock:
-            MPI.Prequest.Startall(comm._meet(self._heads, self._header, self._sequence) + self._messages)
+            MPI.Prequest.Startall(comm._meet(self._heads, self._header, self._sequence) + self._first())
         if self._own is not None:
             self._own[0][...] = self._own[1]
         return self
+
+    def _first(self) -> list[Any]:
+        """The messages that start with the call."""
+        if not self._rounds:
+            return self._messages
+        self._begun_rounds = 1
+        receives = [request for receives, _ in self._rounds for request in receives]
+        return receives + self._rounds[0][1]
 
     def test(self) -> bool:
         if self._complete:
@@ -166,7 +238,11 @@ class _Repeated(Headed):
             if self._header.balance:  # counts are compared the first time: they stay what they are
                 self._header = self._header._replace(balance=0)
             self._due, self._since = self._far, time.monotonic_ns() if self._far else 0
-        done = MPI.Request.Testall(self._messages)
+        if self._rounds:  # which another thread may be passing on
+            with self._comm._lock:
+                done = self.pass_on() and MPI.Request.Testall(self._messages)
+        else:
+            done = MPI.Request.Testall(self._messages)
         if self._far:
             self._look_at_links(done)
         if done:
@@ -192,9 +268,11 @@ class _Repeated(Headed):
     def free(self) -> None:
         """Gives the requests back; not while they are under way."""
         requests, self._messages, self._heads.requests = self._messages + self._heads.requests, [], []
-        self._far = []
+        self._far, self._rounds = [], []
         for request in requests:
             request.Free()
+        while self._types:
+            self._types.pop().Free()
 
     def __del__(self) -> None:
         if self._heads.requests and not MPI.Is_finalized():
@@ -292,6 +370,8 @@ class MPICommunicator(Staged):
             try:
                 if self._meeting:
                     self._move_on()
+                for call in tuple(self._active):
+                    call.pass_on()
                 self._roll.listen(self._sequence)
             finally:
                 self._lock.release()
@@ -359,7 +439,9 @@ class MPICommunicator(Staged):
         call = make()
         of_ranges = call.kind == "all_gather_v"
         senders = sum(a < b for a, b in call.ranges) if of_ranges else self.size  # the same on all ranks
-        return _Repeated(self, call) if self.size > 1 and senders <= NEAR else super()._repeated(make)
+        if self.size > 1 and (senders <= NEAR or of_ranges):
+            return _Repeated(self, call)
+        return super()._repeated(make)
 
     def meet_start(self) -> Request:
         return super().meet_start() if self._broken is None else _Meeting(self._exits.barrier())
