@@ -233,6 +233,15 @@ def odyssey_gpu_run(gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int) ab
 
 
 @export
+def odyssey_gpu_enqueue(gpu: GpuPtr, step: GpuStepPtr, first: Int, error: BytePtr, size: Int) abi("C") -> Int:
+    """Enqueues one record of a program; returns the number of the record that comes next (Gpu.enqueue)."""
+    try:
+        return gpu[].enqueue(step[], first)
+    except e:
+        return _fail(error, size, e)
+
+
+@export
 def odyssey_gpu_scratch(gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int) abi("C") -> Int:
     """Floats of scratch memory that a program wants."""
     return gpu[].scratch(step[])

@@ -171,6 +171,15 @@ struct Gpu(Movable):
 
     def run(self, s: GpuStep) raises:
         """Enqueues a program for all shards of a chunk; raises an Error if a record has no kernel for GPUs."""
+        var next = 0
+        while next < Int(s.records):
+            next = self.enqueue(s, next)
+
+    def enqueue(self, s: GpuStep, first: Int) raises -> Int:
+        """Enqueues one record of a program for all shards of a chunk, with the records that it computes along with it.
+
+        Returns the number of the record that comes next. Raises an Error if the record has no kernel for GPUs.
+        """
         var bases = StaticTuple[Int, SPACES](fill=0)
         bases[PARAMS] = Int(s.params)
         bases[GRADS] = Int(s.grads)
@@ -178,29 +187,27 @@ struct Gpu(Movable):
         var strides = StaticTuple[Int, SPACES](fill=0)
         strides[GRADS] = Int(s.grad_floats)
         strides[WORK] = Int(s.work_floats)
-        var left = Int(s.records)
-        while left > 0:
-            var i = Int(s.records) - left
-            var at = s.program.unsafe_offset(i * RECORD)
-            left -= 1
-            try:
-                kernel_of[Enqueue](s.table, Int(at[] & (CODES - 1)))(
-                    self.compute,
-                    Launch(
-                        at,
-                        bases,
-                        strides,
-                        Int(s.shards),
-                        Int(s.fold),
-                        s.accumulate != 0,
-                        Ptr(unsafe_from_address=max(Int(s.scratch), 16)),
-                        StepContextPtr(unsafe_from_address=max(Int(s.context), 16)),
-                        Int(s.flag),
-                        Pointer(to=left).unsafe_origin_cast[MutUntrackedOrigin](),
-                    ),
-                )
-            except e:
-                raise Error("record ", i, " of the program: ", e)
+        var at = s.program.unsafe_offset(first * RECORD)
+        var left = Int(s.records) - first - 1
+        try:
+            kernel_of[Enqueue](s.table, Int(at[] & (CODES - 1)))(
+                self.compute,
+                Launch(
+                    at,
+                    bases,
+                    strides,
+                    Int(s.shards),
+                    Int(s.fold),
+                    s.accumulate != 0,
+                    Ptr(unsafe_from_address=max(Int(s.scratch), 16)),
+                    StepContextPtr(unsafe_from_address=max(Int(s.context), 16)),
+                    Int(s.flag),
+                    Pointer(to=left).unsafe_origin_cast[MutUntrackedOrigin](),
+                ),
+            )
+        except e:
+            raise Error("record ", first, " of the program: ", e)
+        return Int(s.records) - left
 
     def scratch(self, s: GpuStep) -> Int:
         """Floats of scratch memory that a program wants."""

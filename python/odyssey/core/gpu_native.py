@@ -83,6 +83,7 @@ class GpuLibrary(host.OpTable):
             "synchronize": [pointer, number],
             "stream": [pointer, number],
             "run": [pointer, pointer],
+            "enqueue": [pointer, pointer, number],
             "scratch": [pointer, pointer],
             "tree_sum": [pointer] + [number] * 5,
             "norm": [pointer] + [number] * 3,
@@ -216,6 +217,11 @@ class Gpu:
         """Enqueues a program."""
         step.table = self._library.table
         self._call("run", ctypes.addressof(step))
+
+    def enqueue(self, step: GpuStep, first: int) -> int:
+        """Enqueues one record of a program and the records that it computes as well; returns the number of the next."""
+        step.table = self._library.table
+        return self._call("enqueue", ctypes.addressof(step), first)
 
     def scratch(self, step: GpuStep) -> int:
         """Floats of scratch memory that a program wants."""
