@@ -155,7 +155,7 @@ def peers() -> dict[str, str]:
 
     wanted = mock.patch.object(devices, "wanted", lambda group: group.size > 1)
     with wanted, mock.patch.object(devices, "connect", connect):
-        seen, trainer = train("mpi", reduction.DirectExchange, oversubscribe=True)
+        seen, trainer = train("auto", reduction.DirectExchange, oversubscribe=True)
     (links,) = reduction._known[trainer._train.team].values()
     ready = links[0].numbers[: trainer.comm.size].tolist()
     assert ready == [links[0]._count] * trainer.comm.size
