@@ -5,8 +5,7 @@ Names are loaded when they are first used, so that importing the package costs l
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
@@ -27,18 +26,10 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.ray, by what 
     "train.trainer": "DistributedTrainer History",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
-_SHORT = {  # modules by the names that users import them by: `import odyssey.functional as F`
-    "functional": "core.functional",
-    "parallel.auto": "parallel.auto_placement",
-    "parallel.tensor": "parallel.tensor_parallel",
-    "placement": "core.placement",
-    "steplog": "audit.steplog",
-    "watch": "base",
-    "tensor": "core.tensor",
-    "trainer": "train.trainer",
-    "verify": "audit.verify",
-}
-_MODULES = {*_SHORT, *"callbacks comm data distributed errors loggers nn optim parallel testing".split()}
+_MODULES = frozenset(
+    "callbacks comm data distributed errors functional loggers nn optim parallel placement steplog tensor testing "
+    "trainer verify watch".split()
+)
 
 if TYPE_CHECKING:
     from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
@@ -80,7 +71,7 @@ def __getattr__(name: str) -> Any:
             "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)"
         )
     if name in _MODULES:
-        return importlib.import_module(f".{_SHORT.get(name, name)}", __name__)
+        return importlib.import_module(f".{name}", __name__)
     from .base import registry
 
     for kind in ("names", "modules"):
@@ -93,33 +84,11 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-class _Short:
-    """Finds modules by their short names; asked last, for what is found nowhere else."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        package, _, short = name.partition(".")
-        if package != __name__:
-            return None
-        from .base import registry
-
-        home = f"{__name__}.{_SHORT[short]}" if short in _SHORT else registry.provided("modules").get(short)
-        return importlib.machinery.ModuleSpec(name, self, loader_state=home) if home else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        module = importlib.import_module(spec.loader_state)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: Any) -> None:
-        module.__spec__ = self._spec  # that of the module itself, which the machinery of imports has replaced
-
-
 def _enter() -> None:
     """Lets rooms hear of each other that do not know each other, and a process that a launcher started as one of
     several ranks end as one: base/exits.py."""
     from .base import hooks, launcher
 
-    sys.meta_path.append(_Short())
     hooks.on_world.append(lambda world: importlib.import_module(".run.start_watcher", __name__).begin(world))
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     launcher.announce()

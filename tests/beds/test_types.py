@@ -16,6 +16,7 @@ PROGRAM = """
 import numpy as np
 
 from odyssey import DistributedTrainer, Tensor, callbacks, data, functional as F, load, nn, optim
+from odyssey.functional import relu
 
 
 class Net(nn.Module):
@@ -33,6 +34,7 @@ trainer = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=16)
 history = trainer.fit(data.DataLoader(train, batch_size=32), epochs=1)
 reveal_type(model(Tensor(np.zeros((2, 784), np.float32))))  # Tensor
 reveal_type(F.relu(Tensor([1.0])) + 1)  # Tensor
+reveal_type(relu(Tensor([1.0])))  # Tensor
 reveal_type(history.records)  # list[dict[str, Any]]
 reveal_type(trainer.predict(train))  # Any
 reveal_type(load("runs/1"))  # Module

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "odyssey"
 SATELLITES = {path.parent.name for path in PACKAGE.glob("*/provides.json")} - {"audit", "inexact"} | {"mojo"}
-BESIDE = {"torch": ["python/odyssey/horovod", "python/odyssey_c10d.py"], "mojo": ["shared"]}
+BESIDE = {"torch": ["python/odyssey/horovod", "python/odyssey/ray.py", "python/odyssey_c10d.py"], "mojo": ["shared"]}
 SAMPLE = [f"tests/python/test_{name}.py" for name in "modules optim settings".split()]
 
 

@@ -151,6 +151,19 @@ ROOMS = (
     "distributed",
     "cli",
 )
+#: Other names that users import modules by, with the modules: `odyssey.functional` is `odyssey.core.functional`.
+ALIASES = {
+    "functional": "core.functional",
+    "parallel.auto": "parallel.auto_placement",
+    "parallel.tensor": "parallel.tensor_parallel",
+    "placement": "core.placement",
+    "ray": "torch.ray",
+    "steplog": "audit.steplog",
+    "tensor": "core.tensor",
+    "trainer": "train.trainer",
+    "verify": "audit.verify",
+    "watch": "base",
+}
 #: Modules of one file, or of public names alone, by the room that they belong to.
 MODULES = {
     "errors": "base",
@@ -159,6 +172,7 @@ MODULES = {
     "loggers": "callbacks",
     "launch": "run",
     "testing": "cli",
+    **{alias: home.partition(".")[0] for alias, home in ALIASES.items()},
 }
 #: Folders that can be deleted: they import the core's public names alone, and the core finds them by base/registry.py.
 SATELLITES = {name: name for name in ("torch", "mojo", "view", "tune", "jobs", "onnx")}
@@ -304,23 +318,50 @@ trainer.fit([(x, y)])
     assert loaded(launch, code) == "[]"
 
 
-BY_SHORT_NAME = """
-import os, odyssey
-for name, home in odyssey._SHORT.items():
-    child = os.fork()  # in each nothing else of odyssey was imported
-    if not child:
-        package, _, short = f"odyssey.{name}".rpartition(".")
-        exec(f"import odyssey.{name} as a; from {package} import {short} as b; import odyssey.{home} as c")
-        assert a is b is c and c.__name__ == c.__spec__.name == f"odyssey.{home}", name
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, name
-print(len(odyssey._SHORT))
+SAME_MODULE = """
+import sys
+alias, home = sys.argv[1:]
+package, _, name = f"odyssey.{alias}".rpartition(".")
+exec(f"import odyssey.{alias} as a; from {package} import {name} as b; import odyssey.{home} as c")
+assert a is b is c and c.__name__ == c.__spec__.name == f"odyssey.{home}", (a, b, c)
 """
 
 
-def test_a_module_by_its_short_name(launch):
-    done = launch.python("-c", BY_SHORT_NAME)
-    assert done.stdout == f"{len(odyssey._SHORT)}\n" and len(odyssey._SHORT) > 3, done.stderr
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_the_module_itself(launch, alias):
+    if alias == "ray":
+        pytest.importorskip("ray")
+    done = launch.python("-c", SAME_MODULE, alias, ALIASES[alias])
+    assert done.returncode == 0, done.stderr
+
+
+THREADS = """
+import sys, threading
+barrier = threading.Barrier(8)
+imported = []
+def work():
+    barrier.wait()
+    from odyssey.functional import relu
+    imported.append(relu)
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(imported) == 8 and len(set(imported)) == 1, imported
+"""
+
+
+def test_threads_can_import_an_alias_at_the_same_time(launch):
+    for _ in range(3):
+        done = launch.python("-c", THREADS)
+        assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_changes_no_imports_of_others(launch):
+    code = "import sys; finders = list(sys.meta_path); import odyssey; assert sys.meta_path == finders, sys.meta_path"
+    done = launch.python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_is_there(launch):

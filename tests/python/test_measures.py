@@ -113,9 +113,12 @@ def public_names() -> set[str]:
     """Returns the names in `__all__` of the package and of its rooms."""
     names = {f"odyssey.{name}" for name in odyssey.__all__}
     for module in pkgutil.iter_modules(odyssey.__path__, "odyssey."):
-        if module.name == "odyssey.__main__":
+        if module.name in ("odyssey.__main__", "odyssey.ray"):  # the second one needs Ray
             continue
-        exported = getattr(importlib.import_module(module.name), "__all__", ())
+        imported = importlib.import_module(module.name)
+        if imported.__name__ != module.name:  # another name of a module in a room
+            continue
+        exported = getattr(imported, "__all__", ())
         names |= {f"{module.name}.{name}" for name in exported}
     return names
 

@@ -6,7 +6,7 @@ object of kinds, each of names, each with "module:object" of that folder; ":obje
 
 | kind | name | object |
 |---|---|---|
-| names, modules | of `odyssey` | what `odyssey.NAME` is; a module that is imported as `odyssey.NAME` |
+| names, modules | of `odyssey` | what `odyssey.NAME` is; a module, which needs a file or folder `NAME` to be imported |
 | commands | of `odyssey --help` | a module with the click command `command` |
 | backends | of `comm.world` | a module with `connect() -> Communicator`; the first is the one of RANK and MASTER_ADDR |
 | compressions | of the setting | a Reduction |
