@@ -36,17 +36,14 @@ class Norms:
         self.written: dict[str, str] = {}
         of_norms = _of_norms(module)
         buffers = list(module.named_buffers())
-        self.statistics: Named = []
         self.aliases: list[Alias] = []  # of statistics
-        for name, b in buffers:
-            if name not in of_norms or not b.is_floating_point():
-                continue
-            if Places(parameters).sharing(b):
+        self.statistics: Named = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
+        places = Places(parameters)
+        for name, b in self.statistics:
+            if places.sharing(b):
                 raise ConfigError(f"[torch] {name} shares memory with a parameter, and both change; clone one of them")
-            shared = Places(self.statistics).aliases([(name, b)], "statistics")
-            self.aliases += shared
-            if not shared:
-                self.statistics.append((name, b))
+        if Places(self.statistics).pairs():
+            self._part_aliases()
         rest = [(name, b) for name, b in buffers if name not in of_norms]
         self.aliases += Places(self.statistics).aliases([*rest, *attributes(module)], "statistics")
         self._shapes = [b.shape for _, b in self.statistics]
@@ -57,6 +54,16 @@ class Norms:
             alias.follow()
         self._list()
         self.keep()
+
+    def _part_aliases(self) -> None:
+        """Moves statistics in the memory of others from `statistics` to `aliases`."""
+        everything = self.statistics
+        self.statistics = []
+        for name, b in everything:
+            shared = Places(self.statistics).aliases([(name, b)], "statistics")
+            self.aliases += shared
+            if not shared:
+                self.statistics.append((name, b))
 
     def _move(self) -> None:
         """Moves statistics that are elsewhere into `running`."""
