@@ -1,8 +1,9 @@
 """Training on a machine that others use too: the default number of threads against one, per load.
 
-The load is processes that only count, so many per core; they are started and ended here. LeNet-5 on MNIST is trained by
-processes that stay, in turns, each for some seconds of wall time; a ratio is of two neighbours in one turn, and what is
-shown is its median over the turns. With --against, the default of another checkout is a third side.
+The load is processes that only count, so many per core; they are started and ended here. LeNet-5 on
+MNIST is trained by processes that stay, in turns, each for some seconds of wall time; a ratio is of
+two neighbours in one turn, and what is shown is its median over the turns. With --against, the
+default of another checkout is a third side.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ import common
 
 
 def work(threads: int | None, batch: int) -> None:
-    """A side: for each line of seconds on standard input trains so long, and says samples/s and its threads."""
+    """A side: for each line of seconds on standard input trains so long, and says samples/s and
+    its threads.
+    """
     from odyssey import DistributedTrainer, data, nn, optim
 
-    trainer = DistributedTrainer(nn.models.LeNet5(), optim.SGD(lr=0.001), backend="local", threads=threads)
-    loader = data.DataLoader(data.load("mnist", train=True), batch_size=batch, shuffle=True, drop_last=True)
+    trainer = DistributedTrainer(
+        nn.models.LeNet5(), optim.SGD(lr=0.001), backend="local", threads=threads
+    )
+    loader = data.DataLoader(
+        data.load("mnist", train=True), batch_size=batch, shuffle=True, drop_last=True
+    )
     batches = iter(loader)
     trainer.train_step(next(batches))
     print("ready", flush=True)
@@ -43,11 +50,20 @@ def work(threads: int | None, batch: int) -> None:
 class Side:
     """A process that trains when it is told to."""
 
-    def __init__(self, options: Any, threads: int | None = None, package: Path | None = None) -> None:
+    def __init__(
+        self, options: Any, threads: int | None = None, package: Path | None = None
+    ) -> None:
         environment = dict(os.environ)
         if package is not None:
             environment["PYTHONPATH"] = str(package)
-        command = [sys.executable, __file__, "--worker", str(threads or 0), "--batch", str(options.batch)]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            str(threads or 0),
+            "--batch",
+            str(options.batch),
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
         if self.process.stdout.readline().strip() != "ready":
@@ -65,7 +81,9 @@ class Side:
 @contextlib.contextmanager
 def load(processes: int) -> Iterator[None]:
     """So many processes that use all the time they get."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
+    ]
     try:
         time.sleep(0.5 if started else 0)
         yield
@@ -79,11 +97,18 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--batch", type=int, default=128, help="samples of a step")
     parser.add_argument(
-        "--loads", type=float, nargs="+", default=[0, 2], metavar="N", help="counting processes per core"
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0, 2],
+        metavar="N",
+        help="counting processes per core",
     )
     parser.add_argument("--rounds", type=int, default=9, help="turns")
     parser.add_argument("--seconds", type=float, default=2, help="of a side in a turn")
-    parser.add_argument("--against", type=Path, metavar="DIR", help="the folder python of another checkout")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIR", help="the folder python of another checkout"
+    )
     parser.add_argument("--worker", type=int, help=common.INTERNAL)
     options = parser.parse_args()
     if options.worker is not None:
@@ -101,7 +126,10 @@ def main() -> int:
             for _ in range(options.rounds):
                 for name, side in sides.items():
                     rates[name].append(side.run(options.seconds))
-        row: dict[str, Any] = {"load_per_core": per_core, "rates": {k: common.spread(v) for k, v in rates.items()}}
+        row: dict[str, Any] = {
+            "load_per_core": per_core,
+            "rates": {k: common.spread(v) for k, v in rates.items()},
+        }
         line: list[Any] = [f"{per_core:g}"]
         for name in sides:
             line.append(common.number(row["rates"][name]["median"]))
@@ -111,9 +139,17 @@ def main() -> int:
                 line.append(common.number(row[f"default / {name}"]["median"], 2))
         rows.append(row)
         lines.append(line)
-    headers = ["load per core", "one thread", "default / it", f"default ({sides['default'].threads} threads)"]
+    headers = [
+        "load per core",
+        "one thread",
+        "default / it",
+        f"default ({sides['default'].threads} threads)",
+    ]
     headers += ["against", "default / it"] if options.against is not None else []
-    print(f"\nLeNet-5, batch {options.batch}: samples/s, medians of {options.rounds} turns of {options.seconds:g} s")
+    print(
+        f"\nLeNet-5, batch {options.batch}: samples/s, medians of {options.rounds} turns of "
+        f"{options.seconds:g} s"
+    )
     print(common.table(headers, lines))
     common.write_json(options.json, "busy", facts, rows=rows)
     return 0

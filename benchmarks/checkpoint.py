@@ -1,12 +1,14 @@
-"""What a checkpoint costs: save, the part of it that training waits for, load with every checksum compared.
+"""What a checkpoint costs: save, the part of it that training waits for, load with every
+checksum compared.
 
-Two sizes: LeNet-5 with momentum (2 x 61,706 floats in 20 tensors) and 100 MB (2 x 50 MB in 20 tensors). Beside it, in
-turns, safetensors' own `save_file` and `np.savez` of the same arrays to one file: these write in place, compute no
-SHA-256 and do not flush to the disk, so `np.savez, flushed` and `save_file, flushed` have the fsync of file and
-directory added. Not measured: other frameworks' checkpoints.
+Two sizes: LeNet-5 with momentum (2 x 61,706 floats in 20 tensors) and 100 MB (2 x 50 MB in 20
+tensors). Beside it, in turns, safetensors' own `save_file` and `np.savez` of the same arrays to one
+file: these write in place, compute no SHA-256 and do not flush to the disk, so `np.savez, flushed`
+and `save_file, flushed` have the fsync of file and directory added. Not measured: other frameworks'
+checkpoints.
 
-Then what checkpoints in parts take of each of four ranks: MB above what a rank had in its steps, of 81 MB of parameters
-and Adam's 162 MB (tests/resume/memory_ranks.py).
+Then what checkpoints in parts take of each of four ranks: MB above what a rank had in its steps, of
+81 MB of parameters and Adam's 162 MB (tests/resume/memory_ranks.py).
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 import common
 import numpy as np
 
-SIZES = {"LeNet-5": 61_706, "100 MB": 12_500_000}  # floats of the parameters; as many of the optimizer
+# floats of the parameters; as many of the optimizer
+SIZES = {"LeNet-5": 61_706, "100 MB": 12_500_000}
 LENET = (150, 6, 2400, 16, 48_000, 120, 10_080, 84, 840, 10)
 
 
@@ -33,9 +36,16 @@ def snapshot(floats: int):
     scale = floats / sum(LENET)
     numbers = np.random.default_rng(0)
     sizes = [max(1, round(size * scale)) for size in LENET]
-    parameters = {f"layer{i}.weight": numbers.standard_normal(size, dtype=np.float32) for i, size in enumerate(sizes)}
+    parameters = {
+        f"layer{i}.weight": numbers.standard_normal(size, dtype=np.float32)
+        for i, size in enumerate(sizes)
+    }
     optimizer = {f"momentum/{name}": array * 0.1 for name, array in parameters.items()}
-    values = {"cursor": 12_800, "seed": 0, "configuration": {"model": "lenet5", "lr": 0.05, "momentum": 0.9}}
+    values = {
+        "cursor": 12_800,
+        "seed": 0,
+        "configuration": {"model": "lenet5", "lr": 0.05, "momentum": 0.9},
+    }
     return Snapshot(1, {"parameters": parameters, "optimizer": optimizer}, values)
 
 
@@ -61,7 +71,9 @@ def measure(folder: Path, floats: int, rounds: int) -> dict[str, dict[str, float
     from odyssey.checkpoints import reader as reading
 
     given = snapshot(floats)
-    flat = {f"{stem}/{name}": one for stem, some in given.arrays.items() for name, one in some.items()}
+    flat = {
+        f"{stem}/{name}": one for stem, some in given.arrays.items() for name, one in some.items()
+    }
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
@@ -69,7 +81,8 @@ def measure(folder: Path, floats: int, rounds: int) -> dict[str, dict[str, float
 
     single, zipped = folder / "one.safetensors", folder / "one.npz"
     with Store(folder / "checkpoints") as store:
-        for number in range(rounds + 1):  # the first one makes buffers and files, and is not counted
+        # the first one makes buffers and files, and is not counted
+        for number in range(rounds + 1):
             if number == 1:
                 seconds.clear()
             given.step += 1
@@ -96,8 +109,17 @@ def peaks(layout: dict[str, int], floats: int = 20_250_000) -> dict[str, list[fl
     """MB of four ranks by what is done."""
     script = Path(__file__).parents[1] / "tests" / "resume" / "memory_ranks.py"
     with common.scratch() as folder:
-        words = [*common.mpirun(4), sys.executable, script, folder / "c", floats, json.dumps(layout)]
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=True)
+        words = [
+            *common.mpirun(4),
+            sys.executable,
+            script,
+            folder / "c",
+            floats,
+            json.dumps(layout),
+        ]
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, check=True
+        )
     return json.loads(done.stdout)
 
 
@@ -110,7 +132,9 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="of each way")
     parser.add_argument(
-        "--folder", type=Path, help="where to write; the disk matters (default: the temporary directory)"
+        "--folder",
+        type=Path,
+        help="where to write; the disk matters (default: the temporary directory)",
     )
     options = parser.parse_args()
     facts = common.machine()
@@ -125,13 +149,22 @@ def main() -> int:
         content.append({"size": name, "bytes": 8 * floats, "seconds": found})
         print(f"\n{name}: {8 * floats:,} bytes, ms, {options.rounds} rounds")
         rows = [
-            [way, *(common.number(1e3 * one[key], 2) for key in ("median", "p10", "p90"))] for way, one in found.items()
+            [way, *(common.number(1e3 * one[key], 2) for key in ("median", "p10", "p90"))]
+            for way, one in found.items()
         ]
         print(common.table(["", "median", "p10", "p90"], rows))
-    rows = [(zero, what, " ".join(map(str, mb))) for zero in (1, 3) for what, mb in peaks({"zero": zero}).items()]
-    print(f"\n4 ranks, MB above what each had in steps\n{common.table(['zero', 'what', 'MB'], rows)}")
+    rows = [
+        (zero, what, " ".join(map(str, mb)))
+        for zero in (1, 3)
+        for what, mb in peaks({"zero": zero}).items()
+    ]
+    print(
+        f"\n4 ranks, MB above what each had in steps\n{common.table(['zero', 'what', 'MB'], rows)}"
+    )
     content.append({"peaks": rows})
-    common.write_json(options.json, "checkpoint", facts, options={"rounds": options.rounds}, rows=content)
+    common.write_json(
+        options.json, "checkpoint", facts, options={"rounds": options.rounds}, rows=content
+    )
     return 0
 
 

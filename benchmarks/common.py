@@ -1,7 +1,8 @@
-"""What the benchmarks share: facts about the machine, medians, tables, JSON files, the FMA peak, child processes.
+"""What the benchmarks share: facts about the machine, medians, tables, JSON files, the FMA peak,
+child processes.
 
-Nothing here measures a training step, imports PyTorch or loads the kernels: `--help` of every benchmark answers at
-once, and without the optional packages.
+Nothing here measures a training step, imports PyTorch or loads the kernels: `--help` of every
+benchmark answers at once, and without the optional packages.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 INTERNAL = argparse.SUPPRESS  # options that a benchmark gives to its own processes
-MISSING_TORCH = "PyTorch is not installed: rows without it. For the comparison: pip install -e '.[bench]'"
+MISSING_TORCH = (
+    "PyTorch is not installed: rows without it. For the comparison: pip install -e '.[bench]'"
+)
 
 
-# --- command line ----------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with what every benchmark has."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="write all figures here as well")
     return made
 
@@ -47,7 +52,7 @@ def have_torch() -> bool:
     return False
 
 
-# --- the machine -----------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def cores() -> list[int]:
@@ -56,7 +61,9 @@ def cores() -> list[int]:
 
 
 def pin(core: int | None = None) -> int | None:
-    """Binds this process, and the threads it will start, to one core (the last one unless given)."""
+    """Binds this process, and the threads it will start, to one core (the last one unless
+    given).
+    """
     allowed = cores()
     if not allowed:
         return None
@@ -89,8 +96,10 @@ def machine() -> dict[str, Any]:
 def machine_line(facts: Mapping[str, Any]) -> str:
     """The facts in one line."""
     return (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['level']}, load {facts['load']}; odyssey {facts['odyssey']} "
-        f"({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, python {facts['python']}, numpy {facts['numpy']}, "
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['level']}, load {facts['load']}; "
+        f"odyssey {facts['odyssey']} "
+        f"({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, python {facts['python']}, "
+        f"numpy {facts['numpy']}, "
         f"torch {facts['torch'] or 'not installed'}"
     )
 
@@ -101,7 +110,9 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     fields = dict(
-        (key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in text.splitlines()) if value
+        (key.strip(), value.strip())
+        for key, _, value in (line.partition(":") for line in text.splitlines())
+        if value
     )
     name = fields.get("model name", platform.machine())
     if "cpu family" in fields:
@@ -117,20 +128,35 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout, with + if tracked files outside benchmarks/ and docs/ differ from it."""
+    """The commit of the checkout, with + if tracked files outside benchmarks/ and docs/ differ
+    from it.
+    """
     try:
         done = subprocess.run(
-            ["git", "-C", str(HERE), "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True
+            ["git", "-C", str(HERE), "rev-parse", "--short=9", "HEAD"],
+            capture_output=True,
+            text=True,
         )
         changed = subprocess.run(
-            ["git", "-C", str(HERE.parent), "diff", "--quiet", "HEAD", "--", "python", "mojo", "shared"]
+            [
+                "git",
+                "-C",
+                str(HERE.parent),
+                "diff",
+                "--quiet",
+                "HEAD",
+                "--",
+                "python",
+                "mojo",
+                "shared",
+            ]
         )
     except OSError:
         return None
     return done.stdout.strip() + "+" * (changed.returncode == 1) if done.returncode == 0 else None
 
 
-# --- numbers ---------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -149,7 +175,12 @@ def median(values: Sequence[float]) -> float:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, tenth and ninetieth percentile and the number of values."""
-    return {"median": median(values), "p10": quantile(values, 0.1), "p90": quantile(values, 0.9), "n": len(values)}
+    return {
+        "median": median(values),
+        "p10": quantile(values, 0.1),
+        "p90": quantile(values, 0.9),
+        "n": len(values),
+    }
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -174,25 +205,30 @@ def write_json(path: Path | None, benchmark: str, facts: Mapping[str, Any], **co
     """Writes the result whole or not at all; nothing if there is no path."""
     if path is None:
         return
-    text = json.dumps({"benchmark": benchmark, "machine": facts, **content}, indent=1, allow_nan=False) + "\n"
+    text = (
+        json.dumps({"benchmark": benchmark, "machine": facts, **content}, indent=1, allow_nan=False)
+        + "\n"
+    )
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 
-# --- the peak --------------------------------------------------------------------------------------
+# --- the peak -------------------------------------------------------------------------------------
 
 
 def program(name: str, kernels: Path | None = None) -> Path:
-    """A Mojo program of this folder, compiled for this machine into the cache of the kernels, which it imports from
-    `kernels`, a folder `mojo`. Raises odyssey's BuildError."""
+    """A Mojo program of this folder, compiled for this machine into the cache of the kernels,
+    which it imports from `kernels`, a folder `mojo`. Raises odyssey's BuildError.
+    """
     from odyssey.build import library as build
     from odyssey.errors import BuildError
 
     source = HERE / f"{name}.mojo"
     read = [source, *sorted(kernels.rglob("*.mojo") if kernels else ())]
     parts = [file.read_bytes() for file in read]
-    where = f"{build.host_cpu()} {build.compiler_version()} {sys.prefix}"  # whose run-time library it links
+    # whose run-time library it links
+    where = f"{build.host_cpu()} {build.compiler_version()} {sys.prefix}"
     key = hashlib.sha256(b"\0".join(parts) + where.encode()).hexdigest()
     target = build.cache_dir() / "benchmarks" / f"{name}-{key[:16]}"
     if target.is_file():
@@ -209,22 +245,34 @@ def program(name: str, kernels: Path | None = None) -> Path:
 
 
 def peak(core: int | None) -> dict[str, float]:
-    """Best and median GFLOP/s of independent FMAs on one core, now; `bf16_*` of bf16 products, 0 without them."""
+    """Best and median GFLOP/s of independent FMAs on one core, now; `bf16_*` of bf16 products, 0
+    without them.
+    """
     command = [str(program("peak"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=_pinned(core))
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, preexec_fn=_pinned(core)
+    )
     best, middle, lanes, bf16_best, bf16_middle = (float(word) for word in done.stdout.split())
-    return {"best": best, "median": middle, "lanes": int(lanes), "bf16_best": bf16_best, "bf16_median": bf16_middle}
+    return {
+        "best": best,
+        "median": middle,
+        "lanes": int(lanes),
+        "bf16_best": bf16_best,
+        "bf16_median": bf16_middle,
+    }
 
 
 def _pinned(core: int | None) -> Any:
     return None if core is None or not cores() else lambda: os.sched_setaffinity(0, {core})
 
 
-# --- child processes -------------------------------------------------------------------------------
+# --- child processes ------------------------------------------------------------------------------
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The launcher of this Python environment, else the one on PATH; SystemExit if there is none."""
+    """The launcher of this Python environment, else the one on PATH; SystemExit if there is
+    none.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.is_file() else shutil.which("mpirun")
     if found is None:
@@ -240,7 +288,8 @@ def scratch() -> Iterator[Path]:
 
 
 def child(command: Sequence[str], core: int | None = None, **environment: str) -> dict[str, float]:
-    """Runs a command to its end; seconds of wall time and MiB of the largest resident set of its processes.
+    """Runs a command to its end; seconds of wall time and MiB of the largest resident set of its
+    processes.
 
     Raises SystemExit with what it said when it fails.
     """
@@ -270,18 +319,27 @@ def child(command: Sequence[str], core: int | None = None, **environment: str) -
     return {"seconds": seconds, "mib": usage.ru_maxrss / scale}
 
 
-def on_hosts(ranks: int, command: Sequence[str], rate: float, round_trip: float, seconds: float = 3600) -> str:
-    """Runs a command under mpirun, each rank on a host of its own in namespaces here (tests/beds/netns.py; root), with
-    wires of so many bits a second and seconds of a round trip; returns what it said. SystemExit where it fails."""
+def on_hosts(
+    ranks: int, command: Sequence[str], rate: float, round_trip: float, seconds: float = 3600
+) -> str:
+    """Runs a command under mpirun, each rank on a host of its own in namespaces here
+    (tests/beds/netns.py; root), with wires of so many bits a second and seconds of a round
+    trip; returns what it said. SystemExit where it fails.
+    """
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from beds import netns
 
     if why := netns.why_not():
         raise SystemExit(why)
     # hosts do not see folders in /tmp with names that odyssey gives
-    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, netns.Hosts(ranks, Path(folder)) as hosts:
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+        netns.Hosts(ranks, Path(folder)) as hosts,
+    ):
         hosts.shape(rate, round_trip)
-        job = hosts.job(hosts.mpirun(1, ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", *command]))
+        job = hosts.job(
+            hosts.mpirun(1, ["env", "GLOO_SOCKET_IFNAME=eth0", "OMP_NUM_THREADS=1", *command])
+        )
         if code := job.wait(seconds):
             raise SystemExit(f"exit code {code} of: {' '.join(command)}\n{job.output[-2000:]}")
         return job.output

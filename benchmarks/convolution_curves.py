@@ -1,16 +1,19 @@
-"""Curves of ResNet-18 by both ways to compute convolutions, direct and Winograd's: does a training see the difference?
+"""Curves of ResNet-18 by both ways to compute convolutions, direct and Winograd's: does a
+training see the difference?
 
-Pairs of trainings from the same weights, the same samples in the same order, one thread, float32; Fashion-MNIST. Loss
-and accuracy of held-out pictures are measured after so many steps. Winograd's algorithm may be the default if, at each
-of them, the mean difference of the loss within the pairs is smaller than the standard deviation of direct's losses
-between seeds, and accuracies differ by less than half a point. A line of JSON per training is appended to a file, so
-that a run that was cut short goes on; `--torch` adds PyTorch's curve of each seed, from the same weights.
+Pairs of trainings from the same weights, the same samples in the same order, one thread, float32;
+Fashion-MNIST. Loss and accuracy of held-out pictures are measured after so many steps. Winograd's
+algorithm may be the default if, at each of them, the mean difference of the loss within the pairs
+is smaller than the standard deviation of direct's losses between seeds, and accuracies differ by
+less than half a point. A line of JSON per training is appended to a file, so that a run that was
+cut short goes on; `--torch` adds PyTorch's curve of each seed, from the same weights.
 
-    python benchmarks/convolution_curves.py --seeds 6 --output curves.jsonl [--torch] [--data-dir DIR] [--size 16]
+    python benchmarks/convolution_curves.py --seeds 6 --output curves.jsonl [--torch] [--data-dir
+    DIR] [--size 16]
 
-A training of 2,000 steps on pictures of 28 x 28 takes some 30 minutes of a core. On 16 x 16, a third of that,
-Winograd's algorithm has the layers of 64 channels in tiles of 4 x 4 and those of 128 in tiles of 2 x 2; the others
-are too small for it.
+A training of 2,000 steps on pictures of 28 x 28 takes some 30 minutes of a core. On 16 x 16, a
+third of that, Winograd's algorithm has the layers of 64 channels in tiles of 4 x 4 and those of 128
+in tiles of 2 x 2; the others are too small for it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ RATE, MOMENTUM, DECAY, HELD_OUT = 0.05, 0.9, 5e-4, 2000
 
 
 def pictures(size: int, folder: str | None) -> list[Any]:
-    """Fashion-MNIST, to train with and held out; pictures of 16 x 16 are means of 2 x 2 pixels in a frame of zeros."""
+    """Fashion-MNIST, to train with and held out; pictures of 16 x 16 are means of 2 x 2 pixels
+    in a frame of zeros.
+    """
     import numpy as np
 
     from odyssey import data
@@ -88,7 +93,9 @@ def torchs(
     torch.set_num_threads(1)
     model = nn.models.build("resnet18", seed=seed, sample_shape=(1, size, size), classes=10)
     net = nets.torch_resnet18(1, 10)
-    net.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in model.state_dict().items()}, strict=False)
+    net.load_state_dict(
+        {k: torch.from_numpy(np.array(v)) for k, v in model.state_dict().items()}, strict=False
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
     rate = optim.cosine(marks[-1])
     train, test = pictures(size, folder)
@@ -119,8 +126,14 @@ def torchs(
 
 def verdict(runs: list[dict[str, Any]]) -> list[str]:
     """A line per number of steps: differences within pairs, beside the deviation between seeds."""
-    curves = {(run["seed"], run["kind"]): {at: (loss, right) for at, loss, right in run["curve"]} for run in runs}
-    seeds = sorted({s for s, kind in curves if kind == "winograd"} & {s for s, kind in curves if kind == "direct"})
+    curves = {
+        (run["seed"], run["kind"]): {at: (loss, right) for at, loss, right in run["curve"]}
+        for run in runs
+    }
+    seeds = sorted(
+        {s for s, kind in curves if kind == "winograd"}
+        & {s for s, kind in curves if kind == "direct"}
+    )
     lines = []
     for at in sorted({at for curve in curves.values() for at in curve}):
         direct, other = ([curves[s, kind][at] for s in seeds] for kind in ("direct", "winograd"))
@@ -131,23 +144,29 @@ def verdict(runs: list[dict[str, Any]]) -> list[str]:
         between = statistics.stdev(a[0] for a in direct)
         theirs = [curves[s, "torch"][at] for s in seeds if (s, "torch") in curves]
         means = [
-            f"{name} {statistics.mean(c[0] for c in of):.4f}, {statistics.mean(c[1] for c in of):.2f} %"
+            f"{name} {statistics.mean(c[0] for c in of):.4f}, "
+            f"{statistics.mean(c[1] for c in of):.2f} %"
             for name, of in (("direct", direct), ("winograd", other), ("torch", theirs))
             if of
         ]
         passed = abs(loss) < between and abs(right) < 0.5
         lines.append(
-            f"step {at}, {len(seeds)} pairs: loss {loss:+.4f} (between seeds {between:.4f}), accuracy {right:+.2f} "
+            f"step {at}, {len(seeds)} pairs: loss {loss:+.4f} (between seeds {between:.4f}), "
+            f"accuracy {right:+.2f} "
             f"points -> {'within' if passed else 'NOT within'}; means: {'; '.join(means)}"
         )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--torch", action="store_true", help="PyTorch's curves too")
-    parser.add_argument("--marks", default=",".join(map(str, MARKS)), help="numbers of steps after which to measure")
+    parser.add_argument(
+        "--marks", default=",".join(map(str, MARKS)), help="numbers of steps after which to measure"
+    )
     parser.add_argument("--size", type=int, default=28, choices=(28, 16), help="pixels a side")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--data-dir", help="folder of Fashion-MNIST's files")
@@ -161,13 +180,22 @@ def main() -> None:
         seed, _, kind = given.of.partition(":")
         wanted = [(int(seed), kind)]
     for seed, kind in wanted:
-        runs = [json.loads(line) for line in given.output.read_text().splitlines()] if given.output.exists() else []
+        runs = (
+            [json.loads(line) for line in given.output.read_text().splitlines()]
+            if given.output.exists()
+            else []
+        )
         if any((run["seed"], run["kind"]) == (seed, kind) for run in runs):
             continue
         begun = time.process_time()
         where = given.size, given.data_dir, marks, given.batch_size
         curve = torchs(seed, *where) if kind == "torch" else ours(seed, kind, *where)
-        run = {"seed": seed, "kind": kind, "curve": curve, "processor_seconds": round(time.process_time() - begun, 1)}
+        run = {
+            "seed": seed,
+            "kind": kind,
+            "curve": curve,
+            "processor_seconds": round(time.process_time() - begun, 1),
+        }
         with given.output.open("a") as file:
             file.write(json.dumps(run) + "\n")
         print(json.dumps(run), flush=True)

@@ -1,10 +1,12 @@
-"""Pictures per second from a folder of JPEGs: 1 and 2 ranks, with and without workers, beside PyTorch's DataLoader.
+"""Pictures per second from a folder of JPEGs: 1 and 2 ranks, with and without workers, beside
+PyTorch's DataLoader.
 
     python benchmarks/data.py [--pictures 2000] [--pixels 256] [--size 64]
 
-The pictures are made with Pillow in a folder of their own. A rank is a process that reads its part of each batch, as in
-a training; PyTorch's ranks have a DistributedSampler each and the same transforms (resize, cut).
-Both read an epoch; a second one, with workers that are there, is measured. A line per case.
+The pictures are made with Pillow in a folder of their own. A rank is a process that reads its part
+of each batch, as in a training; PyTorch's ranks have a DistributedSampler each and the same
+transforms (resize, cut). Both read an epoch; a second one, with workers that are there, is
+measured. A line per case.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def make(root: Path, count: int, pixels: int) -> None:
         coarse = draw.integers(0, 256, (pixels // 8, pixels // 8, 3), dtype=np.uint8)
         path = root / str(i % 2) / f"{i}.jpg"
         path.parent.mkdir(exist_ok=True)
-        Image.fromarray(coarse).resize((pixels, pixels), Image.Resampling.BICUBIC).save(path, quality=90)
+        Image.fromarray(coarse).resize((pixels, pixels), Image.Resampling.BICUBIC).save(
+            path, quality=90
+        )
 
 
 def ours(root: Path, rank: int, ranks: int, workers: int, size: int):
@@ -59,11 +63,15 @@ def pytorch(root: Path, rank: int, ranks: int, workers: int, size: int):
             with Image.open(files[i]) as image:
                 image.draft("RGB", (size, size))
                 image = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
-                return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)), int(files[i].parent.name)
+                return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)), int(
+                    files[i].parent.name
+                )
 
     folder = Folder()
     sampler = DistributedSampler(folder, ranks, rank)
-    loader = DataLoader(folder, BATCH // ranks, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(
+        folder, BATCH // ranks, sampler=sampler, num_workers=workers, persistent_workers=workers > 0
+    )
     return lambda: list(loader)
 
 
@@ -79,7 +87,16 @@ def measure(which: str, root: Path, rank: int, ranks: int, workers: int, size: i
 
 def run(which: str, root: Path, ranks: int, workers: int, size: int) -> float:
     """Seconds of an epoch on so many ranks."""
-    words = [sys.executable, __file__, "--rank", which, str(root), str(ranks), str(workers), str(size)]
+    words = [
+        sys.executable,
+        __file__,
+        "--rank",
+        which,
+        str(root),
+        str(ranks),
+        str(workers),
+        str(size),
+    ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*words, str(rank)], **pipes) for rank in range(ranks)]
     for p in processes:
@@ -112,9 +129,13 @@ def main() -> None:
         make(root, asked.pictures, asked.pixels)
         for ranks in (1, 2):
             for workers in (0, 2):
-                rates = {w: asked.pictures / run(w, root, ranks, workers, asked.size) for w in ("ours", "torch")}
+                rates = {
+                    w: asked.pictures / run(w, root, ranks, workers, asked.size)
+                    for w in ("ours", "torch")
+                }
                 print(
-                    f"{ranks} ranks, {workers} workers each: odyssey {rates['ours']:,.0f} pictures/s, "
+                    f"{ranks} ranks, {workers} workers each: odyssey {rates['ours']:,.0f} "
+                    "pictures/s, "
                     f"PyTorch {rates['torch']:,.0f}",
                     flush=True,
                 )

@@ -2,16 +2,17 @@
 
     python benchmarks/defaults.py [--forms ddp fsdp2 ...] [--json FILE]
 
-A classifier of tokens (two transformer blocks of width 64, 32 tokens, global batch 32, Adam) and LeNet-5 (global batch
-128), two processes of one thread on this machine, cross-entropy, whole loops with their loaders. Printed are, by form:
+A classifier of tokens (two transformer blocks of width 64, 32 tokens, global batch 32, Adam) and
+LeNet-5 (global batch 128), two processes of one thread on this machine, cross-entropy, whole loops
+with their loaders. Printed are, by form:
 
     step       median over the steps of the second epoch, ms, of rank 0
     MiB        the largest resident memory of rank 0, of the whole process
     1 = 2      whether the weights after two epochs are the same bytes with one process and with two
     a kill     SIGKILL of rank 1 in the second epoch of the transformer, under the form's own launcher
 
-Horovod itself has had no release since 2023: its API is measured over odyssey's communicator.
-What is not installed is left out, and named. A few minutes at most; times of a busy machine say little.
+Horovod itself has had no release since 2023: its API is measured over odyssey's communicator. What
+is not installed is left out, and named. A few minutes at most; times of a busy machine say little.
 """
 
 from __future__ import annotations
@@ -54,8 +55,21 @@ def build(nn: Any, F: Any, name: str) -> Any:
     """One of the two models, of torch's layers or of odyssey's: the lines are the same."""
     if name == "lenet":
         return nn.Sequential(
-            *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU()),
-            *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU()),
+            *(
+                nn.Conv2d(1, 6, 5, padding=2),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(6, 16, 5),
+                nn.ReLU(),
+            ),
+            *(
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(400, 120),
+                nn.ReLU(),
+                nn.Linear(120, 84),
+                nn.ReLU(),
+            ),
             nn.Linear(84, 10),
         )
 
@@ -91,7 +105,7 @@ def samples(name: str) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 100, (SAMPLES, TOKENS)).astype(np.int64), y
 
 
-# --- in a rank: each form trains a model, tells `mark` of every step, gives its rank and the weights ---
+# --- in a rank: each form trains a model, tells `mark` of every step, gives its rank and the weights
 
 Mark = Callable[[int], None]
 Trained = tuple[int, list[np.ndarray]]
@@ -108,12 +122,16 @@ def of_torch(name: str, ranks: int = 1) -> tuple[Any, Any, Any, Any]:
     table = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     sampler = None
     if ranks > 1:
-        sampler = torch.utils.data.DistributedSampler(table, ranks, int(os.environ["RANK"]), shuffle=False)
+        sampler = torch.utils.data.DistributedSampler(
+            table, ranks, int(os.environ["RANK"]), shuffle=False
+        )
     loader = torch.utils.data.DataLoader(table, BATCH[name] // ranks, sampler=sampler)
     return module, torch.optim.Adam(module.parameters(), 1e-3), table, loader
 
 
-def own_loop(name: str, mark: Mark, wrap: Callable[[Any, Any], tuple[Any, Any]], ranks: int, rank: int) -> Trained:
+def own_loop(
+    name: str, mark: Mark, wrap: Callable[[Any, Any], tuple[Any, Any]], ranks: int, rank: int
+) -> Trained:
     import torch
 
     module, optimizer, _, loader = of_torch(name, ranks)
@@ -170,7 +188,9 @@ def horovod(name: str, mark: Mark) -> Trained:
 
     def wrap(module: Any, optimizer: Any) -> tuple[Any, Any]:
         hvd.broadcast_parameters(module.state_dict(), root_rank=0)
-        return module, hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
+        return module, hvd.DistributedOptimizer(
+            optimizer, named_parameters=module.named_parameters()
+        )
 
     return own_loop(name, mark, wrap, hvd.size(), hvd.rank())
 
@@ -204,7 +224,10 @@ def lightning(name: str, mark: Mark) -> Trained:
         def on_train_batch_end(self, *_: Any) -> None:
             mark(self.global_rank)
 
-    task, off = Task(), {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    task, off = (
+        Task(),
+        {"enable_progress_bar": False, "enable_model_summary": False, "logger": False},
+    )
     off |= {"enable_checkpointing": False, "use_distributed_sampler": False}
     trainer = L.Trainer(accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=EPOCHS, **off)
     trainer.fit(task, loader)
@@ -222,7 +245,9 @@ def by_trainer(name: str, mark: Mark, own: bool) -> Trained:
         nn.manual_seed(0)
         model, settings = build(nn, F, name), {"loss": nn.CrossEntropyLoss(), "threads": 1}
         trainer: Any = DistributedTrainer(model, optim.Adam(lr=1e-3), **settings)
-        loader: Any = data.DataLoader(data.arrays(*samples(name), classes=10), batch_size=BATCH[name])
+        loader: Any = data.DataLoader(
+            data.arrays(*samples(name), classes=10), batch_size=BATCH[name]
+        )
     else:
         import torch
 
@@ -246,7 +271,9 @@ TRAIN: dict[str, Callable[[str, Mark], Trained]] = {
 
 
 def rank_of_a_form(form: str, names: list[str], output: Path, fatal: Path | None) -> None:
-    """Trains, and rank 0 writes what was seen. fatal: a file that is made when rank 1 kills itself, once."""
+    """Trains, and rank 0 writes what was seen. fatal: a file that is made when rank 1 kills
+    itself, once.
+    """
     seen: dict[str, Any] = {}
     rank = 0
     for name in names:
@@ -260,7 +287,9 @@ def rank_of_a_form(form: str, names: list[str], output: Path, fatal: Path | None
                 os.kill(os.getpid(), signal.SIGKILL)
 
         rank, weights = TRAIN[form](name, mark)
-        digest = hashlib.sha256(b"".join(np.ascontiguousarray(w).tobytes() for w in weights)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(np.ascontiguousarray(w).tobytes() for w in weights)
+        ).hexdigest()
         own = times[-per_epoch:]
         steps = [b - a for a, b in zip(own, own[1:], strict=False)]
         seen[name] = {"ms": 1e3 * statistics.median(steps), "weights": digest[:16]}
@@ -286,16 +315,36 @@ def start(
     script = [__file__, "--form", form, "--output", str(output), "--models", *names]
     script += [] if fatal is None else ["--fatal", str(fatal)]
     if FORMS[form][2] == "torchrun":
-        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *script]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            *script,
+        ]
     elif fatal is None and ranks == 1:
         words = script
     else:
-        words = ["-m", "odyssey", "launch", "-n", str(ranks), "--run-dir", str(work / output.stem), *script]
+        words = [
+            "-m",
+            "odyssey",
+            "launch",
+            "-n",
+            str(ranks),
+            "--run-dir",
+            str(work / output.stem),
+            *script,
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, timeout=150, cwd=work, env=environment
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            cwd=work,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         return 124, 150.0, "", output
@@ -317,7 +366,9 @@ def of_a_form(form: str, work: Path) -> dict[str, Any]:
     code, _, stderr, output = start(form, 2, work, ["transformer"], fatal)
     ended = time.time() - float(fatal.read_text())
     whole = (
-        output.exists() and json.loads(output.read_text())["transformer"]["weights"] == row["transformer"]["weights"]
+        output.exists()
+        and json.loads(output.read_text())["transformer"]["weights"]
+        == row["transformer"]["weights"]
     )
     named = "rank 1" in stderr or "local_rank: 1" in stderr
     row["killed"] = {"code": code, "seconds": ended, "named": named, "whole": whole}
@@ -327,7 +378,9 @@ def of_a_form(form: str, work: Path) -> dict[str, Any]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="some of them")
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=list(FORMS), help="some of them"
+    )
     for name, kind in (("--form", str), ("--output", Path), ("--fatal", Path)):
         parser.add_argument(name, type=kind, help=common.INTERNAL)
     parser.add_argument("--models", nargs="+", help=common.INTERNAL)
@@ -335,7 +388,10 @@ def main() -> None:
     if given.form:
         return rank_of_a_form(given.form, given.models, given.output, given.fatal)
     rows = []
-    print(f"{'2 processes of 1 thread':<40} transformer: ms  1 = 2   LeNet-5: ms  1 = 2   MiB   a kill of rank 1")
+    print(
+        f"{'2 processes of 1 thread':<40} transformer: ms  1 = 2   LeNet-5: ms  1 = 2   MiB   a "
+        "kill of rank 1"
+    )
     for form in given.forms:
         if FORMS[form][1] and importlib.util.find_spec(FORMS[form][1]) is None:
             print(f"{FORMS[form][0]:<40} {FORMS[form][1]} is not installed")
@@ -354,8 +410,17 @@ def main() -> None:
             for name, wide in (("transformer", 15), ("lenet", 13))
         ]
         k = row["killed"]
-        end = "went on, the weights of an undisturbed run" if k["whole"] else "went on" if not k["code"] else "ended"
-        said = f"{end}; {k['seconds']:.1f} s, code {k['code']}, {'rank 1 named' if k['named'] else 'nobody named'}"
+        end = (
+            "went on, the weights of an undisturbed run"
+            if k["whole"]
+            else "went on"
+            if not k["code"]
+            else "ended"
+        )
+        said = (
+            f"{end}; {k['seconds']:.1f} s, code {k['code']}, "
+            f"{'rank 1 named' if k['named'] else 'nobody named'}"
+        )
         print(f"{row['form']:<40}{cells[0]} {cells[1]} {row['MiB']:>5.0f}   {said}", flush=True)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))

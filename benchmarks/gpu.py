@@ -1,16 +1,20 @@
-"""One whole optimizer step on a GPU against PyTorch on the same GPU: eager, compiled, and as a CUDA graph.
+"""One whole optimizer step on a GPU against PyTorch on the same GPU: eager, compiled, and as a
+CUDA graph.
 
-Ours: the next batch of a data.DataLoader over MNIST (of ResNet-18 and GPT: of random samples), which lies on the device
-as it is stored, and DistributedTrainer.train_step on it: numbers of the samples, gathering, normalising, forward,
-backward, sums of shards, SGD with momentum (GPT: AdamW), and the loss on the host. PyTorch: the same from a data set
-that lies on the device normalised: index_select, zero_grad, forward, loss, backward, the optimizer's step (fused), and
-loss.item(). "compiled" is torch.compile of the whole step's forward and loss; "graph" is the compiled step, gathering
-and optimizer included, captured once as a CUDA graph and replayed; only the indices are copied in. TF32 is off unless
+Ours: the next batch of a data.DataLoader over MNIST (of ResNet-18 and GPT: of random samples),
+which lies on the device as it is stored, and DistributedTrainer.train_step on it: numbers of the
+samples, gathering, normalising, forward, backward, sums of shards, SGD with momentum (GPT: AdamW),
+and the loss on the host. PyTorch: the same from a data set that lies on the device normalised:
+index_select, zero_grad, forward, loss, backward, the optimizer's step (fused), and loss.item().
+"compiled" is torch.compile of the whole step's forward and loss; "graph" is the compiled step,
+gathering and optimizer included, captured once as a CUDA graph and replayed; only the indices are
+copied in. TF32 is off unless
 --precision says so.
 
-The sides take turns in one process. A time is the median over all steps of a host clock around a step that ends with
-the loss on the host; a ratio is the median over the turns of theirs to ours. "host us" is what our Python and Mojo take
-to enqueue a step. With --no-torch (or without PyTorch, or on an emulated GPU) only ours is timed.
+The sides take turns in one process. A time is the median over all steps of a host clock around a
+step that ends with the loss on the host; a ratio is the median over the turns of theirs to ours.
+"host us" is what our Python and Mojo take to enqueue a step. With --no-torch (or without PyTorch,
+or on an emulated GPU) only ours is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ from step import Step, block, endless
 RATE, MOMENTUM = 0.001, 0.9
 LANES = 16  # of a group, all of which hold a sample or token of 16 samples
 KINDS = ("eager", "compiled", "graph")
-LARGE = {"resnet18": "64,512", "gpt": "8,64"}  # networks of benchmarks/models.py, on its random samples, and batches
+# networks of benchmarks/models.py, on its random samples, and batches
+LARGE = {"resnet18": "64,512", "gpt": "8,64"}
 
 
 def make_ours(options: Any, batch: int, dataset: Any) -> tuple[Step, Any, Any]:
@@ -45,7 +50,12 @@ def make_ours(options: Any, batch: int, dataset: Any) -> tuple[Step, Any, Any]:
         optimizer = optim.AdamW(lr=1e-4, weight_decay=0.1)
         optimizer.undecayed = optim.vectors
     trainer = DistributedTrainer(
-        model, optimizer, backend="local", device="gpu", shard_size=options.shard_size, precision=options.precision
+        model,
+        optimizer,
+        backend="local",
+        device="gpu",
+        shard_size=options.shard_size,
+        precision=options.precision,
     )
     batches = endless(data.DataLoader(dataset, batch_size=batch, shuffle=True, drop_last=True))
     return lambda: trainer.train_step(next(batches)), trainer, model
@@ -56,22 +66,33 @@ def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) ->
     import numpy as np
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+        options.precision == "tf32"
+    )
     device = torch.device("cuda")
     gpt = options.model == "gpt"
-    net: Any = nets.torch_gpt(models.VOCABULARY, models.CONTEXT) if gpt else nets.torch_model(options.model)
+    net: Any = (
+        nets.torch_gpt(models.VOCABULARY, models.CONTEXT)
+        if gpt
+        else nets.torch_model(options.model)
+    )
     net = net.to(device)
     if options.model in nets.MODELS:
-        net.load_state_dict({key: torch.from_numpy(value) for key, value in model.state_dict().items()})
+        net.load_state_dict(
+            {key: torch.from_numpy(value) for key, value in model.state_dict().items()}
+        )
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
     if gpt:
         groups = [
-            {"params": [p for p in net.parameters() if (p.ndim > 1) == m], "weight_decay": 0.1 * m} for m in (1, 0)
+            {"params": [p for p in net.parameters() if (p.ndim > 1) == m], "weight_decay": 0.1 * m}
+            for m in (1, 0)
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True, capturable=True)
     x, y = dataset.gather(np.arange(len(dataset)))
     images, labels = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
-    loss = getattr(net, "loss", lambda a, b: torch.nn.functional.cross_entropy(a.flatten(0, -2), b.flatten()))
+    loss = getattr(
+        net, "loss", lambda a, b: torch.nn.functional.cross_entropy(a.flatten(0, -2), b.flatten())
+    )
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
 
     def loss_of(index: Any) -> Any:
@@ -80,7 +101,9 @@ def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) ->
 
     forward = loss_of if kind == "eager" else torch.compile(loss_of)
     rng = np.random.default_rng(0)
-    indices = [torch.from_numpy(rng.permutation(len(dataset))[:batch]).pin_memory() for _ in range(8)]
+    indices = [
+        torch.from_numpy(rng.permutation(len(dataset))[:batch]).pin_memory() for _ in range(8)
+    ]
     static = indices[0].to(device)
     turn = 0
 
@@ -130,12 +153,16 @@ def torch_on_gpu() -> bool:
     import torch
 
     if not torch.cuda.is_available():
-        print(f"PyTorch {torch.__version__} cannot use the GPU: only ours is timed", file=sys.stderr)
+        print(
+            f"PyTorch {torch.__version__} cannot use the GPU: only ours is timed", file=sys.stderr
+        )
     return torch.cuda.is_available()
 
 
 def peaks(options: Any) -> dict[str, float]:
-    """What PyTorch reaches on this GPU: TFLOP/s of a large product in this precision, GB/s of a large copy."""
+    """What PyTorch reaches on this GPU: TFLOP/s of a large product in this precision, GB/s of a
+    large copy.
+    """
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
@@ -182,7 +209,9 @@ def host_time(trainer: Any, step: Step, steps: int) -> float:
 
 
 def flops(name: str, model: Any) -> float:
-    """Float operations of one sample, forward and backward: those of products (as benchmarks/models.py counts)."""
+    """Float operations of one sample, forward and backward: those of products (as
+    benchmarks/models.py counts).
+    """
     if name in nets.MODELS:
         return nets.flops(name, model)
     _, trainer, dataset = models.ours(name, LANES, 1, "fp32", LANES)
@@ -190,7 +219,9 @@ def flops(name: str, model: Any) -> float:
 
     table = native.library().ops
     records = trainer._train.record(LANES, dataset.form)
-    return sum(models.operations(record, table[record.op].sizes, LANES) for record in records) / LANES
+    return (
+        sum(models.operations(record, table[record.op].sizes, LANES) for record in records) / LANES
+    )
 
 
 def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[str, Any]:
@@ -207,11 +238,17 @@ def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[st
         except Exception as problem:
             if kind == "ours":
                 raise
-            # one form of PyTorch that does not work here, say without a C compiler, leaves the others
-            print(f"{kind}, batch {batch}: {type(problem).__name__}: {str(problem)[:600]}", file=sys.stderr)
+            # one form of PyTorch that does not work here, say without a C compiler, leaves the
+            # others
+            print(
+                f"{kind}, batch {batch}: {type(problem).__name__}: {str(problem)[:600]}",
+                file=sys.stderr,
+            )
             sides.pop(kind, None)
             continue
-        lengths[kind] = options.steps or max(5, min(2000, round(options.seconds / common.median(times))))
+        lengths[kind] = options.steps or max(
+            5, min(2000, round(options.seconds / common.median(times)))
+        )
     rounds: dict[str, list[list[float]]] = {key: [] for key in sides}
     for _ in range(options.rounds):
         for key, step in sides.items():
@@ -221,7 +258,10 @@ def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[st
         row[key] = {"seconds": common.spread([t for one in turns for t in one])}
         row[key]["tflops"] = row["flops_per_sample"] * batch / row[key]["seconds"]["median"] * 1e-12
         if key != "ours":
-            ratios = [common.median(a) / common.median(b) for a, b in zip(turns, rounds["ours"], strict=True)]
+            ratios = [
+                common.median(a) / common.median(b)
+                for a, b in zip(turns, rounds["ours"], strict=True)
+            ]
             row[key]["ratio"] = common.spread(ratios)
     row["host_seconds"] = host_time(trainer, ours, min(lengths["ours"], 200))
     return row
@@ -249,17 +289,28 @@ def show(rows: list[dict[str, Any]], peak: dict[str, float], kinds: list[str]) -
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--model", choices=(*nets.MODELS, *LARGE), default="lenet5", help="which network")
-    parser.add_argument("--batches", help="batch sizes (default: 64,1024,8192; resnet18 64,512; gpt 8,64)")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="fp32", help="of products")
-    parser.add_argument("--shard-size", type=int, help="samples of a shard of ours, instead of the default")
+    parser.add_argument(
+        "--model", choices=(*nets.MODELS, *LARGE), default="lenet5", help="which network"
+    )
+    parser.add_argument(
+        "--batches", help="batch sizes (default: 64,1024,8192; resnet18 64,512; gpt 8,64)"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="fp32", help="of products"
+    )
+    parser.add_argument(
+        "--shard-size", type=int, help="samples of a shard of ours, instead of the default"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=0.5, help="of one turn")
     parser.add_argument("--steps", type=int, help="of one turn instead of --seconds")
     parser.add_argument("--kinds", default=",".join(KINDS), help="forms of PyTorch")
     parser.add_argument("--no-torch", action="store_true", help="only ours")
     options = parser.parse_args()
-    batches = [int(word) for word in (options.batches or LARGE.get(options.model, "64,1024,8192")).split(",")]
+    batches = [
+        int(word)
+        for word in (options.batches or LARGE.get(options.model, "64,1024,8192")).split(",")
+    ]
 
     from odyssey import data
     from odyssey.core.gpu_native import Gpu
@@ -273,15 +324,29 @@ def main() -> None:
     else:
         dataset = data.load("mnist", train=True)
     peak = peaks(options) if kinds else {}
-    print(f"{common.machine_line(facts)}, {facts['gpu']}{' (emulated: times mean nothing)' if emulated else ''}")
+    print(
+        f"{common.machine_line(facts)}, "
+        f"{facts['gpu']}{' (emulated: times mean nothing)' if emulated else ''}"
+    )
     if peak:
-        print(f"peak of PyTorch's product {peak['tflops']:.1f} TFLOP/s, copy {peak['gb_per_second']:.0f} GB/s")
+        print(
+            f"peak of PyTorch's product {peak['tflops']:.1f} TFLOP/s, copy "
+            f"{peak['gb_per_second']:.0f} GB/s"
+        )
     rows = []
     for batch in batches:
         rows.append(measure(options, batch, dataset, kinds))
-        print(f"batch {batch}: {1e6 * rows[-1]['ours']['seconds']['median']:.0f} us", file=sys.stderr)
+        print(
+            f"batch {batch}: {1e6 * rows[-1]['ours']['seconds']['median']:.0f} us", file=sys.stderr
+        )
         common.write_json(  # after each row: what comes next may be stopped
-            options.json, "gpu", facts, model=options.model, precision=options.precision, peak=peak, rows=rows
+            options.json,
+            "gpu",
+            facts,
+            model=options.model,
+            precision=options.precision,
+            peak=peak,
+            rows=rows,
         )
     print(f"{options.model}, {options.precision}, one step")
     print(show(rows, peak, kinds))

@@ -1,14 +1,17 @@
-"""The time of each launch of a training step on a GPU: where the milliseconds of GPT and ResNet-18 go.
+"""The time of each launch of a training step on a GPU: where the milliseconds of GPT and
+ResNet-18 go.
 
-A step is taken and its launches are noted. Then the same launches are captured as a CUDA graph with an event between
-every two of them, and the graph is replayed: the launches follow each other as closely as in a training step, and no
-time of the host is in between. A time is the median over the replays. It contains the gap to the next launch and an
-event, about a microsecond; "event us" is that of two events with nothing between them, and it is not subtracted.
-"graph us" is one replay of the same launches without events.
+A step is taken and its launches are noted. Then the same launches are captured as a CUDA graph with
+an event between every two of them, and the graph is replayed: the launches follow each other as
+closely as in a training step, and no time of the host is in between. A time is the median over the
+replays. It contains the gap to the next launch and an event, about a microsecond; "event us" is
+that of two events with nothing between them, and it is not subtracted. "graph us" is one replay of
+the same launches without events.
 
-The launches are those of forward and backward pass, the sums of shards, the check of gradients and the update. Copies
-between host and device are not among them. A record may have several kernels, and a launch may compute several
-records; --profile runs single records for a profiler (ncu --profile-from-start off).
+The launches are those of forward and backward pass, the sums of shards, the check of gradients and
+the update. Copies between host and device are not among them. A record may have several kernels,
+and a launch may compute several records; --profile runs single records for a profiler (ncu
+--profile-from-start off).
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import models
 
 EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL: the event is a node of the graph that is captured
 CALLS = ("run", "tree_sum", "clear")  # of Gpu: what puts launches into the queue
-CODES = 1 << 16  # the lower bits of a record's first number are the code of its op (mojo/kernels/record.mojo)
+# the lower bits of a record's first number are the code of its op (mojo/kernels/record.mojo)
+CODES = 1 << 16
 EMPTY = 32  # pairs of events with nothing between them
 
 
@@ -37,7 +41,9 @@ class Launch:
         records: of a program that it computes.
     """
 
-    def __init__(self, label: str, enqueue: Callable[[], object], flops: float = 0.0, records: int = 1) -> None:
+    def __init__(
+        self, label: str, enqueue: Callable[[], object], flops: float = 0.0, records: int = 1
+    ) -> None:
         self.label = label
         self.enqueue = enqueue
         self.flops = flops
@@ -61,12 +67,16 @@ class Events:
     def between(self, i: int) -> float:
         """Microseconds from event i to the next one."""
         out = ctypes.c_float()
-        self._driver.call("cuEventElapsedTime", ctypes.byref(out), self._events[i], self._events[i + 1])
+        self._driver.call(
+            "cuEventElapsedTime", ctypes.byref(out), self._events[i], self._events[i + 1]
+        )
         return 1000 * out.value
 
 
 def noted(device: Any, step: Callable[[], object]) -> list[tuple[str, tuple[Any, ...]]]:
-    """The calls that a step makes to put launches into the compute queue, with copies of their arguments."""
+    """The calls that a step makes to put launches into the compute queue, with copies of their
+    arguments.
+    """
     from odyssey.core import native
     from odyssey.core.gpu_native import COMPUTE, GpuStep
 
@@ -122,7 +132,11 @@ def launches_of(trainer: Any, step: Callable[[], object]) -> list[Launch]:
         if name != "run":
             label = f"{name} {arguments[3] if name == 'tree_sum' else arguments[1]}"
             label += f" x {arguments[4]} floats" if name == "tree_sum" else " bytes"
-            launches.append(Launch(label, lambda name=name, arguments=arguments: getattr(device, name)(*arguments)))
+            launches.append(
+                Launch(
+                    label, lambda name=name, arguments=arguments: getattr(device, name)(*arguments)
+                )
+            )
             continue
         one, program = arguments
         of_program = records if one.records == len(records) else None
@@ -130,8 +144,13 @@ def launches_of(trainer: Any, step: Callable[[], object]) -> list[Launch]:
     return launches
 
 
-def of_step(device: Any, step: Any, program: Any, records: list[Any] | None, names: dict[int, str]) -> list[Launch]:
-    """The launches of a program. They are enqueued once, which shows the records that each computes."""
+def of_step(
+    device: Any, step: Any, program: Any, records: list[Any] | None, names: dict[int, str]
+) -> list[Launch]:
+    """The launches of a program.
+
+    They are enqueued once, which shows the records that each computes.
+    """
     from odyssey.core import native
 
     size = native.library().record
@@ -176,7 +195,9 @@ def graph_of(device: Any, enqueue: Callable[[], object]) -> Any:
     return Graph(device, enqueue)
 
 
-def replay_times(device: Any, launches: list[Launch], replays: int) -> tuple[list[list[float]], float]:
+def replay_times(
+    device: Any, launches: list[Launch], replays: int
+) -> tuple[list[list[float]], float]:
     """Microseconds of each launch in each replay, and of an event with nothing before it."""
     events = Events(device, len(launches) + 1 + EMPTY)
 
@@ -222,7 +243,9 @@ def rows_of(launches: list[Launch], times: list[list[float]]) -> list[dict[str, 
     """The launches with the same label together, those that take most time first."""
     rows: dict[str, dict[str, Any]] = {}
     for launch, of_launch in zip(launches, times, strict=True):
-        row = rows.setdefault(launch.label, {"label": launch.label, "launches": 0, "us": 0.0, "flops": 0.0})
+        row = rows.setdefault(
+            launch.label, {"label": launch.label, "launches": 0, "us": 0.0, "flops": 0.0}
+        )
         row["launches"] += 1
         row["us"] += common.median(of_launch)
         row["flops"] += launch.flops
@@ -275,7 +298,9 @@ def ready(options: Any) -> tuple[Callable[[], object], Any, Any]:
 
 
 def profile(options: Any) -> None:
-    """Runs the first launch of each label that --profile names, between the driver's marks for a profiler."""
+    """Runs the first launch of each label that --profile names, between the driver's marks for a
+    profiler.
+    """
     from odyssey.core.cuda import driver
 
     step, trainer, device = ready(options)
@@ -293,30 +318,42 @@ def profile(options: Any) -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--model", choices=("gpt", *models.IMAGES), default="gpt", help="which network")
+    parser.add_argument(
+        "--model", choices=("gpt", *models.IMAGES), default="gpt", help="which network"
+    )
     parser.add_argument("--batch", type=int, default=8, help="samples")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="bf16", help="of products")
+    parser.add_argument(
+        "--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="bf16", help="of products"
+    )
     parser.add_argument("--shard-size", type=int, help="samples of a shard, instead of the default")
     parser.add_argument("--replays", type=int, default=20, help="of the graph")
     parser.add_argument("--rows", type=int, default=25, help="printed")
-    parser.add_argument("--profile", nargs="+", metavar="LABEL", help="only run these launches, for a profiler")
+    parser.add_argument(
+        "--profile", nargs="+", metavar="LABEL", help="only run these launches, for a profiler"
+    )
     options = parser.parse_args()
     if options.profile:
         profile(options)
         return
     result = measure(options)
     print(
-        f"{options.model}, {options.precision}, batch {options.batch}: {result['launches']} launches, "
+        f"{options.model}, {options.precision}, batch {options.batch}: {result['launches']} "
+        "launches, "
         f"{result['sum_us']:.0f} us in all, as a graph {result['graph_us']:.0f} us, "
         f"a whole step {result['step_us']:.0f} us, an event {result['event_us']:.2f} us"
     )
     lines = []
     for row in result["rows"][: options.rows]:
         speed = common.number(row["tflops"], 1)
-        lines.append([row["label"], row["launches"], f"{row['us']:.1f}", f"{100 * row['share']:.1f}", speed])
+        lines.append(
+            [row["label"], row["launches"], f"{row['us']:.1f}", f"{100 * row['share']:.1f}", speed]
+        )
     print(common.table(["launch", "launches", "us", "%", "TFLOP/s"], lines))
     facts = common.machine()
-    settings = {name: getattr(options, name) for name in ("model", "batch", "precision", "shard_size", "replays")}
+    settings = {
+        name: getattr(options, name)
+        for name in ("model", "batch", "precision", "shard_size", "replays")
+    }
     common.write_json(options.json, "gpu_launches", facts, **settings, **result)
 
 

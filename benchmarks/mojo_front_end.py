@@ -1,7 +1,8 @@
 """A Mojo program against the Python command: samples per second of the same training, and start-up.
 
-LeNet-5 on MNIST, the same settings, in turns; medians. Both run the same kernels, so what differs is what is around
-them. The weights must be the same bits. The kernels and the program are compiled before anything is measured.
+LeNet-5 on MNIST, the same settings, in turns; medians. Both run the same kernels, so what differs
+is what is around them. The weights must be the same bits. The kernels and the program are compiled
+before anything is measured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "mojo" / "lenet.mojo"
 
 
 def program() -> Path:
-    """lenet.mojo, compiled for this machine into the cache of the kernels. Raises SystemExit if it does not compile."""
+    """lenet.mojo, compiled for this machine into the cache of the kernels.
+
+    Raises SystemExit if it does not compile.
+    """
     root = build.source_root()
     digest = hashlib.sha256(build.plan(root).key.encode() + EXAMPLE.read_bytes()).hexdigest()[:16]
     made = build.cache_dir() / "tests" / f"lenet-{digest}"
@@ -70,7 +74,9 @@ def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="runs of each")
     parser.add_argument("--steps", type=int, default=469, help="of 128 samples")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[0, 2], help="0: without a launcher")
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", default=[0, 2], help="0: without a launcher"
+    )
     options = parser.parse_args()
     facts = common.machine()
     print(common.machine_line(facts))
@@ -88,15 +94,24 @@ def main() -> int:
             rates["Mojo"].append(mojo)
             rates["Python"].append(python)
         for name, values in rates.items():
-            content.append({"what": f"{name}, {ranks or 1} process{'es' * (ranks > 1)}", "rate": common.spread(values)})
+            content.append(
+                {
+                    "what": f"{name}, {ranks or 1} process{'es' * (ranks > 1)}",
+                    "rate": common.spread(values),
+                }
+            )
     started = [startup([made, "--data-dir", "nowhere-at-all"]) for _ in range(options.rounds)]
     print(
-        f"\nsamples per second of all ranks, one thread each, median of {options.rounds}; the weights are the same bits"
+        f"\nsamples per second of all ranks, one thread each, median of {options.rounds}; the "
+        "weights are the same bits"
     )
     lines = [[row["what"], common.number(row["rate"]["median"])] for row in content]
     print(common.table(["", "samples/s"], lines))
     seconds = common.spread(started)
-    print(f"\nfrom the start of the Mojo program to its own first line: {1e3 * seconds['median']:.0f} ms")
+    print(
+        "\nfrom the start of the Mojo program to its own first line: "
+        f"{1e3 * seconds['median']:.0f} ms"
+    )
     common.write_json(options.json, "mojo_front_end", facts, rows=content, start=seconds)
     return 0
 

@@ -1,7 +1,7 @@
 """The models of odyssey.nn.models once more: in PyTorch, and as a count of operations.
 
-The PyTorch modules have the parameter names and shapes of odyssey's, so weights go from one to the other by
-load_state_dict. PyTorch is imported inside the functions that need it.
+The PyTorch modules have the parameter names and shapes of odyssey's, so weights go from one to the
+other by load_state_dict. PyTorch is imported inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,33 @@ from typing import Any
 MODELS = ("lenet5", "mlp", "convnet")
 
 # Output pixels of the convolutions on a 28 x 28 image; a linear layer has one position.
-POSITIONS = {"lenet5": {"conv1": 28 * 28, "conv2": 10 * 10}, "mlp": {}, "convnet": {"conv1": 26 * 26, "conv2": 24 * 24}}
+POSITIONS = {
+    "lenet5": {"conv1": 28 * 28, "conv2": 10 * 10},
+    "mlp": {},
+    "convnet": {"conv1": 26 * 26, "conv2": 24 * 24},
+}
 
 
 def flops(name: str, model: Any) -> int:
-    """Float operations of one sample, forward and backward, in convolutions and linear layers alone.
+    """Float operations of one sample, forward and backward, in convolutions and linear layers
+    alone.
 
-    A multiply-add is two. Every layer has as many for its weights' gradient as for its output, and again as many for
-    the gradient of its input, which the first layer does not compute.
+    A multiply-add is two. Every layer has as many for its weights' gradient as for its output, and
+    again as many for the gradient of its input, which the first layer does not compute.
     """
-    weights = [(key[: -len(".weight")], p.size) for key, p in model.named_parameters() if key.endswith(".weight")]
+    weights = [
+        (key[: -len(".weight")], p.size)
+        for key, p in model.named_parameters()
+        if key.endswith(".weight")
+    ]
     forward = [2 * size * POSITIONS[name].get(layer, 1) for layer, size in weights]
     return 3 * sum(forward) - forward[0]
 
 
 def torch_model(name: str) -> Any:
-    """The same architecture in PyTorch, on images of (1, 28, 28); ResNet-18 on small ones of (3, H, W)."""
+    """The same architecture in PyTorch, on images of (1, 28, 28); ResNet-18 on small ones of (3,
+    H, W).
+    """
     from torch import nn
 
     if name == "resnet18":
@@ -38,7 +49,11 @@ def torch_model(name: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.conv1, self.conv2 = nn.Conv2d(1, 6, 5, padding=2), nn.Conv2d(6, 16, 5)
-            self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+            self.fc1, self.fc2, self.fc3 = (
+                nn.Linear(400, 120),
+                nn.Linear(120, 84),
+                nn.Linear(84, 10),
+            )
             self.loss = nn.CrossEntropyLoss()
 
         def forward(self, x: Any) -> Any:
@@ -81,8 +96,15 @@ def torch_resnet18(channels: int = 3, classes: int = 10) -> Any:
     class Block(nn.Module):
         def __init__(self, i: int, o: int, stride: int = 1) -> None:
             super().__init__()
-            self.conv1, self.bn1, self.conv2, self.bn2 = conv(i, o, 3, stride), norm(o), conv(o, o), norm(o)
-            self.downsample = None if stride == 1 and i == o else nn.Sequential(conv(i, o, 1, stride), norm(o))
+            self.conv1, self.bn1, self.conv2, self.bn2 = (
+                conv(i, o, 3, stride),
+                norm(o),
+                conv(o, o),
+                norm(o),
+            )
+            self.downsample = (
+                None if stride == 1 and i == o else nn.Sequential(conv(i, o, 1, stride), norm(o))
+            )
 
         def forward(self, x: Any) -> Any:
             y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu_()))
@@ -107,9 +129,16 @@ def torch_resnet18(channels: int = 3, classes: int = 10) -> Any:
 
 
 def torch_gpt(
-    vocab_size: int, context: int, layers: int = 6, heads: int = 6, width: int = 384, dropout: float = 0.0
+    vocab_size: int,
+    context: int,
+    layers: int = 6,
+    heads: int = 6,
+    width: int = 384,
+    dropout: float = 0.0,
 ) -> Any:
-    """odyssey's GPT in PyTorch, as one writes it there: ids (N, T) to logits; the attention kernel is PyTorch's."""
+    """odyssey's GPT in PyTorch, as one writes it there: ids (N, T) to logits; the attention
+    kernel is PyTorch's.
+    """
     from torch import arange, nn
 
     class Block(nn.Module):
@@ -133,14 +162,18 @@ def torch_gpt(
         def __init__(self) -> None:
             super().__init__()
             self.transformer = nn.ModuleDict({"wte": nn.Embedding(vocab_size, width)})
-            self.transformer.update({"wpe": nn.Embedding(context, width), "drop": nn.Dropout(dropout)})
+            self.transformer.update(
+                {"wpe": nn.Embedding(context, width), "drop": nn.Dropout(dropout)}
+            )
             self.transformer.update({"h": nn.ModuleList(Block() for _ in range(layers))})
             self.transformer.update({"ln_f": nn.LayerNorm(width, bias=False)})
             self.lm_head = linear(width, vocab_size)
             self.lm_head.weight = self.transformer.wte.weight
 
         def forward(self, ids: Any) -> Any:
-            x = self.transformer.wte(ids) + self.transformer.wpe(arange(ids.shape[1], device=ids.device))
+            x = self.transformer.wte(ids) + self.transformer.wpe(
+                arange(ids.shape[1], device=ids.device)
+            )
             x = self.transformer.drop(x)
             for block in self.transformer.h:
                 x = block(x)

@@ -1,8 +1,10 @@
-"""A training whose parameters and optimizer state are several times the memory that it may use, with `offload`.
+"""A training whose parameters and optimizer state are several times the memory that it may use,
+with `offload`.
 
-The same training runs twice in processes of their own: in memory without a limit, and in files within a limit. The
-limit is a control group's (v1 or v2; then the whole process has no more memory than that, pages of files included),
-else RLIMIT_DATA, for what is no file. The weights must be the same: exit code 1 if not.
+The same training runs twice in processes of their own: in memory without a limit, and in files
+within a limit. The limit is a control group's (v1 or v2; then the whole process has no more memory
+than that, pages of files included), else RLIMIT_DATA, for what is no file. The weights must be the
+same: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -65,7 +67,11 @@ def train(options: Any) -> None:
     with odyssey.offload(options.folder):
         layers = [nn.Linear(options.width, options.width) for _ in range(options.layers)]
         model = nn.Sequential(*layers, nn.Linear(options.width, 10))
-    settings = {"threads": 1, "shard_size": options.batch // options.shards, "offload": options.folder}
+    settings = {
+        "threads": 1,
+        "shard_size": options.batch // options.shards,
+        "offload": options.folder,
+    }
     settings["bucket_size_mb"] = 4
     trainer = odyssey.DistributedTrainer(model, optim.SGD(lr=1e-4, momentum=0.9), **settings)
     trainer.train_step(batch)
@@ -108,7 +114,10 @@ def main() -> int:
     facts = common.machine()
     print(common.machine_line(facts))
     command = [sys.executable, __file__, "--train"]
-    command += [f"--{name}={getattr(options, name)}" for name in ("width", "layers", "batch", "shards", "steps")]
+    command += [
+        f"--{name}={getattr(options, name)}"
+        for name in ("width", "layers", "batch", "shards", "steps")
+    ]
 
     def run(*more: str) -> dict[str, Any]:
         done = subprocess.run([*command, *more], stdout=subprocess.PIPE, text=True, check=True)
@@ -119,7 +128,8 @@ def main() -> int:
         within = f"--group={inside}" if inside else f"--data={limit}"
         found = {
             "in memory, no limit": run(),
-            f"in files, {options.limit_mb} MiB ({'control group' if inside else 'RLIMIT_DATA'})": run(
+            f"in files, {options.limit_mb} MiB "
+            f"({'control group' if inside else 'RLIMIT_DATA'})": run(
                 within, f"--folder={options.folder or made}"
             ),
         }

@@ -1,16 +1,20 @@
-"""Step time with reductions started inside the backward pass, after it, and without any: what overlap hides.
+"""Step time with reductions started inside the backward pass, after it, and without any: what
+overlap hides.
 
-Ranks train a network of equal linear layers (40 MB of parameters unless told otherwise). For each bucket size one
-trainer reduces during the backward pass and one after it; a third kind trains the same share of the batch on its own,
-without any communication. All are in the same processes and take turns, a step or a few between two barriers; a turn's
-time is that of the slowest rank. The table has a low quantile of the turns: other work on the machine only adds time.
-Hidden is the part of communication that overlap takes away: (after - during) / (after - none). Where ranks share cores
-with their transport a copy that runs while another rank computes takes that rank's core or memory bandwidth, so not
-all of it can be hidden. The weights of all reducing trainers must be the same: exit code 1 if not.
+Ranks train a network of equal linear layers (40 MB of parameters unless told otherwise). For each
+bucket size one trainer reduces during the backward pass and one after it; a third kind trains the
+same share of the batch on its own, without any communication. All are in the same processes and
+take turns, a step or a few between two barriers; a turn's time is that of the slowest rank. The
+table has a low quantile of the turns: other work on the machine only adds time. Hidden is the part
+of communication that overlap takes away: (after - during) / (after - none). Where ranks share cores
+with their transport a copy that runs while another rank computes takes that rank's core or memory
+bandwidth, so not all of it can be hidden. The weights of all reducing trainers must be the same:
+exit code 1 if not.
 
---rate: each rank on a host of its own, in namespaces here (tests/beds/netns.py; root), with wires of so many bits a
-second. Then "moved" is the share of the bytes that could have come while kernels ran: of buckets that were ready by
-then, as far as the wire is fast enough. What came is counted by the network device of rank 0's host.
+--rate: each rank on a host of its own, in namespaces here (tests/beds/netns.py; root), with wires
+of so many bits a second. Then "moved" is the share of the bytes that could have come while kernels
+ran: of buckets that were ready by then, as far as the wire is fast enough. What came is counted by
+the network device of rank 0's host.
 """
 
 from __future__ import annotations
@@ -54,7 +58,9 @@ class Trace:
         type(reduction).start(reduction)
 
     def moved(self) -> float:
-        """Share of the bytes that could have come by then: a queue that the wire takes from, and buckets join."""
+        """Share of the bytes that could have come by then: a queue that the wire takes from, and
+        buckets join.
+        """
         for reduction in self._runner.reductions:
             del reduction.start
         del self._runner._finish
@@ -97,10 +103,16 @@ def rank(options: Any) -> None:
         else:
             model = models.our_model(options.model)
         return DistributedTrainer(
-            model, optim.SGD(lr=1e-3, momentum=0.9), threads=1, shard_size=options.shard_size, **settings
+            model,
+            optim.SGD(lr=1e-3, momentum=0.9),
+            threads=1,
+            shard_size=options.shard_size,
+            **settings,
         )
 
-    runs: dict[str, tuple[DistributedTrainer, data.Batch]] = {"none": (trainer(comm=comm.Communicator()), half)}
+    runs: dict[str, tuple[DistributedTrainer, data.Batch]] = {
+        "none": (trainer(comm=comm.Communicator()), half)
+    }
     for size in options.bucket_size_mb:
         for overlap in (True, False):
             name = f"{size:g} {'during' if overlap else 'after'}"
@@ -127,23 +139,39 @@ def rank(options: Any) -> None:
     weights = {name: made.weights_sha256() for name, (made, _) in runs.items() if name != "none"}
     if world.rank == 0:
         parts = {name: len(made._train.ownership.parts.buckets) for name, (made, _) in runs.items()}
-        content = {"seconds": seconds, "waited": waited, "moved": moved, "buckets": parts, "weights": weights}
+        content = {
+            "seconds": seconds,
+            "waited": waited,
+            "moved": moved,
+            "buckets": parts,
+            "weights": weights,
+        }
         content |= {"backend": world.name, "floats": runs["none"][0].arena.size}
         options.rank.write_text(json.dumps(content))
 
 
 def main() -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks, of one thread each")
-    parser.add_argument("--backend", default="auto", choices=("auto", "mpi", "shm"), help="transport")
-    parser.add_argument("--model", default="linear", choices=("linear", "gpt", "resnet18"), help="as in models.py")
-    parser.add_argument("--rate", type=float, help="bits per second of the wires between hosts of one rank each")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="data-parallel ranks, of one thread each"
+    )
+    parser.add_argument(
+        "--backend", default="auto", choices=("auto", "mpi", "shm"), help="transport"
+    )
+    parser.add_argument(
+        "--model", default="linear", choices=("linear", "gpt", "resnet18"), help="as in models.py"
+    )
+    parser.add_argument(
+        "--rate", type=float, help="bits per second of the wires between hosts of one rank each"
+    )
     parser.add_argument("--round-trip", type=float, default=2e-4, help="seconds, with --rate")
     parser.add_argument("--layers", type=int, default=11, help="linear layers")
     parser.add_argument("--width", type=int, default=1024, help="features of a layer")
     parser.add_argument("--batch", type=int, default=64, help="samples of each rank in a step")
     parser.add_argument("--shard-size", type=int, help="samples of a shard, instead of the default")
-    parser.add_argument("--bucket-size-mb", type=float, nargs="+", default=[4.0, 10.0, 25.0], help="to compare")
+    parser.add_argument(
+        "--bucket-size-mb", type=float, nargs="+", default=[4.0, 10.0, 25.0], help="to compare"
+    )
     parser.add_argument("--rounds", type=int, default=40, help="turns of each")
     parser.add_argument("--steps", type=int, default=1, help="of each turn")
     parser.add_argument("--quantile", type=float, default=0.1, help="of the turns")
@@ -154,12 +182,24 @@ def main() -> int:
         return 0
     facts = common.machine()
     print(common.machine_line(facts))
-    with tempfile.TemporaryDirectory(prefix="overlap-") as name:  # hosts do not see folders of odyssey's own names
+    # hosts do not see folders of odyssey's own names
+    with tempfile.TemporaryDirectory(prefix="overlap-") as name:
         folder = Path(name)
         out = folder / "overlap.json"
-        settings: list[Any] = ["--rank", out, "--backend", options.backend, "--bucket-size-mb", *options.bucket_size_mb]
+        settings: list[Any] = [
+            "--rank",
+            out,
+            "--backend",
+            options.backend,
+            "--bucket-size-mb",
+            *options.bucket_size_mb,
+        ]
         for key in ("model", "rate", "layers", "width", "batch", "shard_size", "rounds", "steps"):
-            settings += [] if getattr(options, key) is None else [f"--{key.replace('_', '-')}", getattr(options, key)]
+            settings += (
+                []
+                if getattr(options, key) is None
+                else [f"--{key.replace('_', '-')}", getattr(options, key)]
+            )
         command = [sys.executable, __file__, *map(str, settings)]
         if options.rate:
             common.on_hosts(options.ranks, command, options.rate, options.round_trip)
@@ -171,7 +211,10 @@ def main() -> int:
     rows, lines = [], [["no communication", None, common.number(1e3 * alone, 1), *[None] * 5]]
     for size in options.bucket_size_mb:
         during, after = (seconds[f"{size:g} {when}"] for when in ("during", "after"))
-        low = {"during": common.quantile(during, options.quantile), "after": common.quantile(after, options.quantile)}
+        low = {
+            "during": common.quantile(during, options.quantile),
+            "after": common.quantile(after, options.quantile),
+        }
         cost = low["after"] - alone
         hidden = (low["after"] - low["during"]) / cost if cost > 0 else None
         row = {
@@ -191,15 +234,44 @@ def main() -> int:
         share = None if hidden is None else f"{100 * hidden:.0f} %"
         came = None if row["moved"] is None else f"{100 * row['moved']:.0f} %"
         lines.append([f"{size:g} MB", row["buckets"], *cells, *times, share, came])
-    what = f"{options.layers} linear layers of {options.width}" if options.model == "linear" else options.model
-    link = f" at {options.rate / 1e6:g} Mbit/s, {1e3 * options.round_trip:g} ms" if options.rate else ""
+    what = (
+        f"{options.layers} linear layers of {options.width}"
+        if options.model == "linear"
+        else options.model
+    )
+    link = (
+        f" at {options.rate / 1e6:g} Mbit/s, {1e3 * options.round_trip:g} ms"
+        if options.rate
+        else ""
+    )
     print(
-        f"\n{what}, {4 * found['floats'] / 1e6:.1f} MB of parameters; {options.ranks} ranks over {found['backend']}"
+        f"\n{what}, {4 * found['floats'] / 1e6:.1f} MB of parameters; {options.ranks} ranks over "
+        f"{found['backend']}"
         f"{link}, global batch {options.ranks * options.batch}; ms per step"
     )
-    headers = ["buckets of", "number", "after", "during", "communication", "waited at the end", "hidden", "moved"]
+    headers = [
+        "buckets of",
+        "number",
+        "after",
+        "during",
+        "communication",
+        "waited at the end",
+        "hidden",
+        "moved",
+    ]
     print(common.table(headers, lines))
-    names = ("ranks", "model", "rate", "layers", "width", "batch", "shard_size", "rounds", "steps", "quantile")
+    names = (
+        "ranks",
+        "model",
+        "rate",
+        "layers",
+        "width",
+        "batch",
+        "shard_size",
+        "rounds",
+        "steps",
+        "quantile",
+    )
     settings = {key: getattr(options, key) for key in names}
     common.write_json(
         options.json,

@@ -1,10 +1,12 @@
-"""Idle time of pipelines, predicted and measured: gpipe, 1f1b and interleaved, for several numbers of micro-batches.
+"""Idle time of pipelines, predicted and measured: gpipe, 1f1b and interleaved, for several
+numbers of micro-batches.
 
-Ranks of one thread each train equal linear layers, cut by measured cost. Predicted is `schedule.bubble` with the
-seconds that each stage's forward and backward records take alone (the fastest of five); measured is the share of a
-step that a rank does not spend in kernels, the mean over ranks: waiting, messages, Python, the sum of gradients. All
-trainers are in the same processes and take turns; a low quantile of the turns counts. The weights of the three
-schedules must be the same for each number of micro-batches: exit code 1 if not.
+Ranks of one thread each train equal linear layers, cut by measured cost. Predicted is
+`schedule.bubble` with the seconds that each stage's forward and backward records take alone (the
+fastest of five); measured is the share of a step that a rank does not spend in kernels, the mean
+over ranks: waiting, messages, Python, the sum of gradients. All trainers are in the same processes
+and take turns; a low quantile of the turns counts. The weights of the three schedules must be the
+same for each number of micro-batches: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -54,12 +56,20 @@ def rank(options: Any) -> None:
             runner = engine.prepare(n, Form.of_classes(options.width))
             records = engine.record(options.shard_size, Form.of_classes(options.width))
             seconds = dict(
-                zip(map(id, records), costs.seconds(records, trainer.arena, options.shard_size), strict=True)
+                zip(
+                    map(id, records),
+                    costs.seconds(records, trainer.arena, options.shard_size),
+                    strict=True,
+                )
             )
-            parts = partition(records, engine.placing(options.shard_size, Form.of_classes(options.width)))
+            parts = partition(
+                records, engine.placing(options.shard_size, Form.of_classes(options.width))
+            )
             cost = np.zeros((2, runner.schedule.stages))
             for part in parts:
-                cost[int(part.phase == "backward"), part.stage] = sum(seconds[id(r)] for r in part.records)
+                cost[int(part.phase == "backward"), part.stage] = sum(
+                    seconds[id(r)] for r in part.records
+                )
             world.broadcast(cost)
             predicted = schedule.bubble(runner.schedule, cost[0].tolist(), cost[1].tolist())
             runs[kind] = (trainer, runner, predicted, [])
@@ -78,8 +88,17 @@ def rank(options: Any) -> None:
         for kind, (trainer, runner, predicted, turns) in runs.items():
             weights = trainer.weights_sha256()
             found.append(
-                {"micro_batches": micro, "kind": kind, "stages": runner.schedule.stages, "predicted": predicted}
-                | {"seconds": [t for t, _ in turns], "idle": [i for _, i in turns], "weights_sha256": weights}
+                {
+                    "micro_batches": micro,
+                    "kind": kind,
+                    "stages": runner.schedule.stages,
+                    "predicted": predicted,
+                }
+                | {
+                    "seconds": [t for t, _ in turns],
+                    "idle": [i for _, i in turns],
+                    "weights_sha256": weights,
+                }
             )
     if world.rank == 0:
         options.rank.write_text(json.dumps(found))
@@ -91,7 +110,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8, help="linear layers")
     parser.add_argument("--width", type=int, default=1024, help="features of a layer")
     parser.add_argument("--shard-size", type=int, default=32, help="samples of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8, 16], help="of a step")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[2, 4, 8, 16], help="of a step"
+    )
     parser.add_argument("--rounds", type=int, default=25, help="turns of each")
     parser.add_argument("--quantile", type=float, default=0.1, help="of the turns")
     parser.add_argument("--rank", type=Path, help=common.INTERNAL)
@@ -114,12 +135,25 @@ def main() -> int:
         row["step"] = common.quantile(row["seconds"], options.quantile)
         row["measured"] = common.quantile(row["idle"], options.quantile)
         shares = [f"{100 * row[k]:.1f} %" for k in ("predicted", "measured")]
-        lines.append([row["kind"], row["stages"], row["micro_batches"], common.number(1e3 * row["step"], 1), *shares])
+        lines.append(
+            [
+                row["kind"],
+                row["stages"],
+                row["micro_batches"],
+                common.number(1e3 * row["step"], 1),
+                *shares,
+            ]
+        )
     print(
         f"\n{options.layers} linear layers of {options.width}, {options.ranks} ranks, "
         f"micro-batches of {options.shard_size}"
     )
-    print(common.table(["", "stages", "micro-batches", "ms per step", "idle, predicted", "idle, measured"], lines))
+    print(
+        common.table(
+            ["", "stages", "micro-batches", "ms per step", "idle, predicted", "idle, measured"],
+            lines,
+        )
+    )
     settings_of = {key: getattr(options, key) for key in ("ranks", *keys, "quantile")}
     common.write_json(options.json, "pipeline", facts, options=settings_of, rows=rows)
     for micro in options.micro_batches:

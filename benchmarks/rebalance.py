@@ -1,10 +1,10 @@
 """Two ranks, one of which is stopped half of the time: steps with `rebalance`, and without it.
 
-A process beside rank 1 stops it and lets it go on (SIGSTOP, SIGCONT) every few milliseconds, much shorter than a step,
-as another program on its core would. With `--cpu` both ranks have a share of a core instead, rank 1 half of the
-other's, by control groups (v1 or v2): for a machine whose cores are busy. Runs of both kinds take turns; a step's time
-is that of rank 0, and the first steps, in which shards move, are not counted. The weights must be the same in the end:
-exit code 1 if not.
+A process beside rank 1 stops it and lets it go on (SIGSTOP, SIGCONT) every few milliseconds, much
+shorter than a step, as another program on its core would. With `--cpu` both ranks have a share of a
+core instead, rank 1 half of the other's, by control groups (v1 or v2): for a machine whose cores
+are busy. Runs of both kinds take turns; a step's time is that of rank 0, and the first steps, in
+which shards move, are not counted. The weights must be the same in the end: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ DUTY = 0.004  # seconds in which the rank runs, then does not
 def slow_down(pid: int) -> None:
     """Stops a process half of the time, until it ends."""
     try:
-        while os.getppid() == pid:  # its parent: this process would have another one if it were gone
+        # its parent: this process would have another one if it were gone
+        while os.getppid() == pid:
             for sign in (signal.SIGSTOP, signal.SIGCONT):
                 os.kill(pid, sign)
                 time.sleep(DUTY)
@@ -65,7 +66,11 @@ def rank(options: Any) -> None:
     loader = data.DataLoader(data.load("mnist", train=True), batch_size=options.batch, shuffle=True)
     batches = [batch for batch in loader if len(batch) == options.batch]
     nn.manual_seed(0)
-    settings = {"threads": 1, "shard_size": options.batch // options.shards, "rebalance": options.rebalance}
+    settings = {
+        "threads": 1,
+        "shard_size": options.batch // options.shards,
+        "rebalance": options.rebalance,
+    }
     trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=world, **settings)
     seconds, stack = [], contextlib.ExitStack()
     for step in range(options.warmup + options.steps):
@@ -80,7 +85,11 @@ def rank(options: Any) -> None:
     stack.close()
     weights = trainer.weights_sha256()
     if world.rank == 0:
-        found = {"seconds": seconds, "weights": weights, "shards": trainer.layout.counts(options.shards)}
+        found = {
+            "seconds": seconds,
+            "weights": weights,
+            "shards": trainer.layout.counts(options.shards),
+        }
         print(json.dumps(found), flush=True)
 
 
@@ -91,10 +100,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60, help="steps of a run that are")
     parser.add_argument("--batch", type=int, default=8192, help="samples of a step")
     parser.add_argument("--shards", type=int, default=32, help="shards of a step")
-    parser.add_argument("--cpu", type=float, default=0, metavar="PERCENT", help="of a core for rank 0, half for rank 1")
+    parser.add_argument(
+        "--cpu",
+        type=float,
+        default=0,
+        metavar="PERCENT",
+        help="of a core for rank 0, half for rank 1",
+    )
     parser.add_argument("--rank", action="store_true", help="this is a rank")
     parser.add_argument("--rebalance", action="store_true", help="of this rank's training")
-    parser.add_argument("--slow-down", type=int, metavar="PID", help="stop this process half of the time")
+    parser.add_argument(
+        "--slow-down", type=int, metavar="PID", help="stop this process half of the time"
+    )
     options = parser.parse_args()
     if options.slow_down:
         slow_down(options.slow_down)
@@ -104,7 +121,10 @@ def main() -> int:
         return 0
     facts = common.machine()
     print(common.machine_line(facts))
-    given = [f"--{name}={getattr(options, name)}" for name in ("warmup", "steps", "batch", "shards", "cpu")]
+    given = [
+        f"--{name}={getattr(options, name)}"
+        for name in ("warmup", "steps", "batch", "shards", "cpu")
+    ]
     command = [*common.mpirun(2), sys.executable, __file__, "--rank", *given]
     runs: dict[str, list[dict[str, Any]]] = {"equal shares": [], "--rebalance": []}
     for _ in range(options.rounds):
@@ -117,10 +137,17 @@ def main() -> int:
         each = [common.median(one["seconds"]) for one in made]
         medians.append(each)
         rows.append(
-            [name, *(common.number(1e3 * s, 1) for s in (common.median(each), min(each), max(each)))]
+            [
+                name,
+                *(common.number(1e3 * s, 1) for s in (common.median(each), min(each), max(each))),
+            ]
             + [common.number(options.batch / common.median(each)), made[-1]["shards"] or "equal"]
         )
-    print(common.table(["two ranks, one half as fast", "ms a step", "least", "most", "samples/s", ""], rows))
+    print(
+        common.table(
+            ["two ranks, one half as fast", "ms a step", "least", "most", "samples/s", ""], rows
+        )
+    )
     ratio = common.median([a / b for a, b in zip(*medians, strict=True)])
     same = len({one["weights"] for made in runs.values() for one in made}) == 1
     print(f"{ratio:.2f} x the throughput; weights of all runs {'the same' if same else 'DIFFER'}")

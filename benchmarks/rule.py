@@ -1,10 +1,11 @@
-"""What an optimizer costs as a rule (core/rule.py) beside the kernel that is written out: processor time of an update,
-on one core, the two in turns.
+"""What an optimizer costs as a rule (core/rule.py) beside the kernel that is written out:
+processor time of an update, on one core, the two in turns.
 
     python benchmarks/rule.py [--numbers 4000000] [--rounds 20]
 
-Adam and SGD written out and as rules, the rules that have no kernel beside them, and the bytes per second that each
-moves: what bounds an update once its arrays do not fit a cache. The check of the gradients is in all of them.
+Adam and SGD written out and as rules, the rules that have no kernel beside them, and the bytes per
+second that each moves: what bounds an update once its arrays do not fit a cache. The check of the
+gradients is in all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ def optimizers() -> dict[str, Any]:
             b1, b2 = self.betas
             g = g + self.weight_decay * p
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-            return p - self.lr * (m / (1 - b1**self.steps)) / (F.sqrt(v / (1 - b2**self.steps)) + self.eps), m, v
+            return (
+                p
+                - self.lr
+                * (m / (1 - b1**self.steps))
+                / (F.sqrt(v / (1 - b2**self.steps)) + self.eps),
+                m,
+                v,
+            )
 
     class SgdRule(optim.SGD):
         def rule(self, p: Any, g: Any, v: Any) -> Any:
@@ -85,7 +93,8 @@ def main() -> None:
         ns = 1e9 * common.median(one.seconds) / one.n
         found.append({"optimizer": name, "ns": ns, "states": states})
         adam = found[0]["ns"] / found[0]["states"]  # the first row
-        gigabytes = 4 * (4 + 2 * states) / ns  # the gradients are read twice, first to see that they are finite
+        # the gradients are read twice, first to see that they are finite
+        gigabytes = 4 * (4 + 2 * states) / ns
         rows.append([name, states, f"{ns:.3f}", f"{gigabytes:.1f}", f"{ns / states / adam:.2f}"])
     print(common.machine_line(facts))
     print(common.table(["optimizer", "states", "ns a number", "GB/s", "of Adam's, a state"], rows))

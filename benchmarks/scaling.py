@@ -1,8 +1,10 @@
-"""Samples per second on several ranks and on several workers of one process, against one worker on one core.
+"""Samples per second on several ranks and on several workers of one process, against one worker
+on one core.
 
-Every row is a run of `odyssey train`; each is preceded by a run of the baseline (one process, one thread, bound to one
-core), and its speed-up is against that. All rows train the same number of steps and must end with the same weights, to
-the bit: exit code 1 if not. More threads than cores are in the table to show what they cost, not because they help.
+Every row is a run of `odyssey train`; each is preceded by a run of the baseline (one process, one
+thread, bound to one core), and its speed-up is against that. All rows train the same number of
+steps and must end with the same weights, to the bit: exit code 1 if not. More threads than cores
+are in the table to show what they cost, not because they help.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ class Layout:
         """For the table."""
         if self.ranks:
             return f"{self.ranks} rank{'s' * (self.ranks > 1)} x {self.threads} thread"
-        many = f"{self.workers} worker{'s' * (self.workers > 1)}, {self.threads} thread{'s' * (self.threads > 1)}"
+        many = (
+            f"{self.workers} worker{'s' * (self.workers > 1)}, {self.threads} "
+            f"thread{'s' * (self.threads > 1)}"
+        )
         return many + ", bound to a core" * self.pinned
 
 
@@ -65,14 +70,18 @@ def run(layout: Layout, options: Any, folder: Path) -> dict[str, Any]:
     file.unlink()
     expected = max(layout.ranks, 1) * layout.workers
     if result["workers"] != expected:
-        raise SystemExit(f"{layout.name}: {result['workers']} workers took part instead of {expected}")
+        raise SystemExit(
+            f"{layout.name}: {result['workers']} workers took part instead of {expected}"
+        )
     return {key: result[key] for key in ("samples_per_second", "seconds", "weights_sha256")}
 
 
 def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--global-batch-size", type=int, default=512, help="samples of a step")
-    parser.add_argument("--steps", type=int, default=800, help="of each run; enough for two seconds")
+    parser.add_argument(
+        "--steps", type=int, default=800, help="of each run; enough for two seconds"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--model", default="lenet5", choices=MODELS, help="the network")
     options = parser.parse_args()
@@ -96,18 +105,35 @@ def main() -> int:
         seconds = common.median([one["seconds"] for one in runs])
         up = common.spread(ups[layout]) if ups[layout] else None
         own_sums = sorted({one["weights_sha256"] for one in runs})
-        lines.append([layout.name, common.number(speed["median"]), common.number(up["median"], 2) if up else "1"])
+        lines.append(
+            [
+                layout.name,
+                common.number(speed["median"]),
+                common.number(up["median"], 2) if up else "1",
+            ]
+        )
         lines[-1] += [common.number(seconds, 1), " ".join(value[:16] for value in own_sums)]
-        row = {"samples_per_second": speed, "speed_up": up, "seconds": seconds, "weights_sha256": own_sums}
+        row = {
+            "samples_per_second": speed,
+            "speed_up": up,
+            "seconds": seconds,
+            "weights_sha256": own_sums,
+        }
         content.append({"layout": layout.name, **dataclasses.asdict(layout), **row})
     print(
-        f"\n{options.model}, global batch {options.global_batch_size}, {options.steps} steps, {options.rounds} rounds"
+        f"\n{options.model}, global batch {options.global_batch_size}, {options.steps} steps, "
+        f"{options.rounds} rounds"
     )
     print(common.table(["", "samples/s", "speed-up", "s", "weights"], lines))
     settings = {k: getattr(options, k) for k in ("model", "global_batch_size", "steps", "rounds")}
-    common.write_json(options.json, "scaling", facts, options=settings, rows=content, same_weights=len(sums) == 1)
+    common.write_json(
+        options.json, "scaling", facts, options=settings, rows=content, same_weights=len(sums) == 1
+    )
     if len(sums) > 1:
-        print(f"FAILED: {len(sums)} different results: {', '.join(value[:16] for value in sums)}", file=sys.stderr)
+        print(
+            f"FAILED: {len(sums)} different results: {', '.join(value[:16] for value in sums)}",
+            file=sys.stderr,
+        )
         return 1
     print(f"all {sum(map(len, found.values()))} runs end with the same weights")
     return 0

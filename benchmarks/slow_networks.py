@@ -1,11 +1,13 @@
-"""Steps over slow networks: every reduction, DDP over Gloo and MPI's own all-reduce, on hosts of namespaces here.
+"""Steps over slow networks: every reduction, DDP over Gloo and MPI's own all-reduce, on hosts of
+namespaces here.
 
-Two hosts with two ranks each (tests/beds/netns.py; root), joined by wires that a program here makes (tests/beds/wire.c:
-a rate, a delay, loss). An MLP of about a million parameters, batch 64, SGD with momentum, one thread per rank; DDP
-trains the same network. A figure is the median time of a step on rank 0 after three (of local SGD the mean, as each
-eighth of its steps sends); MB is what left its host, both ranks, as its network device counts it, headers and
-acknowledgements included. Times hold computing too: see the column of a fast network. "calls" is one MPI_Allreduce of
-as many floats and nothing else. Exit code 1 if the tree's weights are not the same everywhere.
+Two hosts with two ranks each (tests/beds/netns.py; root), joined by wires that a program here makes
+(tests/beds/wire.c: a rate, a delay, loss). An MLP of about a million parameters, batch 64, SGD with
+momentum, one thread per rank; DDP trains the same network. A figure is the median time of a step on
+rank 0 after three (of local SGD the mean, as each eighth of its steps sends); MB is what left its
+host, both ranks, as its network device counts it, headers and acknowledgements included. Times hold
+computing too: see the column of a fast network. "calls" is one MPI_Allreduce of as many floats and
+nothing else. Exit code 1 if the tree's weights are not the same everywhere.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ def samples(steps: int) -> Any:
     import numpy as np
 
     rng = np.random.default_rng(0)
-    return rng.standard_normal((BATCH * steps, SIZES[0]), np.float32), rng.integers(0, SIZES[-1], BATCH * steps)
+    return rng.standard_normal((BATCH * steps, SIZES[0]), np.float32), rng.integers(
+        0, SIZES[-1], BATCH * steps
+    )
 
 
 def odyssey_rank(kind: str, steps: int) -> dict[str, Any] | None:
@@ -82,7 +86,9 @@ def odyssey_rank(kind: str, steps: int) -> dict[str, Any] | None:
     for i, o in zip(SIZES, SIZES[1:], strict=False):
         layers += [nn.Linear(i, o), nn.ReLU()]
     settings = {"threads": 1, "backend": "mpi", "shard_size": 16, **KINDS[kind]}
-    trainer = DistributedTrainer(nn.Sequential(*layers[:-1]), optim.SGD(lr=0.01, momentum=0.9), **settings)
+    trainer = DistributedTrainer(
+        nn.Sequential(*layers[:-1]), optim.SGD(lr=0.01, momentum=0.9), **settings
+    )
     watch, take = Watch(), trainer.train_step
 
     def train_step(batch: Any) -> Any:
@@ -126,7 +132,10 @@ def calls_rank(steps: int) -> dict[str, Any] | None:
     import numpy as np
     from mpi4py import MPI
 
-    floats, watch = np.ones(sum(i * o + o for i, o in zip(SIZES, SIZES[1:], strict=False)), np.float32), Watch()
+    floats, watch = (
+        np.ones(sum(i * o + o for i, o in zip(SIZES, SIZES[1:], strict=False)), np.float32),
+        Watch(),
+    )
     for _ in range(steps):
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, floats)
         watch.step()
@@ -135,7 +144,9 @@ def calls_rank(steps: int) -> dict[str, Any] | None:
 
 def main() -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=13, help="of each run, three of them not counted")
+    parser.add_argument(
+        "--steps", type=int, default=13, help="of each run, three of them not counted"
+    )
     parser.add_argument("--networks", default="", help="only those whose name contains this")
     parser.add_argument("--kinds", default="", help="only those whose name contains this")
     parser.add_argument("--kind", help=common.INTERNAL)
@@ -154,40 +165,60 @@ def main() -> int:
         raise SystemExit(why)
     facts, rows = common.machine(), []
     print(common.machine_line(facts), flush=True)
-    kinds = [k for k in KINDS if options.kinds in k and (k != "DDP over Gloo" or common.have_torch())]
+    kinds = [
+        k for k in KINDS if options.kinds in k and (k != "DDP over Gloo" or common.have_torch())
+    ]
     environment = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
-    with tempfile.TemporaryDirectory(prefix="slow-networks-") as folder, netns.Hosts(2, Path(folder)) as hosts:
+    with (
+        tempfile.TemporaryDirectory(prefix="slow-networks-") as folder,
+        netns.Hosts(2, Path(folder)) as hosts,
+    ):
         for network, (rate, round_trip, loss) in NETWORKS.items():
             if options.networks not in network:
                 continue
             hosts.shape(rate, round_trip, loss)
             for kind in kinds:
-                steps = options.steps + 3 if "local" in kind else options.steps  # 3, then whole rounds of eight
+                # 3, then whole rounds of eight
+                steps = options.steps + 3 if "local" in kind else options.steps
                 steps += -(steps - 3) % 8 if "local" in kind else 0
                 words = [sys.executable, __file__, "--kind", kind, "--steps", steps]
                 environ = {"OMP_NUM_THREADS": "1", **environment}
-                job = hosts.job(hosts.mpirun(2, ["env", *(f"{k}={v}" for k, v in environ.items()), *words]))
+                job = hosts.job(
+                    hosts.mpirun(2, ["env", *(f"{k}={v}" for k, v in environ.items()), *words])
+                )
                 code = job.wait(300)
                 line = next((line for _, line in job.lines if line.startswith("found ")), None)
                 if code or line is None:
                     print(f"FAILED: {kind} over {network}: {job.output[-2000:]}", file=sys.stderr)
                     return 1
-                rows.append({"network": network, "kind": kind, **json.loads(line.removeprefix("found "))})
-                print(f"  {network}: {kind}: {rows[-1]['ms']:.0f} ms, {rows[-1]['mb']:.2f} MB", flush=True)
+                rows.append(
+                    {"network": network, "kind": kind, **json.loads(line.removeprefix("found "))}
+                )
+                print(
+                    f"  {network}: {kind}: {rows[-1]['ms']:.0f} ms, {rows[-1]['mb']:.2f} MB",
+                    flush=True,
+                )
     networks = list(dict.fromkeys(row["network"] for row in rows))
     cells = []
     for kind in kinds:
         of = {row["network"]: row for row in rows if row["kind"] == kind}
         which = "mean" if "local" in kind else "ms"  # every eighth of its steps sends
         cells.append(
-            [kind, *(common.number(of[n][which], 0) for n in networks), common.number(of[networks[0]]["mb"], 2)]
+            [
+                kind,
+                *(common.number(of[n][which], 0) for n in networks),
+                common.number(of[networks[0]]["mb"], 2),
+            ]
         )
     parameters = sum(i * o + o for i, o in zip(SIZES, SIZES[1:], strict=False))
     print(
-        f"\nms of a step; {parameters:,} parameters ({4e-6 * parameters:.2f} MB), 2 hosts x 2 ranks; MB sent by a host"
+        f"\nms of a step; {parameters:,} parameters ({4e-6 * parameters:.2f} MB), 2 hosts x 2 "
+        "ranks; MB sent by a host"
     )
     print(common.table(["", *networks, "MB"], cells))
-    common.write_json(options.json, "slow_networks", facts, options={"steps": options.steps}, rows=rows)
+    common.write_json(
+        options.json, "slow_networks", facts, options={"steps": options.steps}, rows=rows
+    )
     exact = {row["weights"] for row in rows if row["kind"] in ("tree (in rounds)", "hierarchical")}
     if len(exact) > 1:
         print(f"FAILED: the tree's weights differ: {exact}", file=sys.stderr)

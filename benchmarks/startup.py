@@ -1,7 +1,8 @@
 """How long it takes until training begins, and how much memory a rank has.
 
-Whole processes, with the kernels already compiled and the files already read once; medians. For the imports there is
-PyTorch beside it, in turns, if it is installed. What compiling the kernels takes the first time is not measured here.
+Whole processes, with the kernels already compiled and the files already read once; medians. For the
+imports there is PyTorch beside it, in turns, if it is installed. What compiling the kernels takes
+the first time is not measured here.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ def rows(torch: bool) -> dict[str, list[str]]:
     """What is run, by name."""
     python = [sys.executable, "-c"]
     found = {"python -c pass": [*python, "pass"], "import odyssey": [*python, "import odyssey"]}
-    found["import odyssey, all of it"] = [*python, "from odyssey import data, nn, optim, trainer, functional, comm"]
+    found["import odyssey, all of it"] = [
+        *python,
+        "from odyssey import data, nn, optim, trainer, functional, comm",
+    ]
     if torch:
         found["import torch"] = [*python, "import torch"]
     one = ["--steps", "1", "--no-eval", "--threads", "1"]
     found["odyssey train --help"] = [sys.executable, "-m", "odyssey", "train", "--help"]
     found["odyssey train --steps 1 --no-eval"] = common.train_command(*one)
     found["the same, 2 ranks"] = common.train_command(*one, ranks=2)
-    found["LeNet-5, one epoch and evaluation"] = common.train_command("--epochs", "1", "--threads", "1")
+    found["LeNet-5, one epoch and evaluation"] = common.train_command(
+        "--epochs", "1", "--threads", "1"
+    )
     return found
 
 
@@ -46,11 +52,17 @@ def main() -> int:
         content.append({"what": name, "seconds": seconds, "max_rss_mib": mib})
     print(f"\nwall time of the process and its largest resident set, median of {options.rounds}")
     lines = [
-        [row["what"], common.number(1e3 * row["seconds"]["median"]), common.number(row["max_rss_mib"]["median"])]
+        [
+            row["what"],
+            common.number(1e3 * row["seconds"]["median"]),
+            common.number(row["max_rss_mib"]["median"]),
+        ]
         for row in content
     ]
     print(common.table(["", "ms", "MiB"], lines))
-    common.write_json(options.json, "startup", facts, options={"rounds": options.rounds}, rows=content)
+    common.write_json(
+        options.json, "startup", facts, options={"rounds": options.rounds}, rows=content
+    )
     return 0
 
 

@@ -1,15 +1,17 @@
-"""One whole optimizer step (forward, backward, SGD with momentum) against PyTorch eager, per batch size.
+"""One whole optimizer step (forward, backward, SGD with momentum) against PyTorch eager, per
+batch size.
 
-Ours: the next batch of a data.DataLoader over MNIST (uint8, shuffled) and DistributedTrainer.train_step on it, so
-gathering, normalising and Python are inside. PyTorch: zero_grad, forward, loss, backward, SGD step and loss.item() on
-float32 tensors that are already normalised and in its layout, so gathering is not inside. Both run on the same number
-of threads (with one: on one and the same core), in turns: a machine that drifts is unfair to neither. A time is the
-median over all steps; a ratio is the median over the turns. "torch" is PyTorch as one writes it; "tuned" has the
-channels-last memory format and the fused optimizer, the fastest eager settings that were found; "compiled" is
-torch.compile of the plain one.
+Ours: the next batch of a data.DataLoader over MNIST (uint8, shuffled) and
+DistributedTrainer.train_step on it, so gathering, normalising and Python are inside. PyTorch:
+zero_grad, forward, loss, backward, SGD step and loss.item() on float32 tensors that are already
+normalised and in its layout, so gathering is not inside. Both run on the same number of threads
+(with one: on one and the same core), in turns: a machine that drifts is unfair to neither. A time
+is the median over all steps; a ratio is the median over the turns. "torch" is PyTorch as one writes
+it; "tuned" has the channels-last memory format and the fused optimizer, the fastest eager settings
+that were found; "compiled" is torch.compile of the plain one.
 
-With --precision bf16 (or fp16) ours rounds the operands of its products, PyTorch runs under torch.autocast, and "fp32"
-is our own float32 step in the same turns.
+With --precision bf16 (or fp16) ours rounds the operands of its products, PyTorch runs under
+torch.autocast, and "fp32" is our own float32 step in the same turns.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TOLERANCE = 1e-5  # of --check, relative to the largest element of a tensor
 Step = Callable[[], object]
 
 
-# --- the two sides ---------------------------------------------------------------------------------
+# --- the two sides --------------------------------------------------------------------------------
 
 
 def endless(loader: Any) -> Iterator[Any]:
@@ -55,7 +57,9 @@ def make_ours(options: Any, batch: int, precision: str, dataset: Any) -> tuple[S
 
 
 def make_torch(name: str, batch: int, precision: str, dataset: Any, model: Any, kind: str) -> Step:
-    """A step of PyTorch from the same initial weights; `kind` is torch, tuned or compiled. fp16 scales the loss."""
+    """A step of PyTorch from the same initial weights; `kind` is torch, tuned or compiled. fp16
+    scales the loss.
+    """
     import numpy as np
     import torch
 
@@ -66,7 +70,9 @@ def make_torch(name: str, batch: int, precision: str, dataset: Any, model: Any, 
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, fused=kind == "tuned")
     run = torch.compile(net) if kind == "compiled" else net
     held = [dataset.gather(np.arange(i * batch, (i + 1) * batch)) for i in range(8)]
-    tensors = [(torch.from_numpy(x).to(memory_format=layout), torch.from_numpy(y).long()) for x, y in held]
+    tensors = [
+        (torch.from_numpy(x).to(memory_format=layout), torch.from_numpy(y).long()) for x, y in held
+    ]
     turn = 0
 
     def step() -> float:
@@ -97,11 +103,13 @@ def make_torch(name: str, batch: int, precision: str, dataset: Any, model: Any, 
     return step if precision == "fp32" else narrow_step
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def block(step: Step, steps: int) -> list[float]:
-    """Seconds of each of `steps` steps, after a few that are not timed: the other side ran before."""
+    """Seconds of each of `steps` steps, after a few that are not timed: the other side ran
+    before.
+    """
     for _ in range(max(2, min(steps // 10, 20))):
         step()
     times = []
@@ -120,7 +128,9 @@ def block_length(step: Step, seconds: float) -> int:
     return max(5, round(seconds / common.median(times)))
 
 
-def in_turns(sides: dict[str, Step], rounds: int, steps: int | None, seconds: float) -> dict[str, list[list[float]]]:
+def in_turns(
+    sides: dict[str, Step], rounds: int, steps: int | None, seconds: float
+) -> dict[str, list[list[float]]]:
     """Times of each side per round; the sides take turns."""
     lengths = {key: steps or block_length(step, seconds) for key, step in sides.items()}
     times: dict[str, list[list[float]]] = {key: [] for key in sides}
@@ -177,7 +187,10 @@ def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[st
         row[key]["samples_per_second"] = batch / row[key]["seconds"]["median"]
         row[key]["gflops"] = row["flops_per_sample"] * row[key]["samples_per_second"] * 1e-9
         if key != "ours":
-            ratios = [common.median(a) / common.median(b) for a, b in zip(rounds, times["ours"], strict=True)]
+            ratios = [
+                common.median(a) / common.median(b)
+                for a, b in zip(rounds, times["ours"], strict=True)
+            ]
             row[key]["ratio"] = common.spread(ratios)
     row["python_share"] = python_share(ours, len(times["ours"][0]))
     return row
@@ -193,7 +206,10 @@ def show(rows: list[dict[str, Any]], peak: float, kinds: list[str]) -> str:
         ours = row["ours"]
         line = [row["batch"], common.number(1e6 * ours["seconds"]["median"], 1)]
         line += [common.number(ours["samples_per_second"]), common.number(ours["gflops"], 1)]
-        line += [common.number(100 * ours["gflops"] / peak, 1), common.number(100 * row["python_share"], 1)]
+        line += [
+            common.number(100 * ours["gflops"] / peak, 1),
+            common.number(100 * row["python_share"], 1),
+        ]
         for kind in kinds:
             line += [common.number(1e6 * row[kind]["seconds"]["median"], 1)]
             line += [common.number(row[kind]["ratio"]["median"], 2)]
@@ -201,7 +217,7 @@ def show(rows: list[dict[str, Any]], peak: float, kinds: list[str]) -> str:
     return common.table(headers, lines)
 
 
-# --- the same numbers? -----------------------------------------------------------------------------
+# --- the same numbers? ----------------------------------------------------------------------------
 
 
 def check(batch: int, dataset: Any) -> dict[str, Any]:
@@ -226,7 +242,9 @@ def check(batch: int, dataset: Any) -> dict[str, Any]:
 
     def reference(dtype: Any) -> dict[str, Any]:
         net = nets.torch_model("lenet5").to(dtype)
-        net.load_state_dict({key: torch.from_numpy(value).to(dtype) for key, value in before.items()})
+        net.load_state_dict(
+            {key: torch.from_numpy(value).to(dtype) for key, value in before.items()}
+        )
         sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=MOMENTUM)
         loss = net.loss(net(torch.from_numpy(images).to(dtype)), torch.from_numpy(labels).long())
         loss.backward()
@@ -247,7 +265,9 @@ def check(batch: int, dataset: Any) -> dict[str, Any]:
 
 
 def worst(value: Any, truth: Any) -> dict[str, float]:
-    """The largest error relative to the largest element, and relative to the element itself where that is not tiny."""
+    """The largest error relative to the largest element, and relative to the element itself
+    where that is not tiny.
+    """
     import numpy as np
 
     truth = np.asarray(truth, np.float64)
@@ -255,7 +275,10 @@ def worst(value: Any, truth: Any) -> dict[str, float]:
     size = np.abs(truth)
     top = float(size.max())
     large = size > 1e-3 * top
-    return {"of_max": float(error.max()) / top, "of_element": float((error[large] / size[large]).max())}
+    return {
+        "of_max": float(error.max()) / top,
+        "of_element": float((error[large] / size[large]).max()),
+    }
 
 
 def run_check(batches: list[int], dataset: Any) -> tuple[dict[str, Any], bool]:
@@ -274,8 +297,18 @@ def run_check(batches: list[int], dataset: Any) -> tuple[dict[str, Any], bool]:
         ]
         lines = []
         for key, row in rows.items():
-            double, torch, single = row["ours_to_double"], row["torch_to_double"], row["ours_to_single"]
-            numbers = (double["of_max"], torch["of_max"], single["of_max"], double["of_element"], torch["of_element"])
+            double, torch, single = (
+                row["ours_to_double"],
+                row["torch_to_double"],
+                row["ours_to_single"],
+            )
+            numbers = (
+                double["of_max"],
+                torch["of_max"],
+                single["of_max"],
+                double["of_element"],
+                torch["of_element"],
+            )
             lines.append([key, *(f"{n:.1e}" for n in numbers)])
             good = good and max(double["of_max"], single["of_max"]) <= TOLERANCE
         print(common.table(headers, lines))
@@ -286,17 +319,32 @@ def run_check(batches: list[int], dataset: Any) -> tuple[dict[str, Any], bool]:
 
 def main() -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 1024], metavar="N", help="samples")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64, 256, 1024],
+        metavar="N",
+        help="samples",
+    )
     parser.add_argument("--threads", type=int, default=1, help="of both sides")
     parser.add_argument("--model", choices=nets.MODELS, default="lenet5", help="the network")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of both sides")
-    parser.add_argument("--shard-size", type=int, help="samples of a shard of ours, instead of the default")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of both sides"
+    )
+    parser.add_argument(
+        "--shard-size", type=int, help="samples of a shard of ours, instead of the default"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=0.25, help="length of a turn")
     parser.add_argument("--steps", type=int, help="steps of a turn, instead of its length")
-    parser.add_argument("--core", type=int, help="the core for one thread; the last one if not given")
+    parser.add_argument(
+        "--core", type=int, help="the core for one thread; the last one if not given"
+    )
     parser.add_argument("--compiled", action="store_true", help="torch.compile as well")
-    parser.add_argument("--check", action="store_true", help="compare the numbers of a LeNet-5 step first")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the numbers of a LeNet-5 step first"
+    )
     options = parser.parse_args()
     facts = common.machine()
     torch = common.have_torch()
@@ -325,14 +373,19 @@ def main() -> int:
     peak = max(one["bf16_best" if narrow else "best"] for one in peaks) * options.threads
     where = f"core {core}" if core is not None else f"{options.threads} threads"
     print(
-        f"\n{options.model}, {options.precision}, {where}, {rows[0]['flops_per_sample'] / 1e6:.2f} MFLOP per sample; "
+        f"\n{options.model}, {options.precision}, {where}, "
+        f"{rows[0]['flops_per_sample'] / 1e6:.2f} MFLOP per sample; "
         f"peak {peak:.0f} GFLOP/s"
     )
     print(show(rows, peak, kinds))
     if kinds:
-        print("ratio: time of the other / ours. PyTorch's input is ready float32; ours is gathered from uint8 in it.")
+        print(
+            "ratio: time of the other / ours. PyTorch's input is ready float32; ours is gathered "
+            "from uint8 in it."
+        )
     settings = {
-        k: getattr(options, k) for k in ("model", "precision", "threads", "shard_size", "rounds", "seconds", "steps")
+        k: getattr(options, k)
+        for k in ("model", "precision", "threads", "shard_size", "rounds", "seconds", "steps")
     }
     common.write_json(
         options.json,

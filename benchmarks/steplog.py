@@ -1,4 +1,5 @@
-"""What the step log and loggers cost: microseconds of a fingerprint, of a record, of callbacks per step.
+"""What the step log and loggers cost: microseconds of a fingerprint, of a record, of callbacks
+per step.
 
     python benchmarks/steplog.py
 
@@ -44,9 +45,17 @@ def main() -> None:
     for floats in (LENET5, 16 * LENET5, 1 << 24):
         values = native.aligned(floats)
         values[:] = np.random.default_rng(0).standard_normal(floats, np.float32)
-        taken = microseconds(fingerprint.Runs([(values.ctypes.data, floats, 0)]), max(3, 20_000_000 // floats // 10))
-        print(f"fingerprint of {floats:>10,} floats  {taken:9.2f} us  {4 * floats / taken / 1e3:5.1f} GB/s")
-    with tempfile.TemporaryDirectory() as folder, closing(StepLog(Path(folder) / "steps.log", 1)) as log:
+        taken = microseconds(
+            fingerprint.Runs([(values.ctypes.data, floats, 0)]), max(3, 20_000_000 // floats // 10)
+        )
+        print(
+            f"fingerprint of {floats:>10,} floats  {taken:9.2f} us  "
+            f"{4 * floats / taken / 1e3:5.1f} GB/s"
+        )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(StepLog(Path(folder) / "steps.log", 1)) as log,
+    ):
         steps = iter(range(1, 1 << 40))
 
         def append() -> None:
@@ -57,8 +66,12 @@ def main() -> None:
 
 
 def loggers_and_callbacks(folder: Path) -> None:
-    """Per step: the events of a step, and a row of each logger that is installed, flushed as at every hundredth."""
-    trainer = SimpleNamespace(steps=0, comm=Communicator(), say=print, configuration=dict, gradient_norm=lambda: None)
+    """Per step: the events of a step, and a row of each logger that is installed, flushed as at
+    every hundredth.
+    """
+    trainer = SimpleNamespace(
+        steps=0, comm=Communicator(), say=print, configuration=dict, gradient_norm=lambda: None
+    )
     context = Context(trainer)
     context.step = Step(2.3, 1.0, 0.1, True, None, {})
     for name in ("csv", "jsonl", "tensorboard"):

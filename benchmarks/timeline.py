@@ -1,4 +1,6 @@
-"""What --trace costs a step: trainings of one thread, rounds with and without in turns, CPU time of the process."""
+"""What --trace costs a step: trainings of one thread, rounds with and without in turns, CPU time
+of the process.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,38 @@ def cases() -> list[tuple[str, odyssey.DistributedTrainer, list]]:
     for batch in (1, 64, 256):
         x, y = rng.normal(size=(batch, 1, 28, 28)).astype(np.float32), rng.integers(0, 10, batch)
         trainer = odyssey.DistributedTrainer(nn.LeNet5(), optim.SGD(lr=1e-4), threads=1)
-        made.append((f"LeNet-5, batch {batch}", trainer, list(data.DataLoader(data.arrays(x, y, classes=10), batch))))
+        made.append(
+            (
+                f"LeNet-5, batch {batch}",
+                trainer,
+                list(data.DataLoader(data.arrays(x, y, classes=10), batch)),
+            )
+        )
     tokens = "".join(rng.choice(list("abcdefgh "), 4000))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "text.txt").write_text(tokens)
-        text = data.opened("text", Path(folder) / "text.txt", train=True, size=0, target=None, length=64)
+        text = data.opened(
+            "text", Path(folder) / "text.txt", train=True, size=0, target=None, length=64
+        )
         model = nn.models.build("gpt-mini", vocab_size=text.classes, context=64, dropout=0.0)
         trainer = odyssey.DistributedTrainer(model, optim.AdamW(lr=1e-4), threads=1)
-        made.append(("gpt-mini, 8 x 64 tokens", trainer, list(itertools.islice(data.DataLoader(text, 8), 4))))
+        made.append(
+            (
+                "gpt-mini, 8 x 64 tokens",
+                trainer,
+                list(itertools.islice(data.DataLoader(text, 8), 4)),
+            )
+        )
     return made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--off", action="store_true", help="no turns, no timeline: to compare versions of the package")
+    parser.add_argument(
+        "--off",
+        action="store_true",
+        help="no turns, no timeline: to compare versions of the package",
+    )
     off = parser.parse_args().off
     for name, trainer, batches in cases():
         again = itertools.cycle(batches)
@@ -64,7 +84,11 @@ def main() -> None:
                 (traced if recording else plain).append((time.process_time() - begun) / count * 1e6)
                 if recording is not None:
                     recording._timeline.close()
-                    bytes_ = sum(p.stat().st_size for p in Path(folder).rglob("rank-*")) / count / (i // 2 + 1)
+                    bytes_ = (
+                        sum(p.stat().st_size for p in Path(folder).rglob("rank-*"))
+                        / count
+                        / (i // 2 + 1)
+                    )
         base = statistics.median(plain)
         line = f"{name:<26} {base:10.1f} us per step"
         if traced:

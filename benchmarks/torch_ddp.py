@@ -1,11 +1,12 @@
-"""The baseline of time_to_accuracy.py: LeNet-5 on MNIST with PyTorch's DistributedDataParallel over Gloo.
+"""The baseline of time_to_accuracy.py: LeNet-5 on MNIST with PyTorch's DistributedDataParallel
+over Gloo.
 
-The same recipe as `odyssey train`: initial weights and order of the samples (of one seed), batch, SGD with momentum and
-weight decay, learning rates of the same schedule, normalisation, and an evaluation after each epoch that the processes
-share. So both reach about the same accuracies and differ in time. The training set lies in memory as
-normalised float32 tensors and the orders are computed beforehand, so no time goes into a data loader; that is in
-PyTorch's favour. Started without RANK in the environment it starts its own processes. Not meant for anything but
-comparing.
+The same recipe as `odyssey train`: initial weights and order of the samples (of one seed), batch,
+SGD with momentum and weight decay, learning rates of the same schedule, normalisation, and an
+evaluation after each epoch that the processes share. So both reach about the same accuracies and
+differ in time. The training set lies in memory as normalised float32 tensors and the orders are
+computed beforehand, so no time goes into a data loader; that is in PyTorch's favour. Started
+without RANK in the environment it starts its own processes. Not meant for anything but comparing.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ import nets
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training set")
-    parser.add_argument("--global-batch-size", type=int, default=128, help="samples of a step, over all processes")
+    parser.add_argument(
+        "--global-batch-size", type=int, default=128, help="samples of a step, over all processes"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and order")
-    parser.add_argument("--tuned", action="store_true", help="channels-last memory format and fused optimizer")
+    parser.add_argument(
+        "--tuned", action="store_true", help="channels-last memory format and fused optimizer"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return parser.parse_args()
 
@@ -46,7 +53,9 @@ def launch(processes: int) -> int:
         "OMP_NUM_THREADS": "1",
     }
     children = [
-        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **shared, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, *sys.argv], env={**os.environ, **shared, "RANK": str(rank)}
+        )
         for rank in range(processes)
     ]
     try:
@@ -105,8 +114,13 @@ def main() -> int:
     mine = slice(rank * len(test_images) // size, (rank + 1) * len(test_images) // size)
     batch = wanted.global_batch_size
     total = wanted.epochs * -(-len(images) // batch)
-    factor = schedule(recipe["schedule"], total_steps=total, warmup_steps=min(recipe["warmup_steps"], total // 5))
-    orders = [torch.from_numpy(permutation(len(images), wanted.seed, epoch).copy()) for epoch in range(wanted.epochs)]
+    factor = schedule(
+        recipe["schedule"], total_steps=total, warmup_steps=min(recipe["warmup_steps"], total // 5)
+    )
+    orders = [
+        torch.from_numpy(permutation(len(images), wanted.seed, epoch).copy())
+        for epoch in range(wanted.epochs)
+    ]
     history: list[dict[str, float]] = []
     step = 0
     for epoch in range(wanted.epochs):
@@ -128,21 +142,35 @@ def main() -> int:
         with torch.no_grad():
             right = sum(
                 (inner(x.to(memory_format=layout)).argmax(1) == y).sum()
-                for x, y in zip(test_images[mine].split(1024), test_labels[mine].split(1024), strict=True)
+                for x, y in zip(
+                    test_images[mine].split(1024), test_labels[mine].split(1024), strict=True
+                )
             )
         dist.all_reduce(right)
-        record = {"epoch": epoch + 1, "seconds": seconds, "test_accuracy": right.item() / len(test_images)}
+        record = {
+            "epoch": epoch + 1,
+            "seconds": seconds,
+            "test_accuracy": right.item() / len(test_images),
+        }
         history.append({**record, "train_loss_of_rank": loss_sum / (len(images) / size)})
         if rank == 0:
             print(
-                f"epoch {epoch + 1}: {seconds:.2f} s, test accuracy {100 * record['test_accuracy']:.2f} %", flush=True
+                f"epoch {epoch + 1}: {seconds:.2f} s, test accuracy "
+                f"{100 * record['test_accuracy']:.2f} %",
+                flush=True,
             )
     if rank == 0 and wanted.json is not None:
-        content = {"history": history, "test_accuracy": history[-1]["test_accuracy"], "torch": torch.__version__}
+        content = {
+            "history": history,
+            "test_accuracy": history[-1]["test_accuracy"],
+            "torch": torch.__version__,
+        }
         wanted.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # Gloo's threads may end a process that leaves in order: "terminate called without an active exception"
+    # Gloo's threads may end a process that leaves in order: "terminate called without an active
+    # exception"
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Memory per rank with ZeRO 0 to 3: parameters, gradients and optimizer of a network of equal layers with Adam.
+"""Memory per rank with ZeRO 0 to 3: parameters, gradients and optimizer of a network of equal
+layers with Adam.
 
-Two measurements of the same run: what the trainer says it holds (`DistributedTrainer.memory()`), and how much the
-resident set of each process has grown since it had a trainer of a tiny network that had taken a step (of memory that n
-ranks share, each counts an nth). Gradients are counted with everything their reduction works in. Activations are a
-column of their own; the resident set holds them as well. After three steps all stages must have the same weights: exit
-code 1 if not.
+Two measurements of the same run: what the trainer says it holds (`DistributedTrainer.memory()`),
+and how much the resident set of each process has grown since it had a trainer of a tiny network
+that had taken a step (of memory that n ranks share, each counts an nth). Gradients are counted with
+everything their reduction works in. Activations are a column of their own; the resident set holds
+them as well. After three steps all stages must have the same weights: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 def resident() -> int:
-    """Bytes in memory for this process: its own, and its share of what several ranks see; files are left out."""
+    """Bytes in memory for this process: its own, and its share of what several ranks see; files
+    are left out.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    fields = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    fields = {
+        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
+    }
     return 1024 * (fields["Pss_Anon"] + fields["Pss_Shmem"])
 
 
@@ -88,10 +93,21 @@ def main() -> int:
     with common.scratch() as folder:
         for zero in range(4):
             out = folder / f"zero{zero}.json"
-            settings = ["--layers", options.layers, "--width", options.width, "--zero", zero, "--rank", out]
+            settings = [
+                "--layers",
+                options.layers,
+                "--width",
+                options.width,
+                "--zero",
+                zero,
+                "--rank",
+                out,
+            ]
             if options.bucket_size_mb:
                 settings += ["--bucket-size-mb", options.bucket_size_mb]
-            common.child([*common.mpirun(options.ranks), sys.executable, __file__, *map(str, settings)])
+            common.child(
+                [*common.mpirun(options.ranks), sys.executable, __file__, *map(str, settings)]
+            )
             rows.append({"zero": zero, **json.loads(out.read_text())})
     mib = 2**20
     lines = []
@@ -106,10 +122,16 @@ def main() -> int:
         lines.append([f"zero={row['zero']}", *cells, shares[0], common.number(largest[3] / mib, 1)])
         lines[-1] += [common.number(largest[4] / mib, 1), shares[1]]
     size = rows[0]["parameters"]
-    print(f"\n{options.layers} x Linear({options.width}, {options.width}), Adam, {options.ranks} ranks; MiB per rank")
+    print(
+        f"\n{options.layers} x Linear({options.width}, {options.width}), Adam, {options.ranks} "
+        "ranks; MiB per rank"
+    )
     headers = ["", *PARTS, "sum", "of zero=0", "activations", "resident set", "of zero=0"]
     print(common.table(headers, lines))
-    print(f"parameters alone: {4 * size / mib:.1f} MiB; with one gradient and Adam's two: {16 * size / mib:.1f} MiB")
+    print(
+        f"parameters alone: {4 * size / mib:.1f} MiB; with one gradient and Adam's two: "
+        f"{16 * size / mib:.1f} MiB"
+    )
     settings = {k: getattr(options, k) for k in ("ranks", "layers", "width", "bucket_size_mb")}
     common.write_json(options.json, "zero_memory", facts, options=settings, rows=rows)
     if len({row["weights_sha256"] for row in rows}) > 1:

@@ -1,8 +1,10 @@
-"""Peak memory of a GPT's training, from its making to its digest: one process, and a rank of several with ZeRO 3.
+"""Peak memory of a GPT's training, from its making to its digest: one process, and a rank of
+several with ZeRO 3.
 
-Each trains three steps of four sequences with Adam, shards of one sequence. The peak is the kernel's own (VmHWM): that
-of the initial values, of moving them and of recording too, not only of steps. Exit code 1 if the weights differ, if a
-rank's peak is more than `--margin` MB above what `DistributedTrainer.memory()` says, or above `--share` of one process.
+Each trains three steps of four sequences with Adam, shards of one sequence. The peak is the
+kernel's own (VmHWM): that of the initial values, of moving them and of recording too, not only of
+steps. Exit code 1 if the weights differ, if a rank's peak is more than `--margin` MB above what
+`DistributedTrainer.memory()` says, or above `--share` of one process.
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ def rank(options: Any) -> None:
 
     world = comm.world()
     nn.manual_seed(0)
-    model = nn.GPT(options.vocabulary, options.tokens, options.layers, options.width // 64, options.width)
+    model = nn.GPT(
+        options.vocabulary, options.tokens, options.layers, options.width // 64, options.width
+    )
     parameters = sum(p.size for p in model.parameters())
-    ids = np.random.default_rng(0).integers(0, options.vocabulary, (12, options.tokens)).astype(np.int32)
+    ids = (
+        np.random.default_rng(0)
+        .integers(0, options.vocabulary, (12, options.tokens))
+        .astype(np.int32)
+    )
     batches = data.DataLoader(data.arrays(ids, np.roll(ids, -1, 1).astype(np.int64)), batch_size=4)
     zero = 3 if world.size > 1 else 0
-    trainer = DistributedTrainer(model, optim.Adam(lr=1e-4), comm=world, threads=1, shard_size=1, zero=zero)
+    trainer = DistributedTrainer(
+        model, optim.Adam(lr=1e-4), comm=world, threads=1, shard_size=1, zero=zero
+    )
     trainer.fit(batches, epochs=1)
     weights = trainer.weights_sha256()
     everyone = world.all_gather(np.array([sum(trainer.memory().values()), peak()], np.int64))
@@ -45,13 +55,19 @@ def rank(options: Any) -> None:
 
 def main() -> int:
     parser = common.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks beside one process")
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="data-parallel ranks beside one process"
+    )
     parser.add_argument("--layers", type=int, default=8, help="blocks")
     parser.add_argument("--width", type=int, default=512, help="features, a multiple of 64")
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens there are")
     parser.add_argument("--tokens", type=int, default=32, help="of a sequence")
-    parser.add_argument("--margin", type=float, default=150, help="MB that a rank's peak may be above memory()")
-    parser.add_argument("--share", type=float, default=1.0, help="of one process' peak that a rank's may be")
+    parser.add_argument(
+        "--margin", type=float, default=150, help="MB that a rank's peak may be above memory()"
+    )
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of one process' peak that a rank's may be"
+    )
     parser.add_argument("--rank", type=Path, help=common.INTERNAL)
     options = parser.parse_args()
     if options.rank:
@@ -74,10 +90,17 @@ def main() -> int:
     cells = []
     for row, name in ((one, "one process"), (several, f"{options.ranks} ranks, ZeRO 3")):
         sizes = [common.number(row[k] / 2**20, 0) for k in ("memory", "peak")]
-        cells.append([name, *sizes, f"{100 * row['peak'] / one['peak']:.1f} %", row["weights_sha256"][:16]])
-    print(f"\nGPT of {one['parameters'] / 1e6:.1f} M parameters, Adam; MiB of a rank, of all ranks the worst")
+        cells.append(
+            [name, *sizes, f"{100 * row['peak'] / one['peak']:.1f} %", row["weights_sha256"][:16]]
+        )
+    print(
+        f"\nGPT of {one['parameters'] / 1e6:.1f} M parameters, Adam; MiB of a rank, of all ranks "
+        "the worst"
+    )
     print(common.table(["", "memory()", "peak", "of one process", "weights"], cells))
-    common.write_json(options.json, "zero_peak", facts, options={k: getattr(options, k) for k in names}, rows=rows)
+    common.write_json(
+        options.json, "zero_peak", facts, options={k: getattr(options, k) for k in names}, rows=rows
+    )
     wrong = []
     if one["weights_sha256"] != several["weights_sha256"]:
         wrong.append("the weights differ")

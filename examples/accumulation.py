@@ -1,11 +1,13 @@
-"""Gradient accumulation: several passes for one step, reduced once, the same step as with one batch of them all.
+"""Gradient accumulation: several passes for one step, reduced once, the same step as with one
+batch of them all.
 
     python examples/accumulation.py
     mpirun -n 2 python examples/accumulation.py
 
-Passes under no_sync() do not communicate; the last one of a step reduces their sum. average="samples" divides by the
-samples of the step, so nothing has to be divided by the number of passes, and the last step of an epoch, of fewer
-passes or samples, is right as well. What it is not: `DistributedTrainer(accumulation_steps=4)`, which is one argument.
+Passes under no_sync() do not communicate; the last one of a step reduces their sum.
+average="samples" divides by the samples of the step, so nothing has to be divided by the number of
+passes, and the last step of an epoch, of fewer passes or samples, is right as well. What it is not:
+`DistributedTrainer(accumulation_steps=4)`, which is one argument.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def train_with_accumulation(
     batches = model.join(train_loader)
     optimizer.zero_grad()
     for i, (x, y) in enumerate(batches, 1):
-        last = i % accumulation_steps == 0 or i == len(batches)  # of the step; the epoch's last may have fewer passes
+        # of the step; the epoch's last may have fewer passes
+        last = i % accumulation_steps == 0 or i == len(batches)
         with contextlib.nullcontext() if last else model.no_sync():
             loss = F.cross_entropy(model(Tensor(x)), y)
             loss.backward()
@@ -43,7 +46,9 @@ def train_with_accumulation(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation-steps", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of all ranks in one pass")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="samples of all ranks in one pass"
+    )
     parser.add_argument("--samples", type=int, default=6400)
     parser.add_argument("--quick", action="store_true", help="640 samples")
     args = parser.parse_args()
@@ -64,7 +69,10 @@ def main() -> None:
     loss = dist.metric_average(loss, "loss", weight=len(sampler))
     if rank == 0:
         passes = -(-samples // args.batch_size)
-        print(f"{passes} passes, {steps} steps, {model.reductions} reductions: loss {loss:.4f} on {n} ranks")
+        print(
+            f"{passes} passes, {steps} steps, {model.reductions} reductions: loss {loss:.4f} on "
+            f"{n} ranks"
+        )
     dist.destroy_process_group()
 
 

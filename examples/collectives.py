@@ -1,4 +1,5 @@
-"""The collectives, one after the other, with what they give: all_reduce, all_gather, broadcast and the others.
+"""The collectives, one after the other, with what they give: all_reduce, all_gather, broadcast
+and the others.
 
     mpirun -n 4 python examples/collectives.py
     python examples/collectives.py                  # a world of one
@@ -26,7 +27,8 @@ def allreduce_example() -> Tensor:
 def allgather_example() -> list[Tensor]:
     """The tensors of all ranks, in their order."""
     gathered = [Tensor(np.zeros(1)) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, Tensor([float(dist.get_rank())]))  # without the list it returns a new one
+    # without the list it returns a new one
+    dist.all_gather(gathered, Tensor([float(dist.get_rank())]))
     return gathered
 
 
@@ -47,7 +49,9 @@ def groups_example() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", action="store_true", help="measure all_reduce at four sizes as well")
+    parser.add_argument(
+        "--profile", action="store_true", help="measure all_reduce at four sizes as well"
+    )
     parser.add_argument("--quick", action="store_true", help="with --profile: two small sizes")
     args = parser.parse_args()
     dist.init_process_group()
@@ -58,12 +62,15 @@ def main() -> None:
         "all_gather": [t.item() for t in allgather_example()],
         "broadcast": broadcast_example().tolist(),
         "reduce_scatter": dist.reduce_scatter(np.arange(2.0 * n)).tolist(),
-        "scatter": dist.scatter([np.full(2, 10.0 * r) for r in range(n)] if rank == 0 else None).tolist(),
+        "scatter": dist.scatter(
+            [np.full(2, 10.0 * r) for r in range(n)] if rank == 0 else None
+        ).tolist(),
         "all_to_all": dist.all_to_all(np.arange(n) + 10 * rank).tolist(),
         "sum of my group": groups_example(),
     }
     gathered = dist.gather(np.array([rank, rank**2]), dst=0)
-    work = dist.all_reduce(np.ones(1000), async_op=True)  # goes on while this rank does something else
+    # goes on while this rank does something else
+    work = dist.all_reduce(np.ones(1000), async_op=True)
     lines["maximum of all ranks"] = dist.all_reduce(rank, "max")
     assert work.wait()[0] == n
     if rank == 0:

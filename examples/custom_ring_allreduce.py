@@ -1,10 +1,12 @@
-"""A ring all-reduce written by hand over isend and irecv, checked against the library's and timed beside it.
+"""A ring all-reduce written by hand over isend and irecv, checked against the library's and
+timed beside it.
 
     mpirun -n 4 python examples/custom_ring_allreduce.py
 
-Each of the n ranks sends 2 (n - 1) / n times its data, whatever n is (Patarasuk and Yuan 2009, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations"). What it is not: what odyssey trains with. A ring adds in an order
-that depends on the number of ranks, so its bits do too; the tree's do not.
+Each of the n ranks sends 2 (n - 1) / n times its data, whatever n is (Patarasuk and Yuan 2009,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations"). What it is not: what
+odyssey trains with. A ring adds in an order that depends on the number of ranks, so its bits do
+too; the tree's do not.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from odyssey import distributed as dist
 
 
 def ring_allreduce(array: np.ndarray) -> np.ndarray:
-    """The sum of the arrays of all ranks, as a new array. Any size: the pieces differ by at most one element.
+    """The sum of the arrays of all ranks, as a new array.
 
-    Step by step everybody sends a piece to the next rank and receives one from the previous rank; both are under way at
-    the same time, so nobody waits for a neighbour that waits as well.
+    Any size: the pieces differ by at most one element.
+
+    Step by step everybody sends a piece to the next rank and receives one from the previous rank;
+    both are under way at the same time, so nobody waits for a neighbour that waits as well.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     out = array.copy()
@@ -67,7 +71,10 @@ def main() -> None:
         times[name] = np.median(seconds[1:])
     assert difference < 1e-4, difference
     if dist.get_rank() == 0:
-        print(f"{floats:,} floats on {dist.get_world_size()} ranks: largest difference {difference:.1e}")
+        print(
+            f"{floats:,} floats on {dist.get_world_size()} ranks: largest difference "
+            f"{difference:.1e}"
+        )
         for name, seconds in times.items():
             print(f"  {name}: {1e6 * seconds:.0f} us")
     dist.destroy_process_group()

@@ -3,7 +3,8 @@
     python examples/data_parallel.py
     mpirun -n 2 python examples/data_parallel.py
 
-Alone there are four workers, on n ranks 4 n; the weights are the same bits. A custom training loop is in ddp_loop.py.
+Alone there are four workers, on n ranks 4 n; the weights are the same bits. A custom training loop
+is in ddp_loop.py.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Data-parallel training in a custom training loop: DistributedSampler, DDP, an optimizer, a mean loss per epoch.
+"""Data-parallel training in a custom training loop: DistributedSampler, DDP, an optimizer, a
+mean loss per epoch.
 
     python examples/ddp_loop.py
     mpirun -n 2 python examples/ddp_loop.py
 
-Every rank computes other samples; gradients are averaged inside loss.backward(). What it is not: the shortest way (that
-is a DistributedTrainer), or an example of evaluation (mnist_distributed.py).
+Every rank computes other samples; gradients are averaged inside loss.backward(). What it is not:
+the shortest way (that is a DistributedTrainer), or an example of evaluation (mnist_distributed.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ def main() -> None:
     train_set = data.load("mnist", train=True).take(samples)
     sampler = dist.DistributedSampler(train_set, world.size(), world.rank())
     loader = data.DataLoader(train_set, batch_size=args.batch_size, sampler=sampler)
-    model = dist.DDP.builder(nn.LeNet5()).world(world).bucket_size_mb(25.0).broadcast_buffers(True).build()
+    model = (
+        dist.DDP.builder(nn.LeNet5())
+        .world(world)
+        .bucket_size_mb(25.0)
+        .broadcast_buffers(True)
+        .build()
+    )
     optimizer = optim.Adam(model.parameters(), lr=0.001)
 
     for epoch in range(epochs):

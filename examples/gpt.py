@@ -1,10 +1,11 @@
-"""A GPT written out, trained on the characters of Shakespeare that come with odyssey, and some text from it.
+"""A GPT written out, trained on the characters of Shakespeare that come with odyssey, and some
+text from it.
 
     python examples/gpt.py
     mpirun -n 2 python examples/gpt.py
 
-The model is nanoGPT's setting for CPUs. `nn.models.build("gpt-mini")` is the same with a cache for generation, and
-`odyssey train --model gpt-mini` trains that one. docs/gpt.md explains it.
+The model is nanoGPT's setting for CPUs. `nn.models.build("gpt-mini")` is the same with a cache for
+generation, and `odyssey train --model gpt-mini` trains that one. docs/gpt.md explains it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, heads)
         self.norm2 = nn.LayerNorm(width)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), is_causal=True)
@@ -34,7 +37,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Ids (N, T) to the logits (N, T, vocabulary) of what follows each."""
 
-    def __init__(self, vocabulary: int, context: int, layers: int = 4, heads: int = 4, width: int = 128) -> None:
+    def __init__(
+        self, vocabulary: int, context: int, layers: int = 4, heads: int = 4, width: int = 128
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -69,7 +74,9 @@ def main() -> None:
     loss = trainer.evaluate(data.DataLoader(few, batch_size=96)).loss
     if trainer.comm.rank:
         return
-    print(f"{steps} steps on {trainer.comm.size} ranks: {loss / math.log(2):.3f} bits per character")
+    print(
+        f"{steps} steps on {trainer.comm.size} ranks: {loss / math.log(2):.3f} bits per character"
+    )
 
     text = [train.vocabulary.index(c) for c in "HAMLET"]
     model.eval()

@@ -1,10 +1,11 @@
-"""Gradients that JAX computes, averaged over ranks by odyssey: JAX's arrays on a CPU are read as NumPy views.
+"""Gradients that JAX computes, averaged over ranks by odyssey: JAX's arrays on a CPU are read as
+NumPy views.
 
     mpirun -n 2 python examples/jax_gradients.py
     python examples/jax_gradients.py
 
-Every rank takes its own samples of each batch, all apply the same mean. Needs JAX (pip install jax). What it is not:
-the same bits on any number of ranks; each adds up its own samples inside JAX.
+Every rank takes its own samples of each batch, all apply the same mean. Needs JAX (pip install
+jax). What it is not: the same bits on any number of ranks; each adds up its own samples inside JAX.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main() -> None:
         value, grads = gradient(params, np.reshape(x[mine], (-1, 784)), np.asarray(y[mine]))
         flat, back = ravel_pytree(grads)
         mean = np.empty(flat.shape, np.float32)
-        dist.all_reduce(np.asarray(flat), dist.ReduceOp.MEAN, out=mean)  # np.asarray: a view, nothing is copied
+        # np.asarray: a view, nothing is copied
+        dist.all_reduce(np.asarray(flat), dist.ReduceOp.MEAN, out=mean)
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, back(jnp.asarray(mean)))
     value = dist.metric_average(float(value), "loss")
     if rank == 0:

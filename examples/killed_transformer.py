@@ -1,9 +1,9 @@
-"""A transformer in PyTorch is killed in the middle of its training, goes on with another number of ranks, and ends with
-the weights of a training that nothing happened to.
+"""A transformer in PyTorch is killed in the middle of its training, goes on with another number
+of ranks, and ends with the weights of a training that nothing happened to.
 
-    odyssey launch -n 2 --run-dir whole examples/killed_transformer.py
-    KILL_AT=7 odyssey launch -n 2 --env KILL_AT --run-dir hurt --max-restarts 0 examples/killed_transformer.py
-    odyssey launch -n 3 --run-dir hurt examples/killed_transformer.py
+    odyssey launch -n 2 --run-dir whole examples/killed_transformer.py KILL_AT=7 odyssey launch -n 2
+    --env KILL_AT --run-dir hurt --max-restarts 0 examples/killed_transformer.py odyssey launch -n 3
+    --run-dir hurt examples/killed_transformer.py
 
 Needs PyTorch: `pip install -e '.[torch]'` in a checkout.
 """
@@ -34,7 +34,9 @@ def kill(context: Context) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-trainer = DistributedTrainer(module, torch.optim.AdamW(module.parameters(), 1e-3), loss=loss, shard_size=4)
+trainer = DistributedTrainer(
+    module, torch.optim.AdamW(module.parameters(), 1e-3), loss=loss, shard_size=4
+)
 trainer.fit(loader, steps=12, checkpoint_every=5, callbacks=[LambdaCallback(on_step_end=kill)])
 weights = trainer.weights_sha256()  # on all ranks
 if trainer.comm.rank == 0:

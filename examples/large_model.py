@@ -3,8 +3,9 @@
     python examples/large_model.py
     mpirun -n 3 python examples/large_model.py
 
-On three ranks each has one layer; alone, or on a number of ranks that three does not divide, every rank has the whole
-model. The weights are the same bits. docs/model-parallel.md explains it; a row of stages is easier, see pipeline.py.
+On three ranks each has one layer; alone, or on a number of ranks that three does not divide, every
+rank has the whole model. The weights are the same bits. docs/model-parallel.md explains it; a row
+of stages is easier, see pipeline.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def main() -> None:
 
     weights = trainer.weights_sha256()
     if trainer.comm.rank == 0:
-        print(f"{trainer.mesh}: train loss {history.train_loss:.4f}  {history.steps} steps  weights {weights[:16]}")
+        print(
+            f"{trainer.mesh}: train loss {history.train_loss:.4f}  {history.steps} steps  "
+            f"weights {weights[:16]}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Data parallelism by hand, without a wrapper: copies of a model, a batch cut into pieces, gradients averaged, steps.
+"""Data parallelism by hand, without a wrapper: copies of a model, a batch cut into pieces,
+gradients averaged, steps.
 
     python examples/manual_multi_device.py --devices 4
     mpirun -n 2 python examples/manual_multi_device.py --devices 2
 
-`--devices` copies in this process, placed on device(0), device(1), ...; under mpirun as many on every rank. All copies
-start from the same weights and must end with the same weights. What it is not: parallel in one process (one copy
-computes after the other), or what to use: DDP does this between ranks, a DistributedTrainer between workers as well.
+`--devices` copies in this process, placed on device(0), device(1), ...; under mpirun as many on
+every rank. All copies start from the same weights and must end with the same weights. What it is
+not: parallel in one process (one copy computes after the other), or what to use: DDP does this
+between ranks, a DistributedTrainer between workers as well.
 """
 
 from __future__ import annotations
@@ -20,15 +22,21 @@ from odyssey import functional as F
 
 
 def split_batch(x: np.ndarray, y: np.ndarray, parts: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The batch as `parts` consecutive pieces, which must be of one size: only then is a mean of means the mean."""
+    """The batch as `parts` consecutive pieces, which must be of one size: only then is a mean of
+    means the mean.
+    """
     if len(y) % parts:
-        raise SystemExit(f"a batch of {len(y)} samples does not divide by {parts} devices; change --batch-size")
+        raise SystemExit(
+            f"a batch of {len(y)} samples does not divide by {parts} devices; change --batch-size"
+        )
     return list(zip(np.split(x, parts), np.split(y, parts), strict=True))
 
 
 def tree_sum(arrays: list[np.ndarray]) -> np.ndarray:
-    """(a + b) + (c + d), as a reduction over ranks adds them: then four copies here give the bits of two here and two
-    on another rank, and so for all powers of two. ((a + b) + c) + d is rounded otherwise, and a training shows it."""
+    """(a + b) + (c + d), as a reduction over ranks adds them: then four copies here give the
+    bits of two here and two on another rank, and so for all powers of two. ((a + b) + c) + d
+    is rounded otherwise, and a training shows it.
+    """
     if len(arrays) == 1:
         return arrays[0]
     half = 1 << (len(arrays) - 1).bit_length() - 1  # the largest power of two below their number
@@ -46,8 +54,12 @@ def average_gradients(models: list[nn.Module]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=4, help="copies of the model in this process")
-    parser.add_argument("--batch-size", type=int, default=128, help="samples of all copies of all ranks")
+    parser.add_argument(
+        "--devices", type=int, default=4, help="copies of the model in this process"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=128, help="samples of all copies of all ranks"
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--quick", action="store_true", help="three steps")
     args = parser.parse_args()
@@ -60,9 +72,12 @@ def main() -> None:
         nn.manual_seed(0)  # all copies start alike
         models.append(nn.LeNet5().to(device(k)))
     optimizers = [optim.SGD(m.parameters(), lr=0.1) for m in models]
-    loader = data.DataLoader(data.load("mnist", train=True), args.batch_size, shuffle=True, drop_last=True)
+    loader = data.DataLoader(
+        data.load("mnist", train=True), args.batch_size, shuffle=True, drop_last=True
+    )
     for step, (x, y) in zip(range(1, steps + 1), loader, strict=False):
-        mine = split_batch(x, y, n * args.devices)[rank * args.devices :]  # all ranks have the same batch
+        # all ranks have the same batch
+        mine = split_batch(x, y, n * args.devices)[rank * args.devices :]
         losses = []
         for k, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()

@@ -3,8 +3,8 @@
     mpirun -n 3 python examples/metric_average.py
     python examples/metric_average.py
 
-The figures do not depend on the number of ranks, although the ranks have different numbers of samples. What it is not:
-needed with a DistributedTrainer, whose evaluate() counts over all ranks.
+The figures do not depend on the number of ranks, although the ranks have different numbers of
+samples. What it is not: needed with a DistributedTrainer, whose evaluate() counts over all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> None:
     nn.manual_seed(0)
     model = nn.LeNet5().eval()
     test_set = data.load("mnist", train=False).take(samples)
-    sampler = dist.DistributedSampler(test_set, shuffle=False)  # rank r: samples r, r + n, r + 2 n, ...
+    # rank r: samples r, r + n, r + 2 n, ...
+    sampler = dist.DistributedSampler(test_set, shuffle=False)
     losses, right = [], []
     with no_grad():
         for x, y in data.DataLoader(test_set, batch_size=64, sampler=sampler):

@@ -1,10 +1,11 @@
-"""Mixed precision: products of bf16 or fp16 operands, everything else in float32; fp16 scales the loss.
+"""Mixed precision: products of bf16 or fp16 operands, everything else in float32; fp16 scales
+the loss.
 
     python examples/mixed_precision.py
     mpirun -n 2 python examples/mixed_precision.py
 
-Trains LeNet-5 in each precision. The fp16 run starts with a loss scale that overflows: the steps are skipped on all
-ranks together, and say so on standard error. docs/precision.md explains it.
+Trains LeNet-5 in each precision. The fp16 run starts with a loss scale that overflows: the steps
+are skipped on all ranks together, and say so on standard error. docs/precision.md explains it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def main() -> None:
         weights = trainer.weights_sha256()
         if trainer.comm.rank == 0:
             skipped = f"  {trainer.scaler.skipped} steps skipped" if precision == "fp16" else ""
-            print(f"{precision}: test accuracy {100 * accuracy:.2f} %  weights {weights[:16]}{skipped}")
+            print(
+                f"{precision}: test accuracy {100 * accuracy:.2f} %  weights "
+                f"{weights[:16]}{skipped}"
+            )
 
 
 if __name__ == "__main__":

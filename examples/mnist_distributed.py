@@ -1,10 +1,11 @@
-"""The whole program: MNIST, a convolutional network with dropout, Adam, NLL loss, evaluation; one process or several.
+"""The whole program: MNIST, a convolutional network with dropout, Adam, NLL loss, evaluation;
+one process or several.
 
     python examples/mnist_distributed.py
     mpirun -n 2 python examples/mnist_distributed.py
 
-What it is not: the shortest way to this result; `odyssey train --model convnet` is that, and faster, since it records
-the step.
+What it is not: the shortest way to this result; `odyssey train --model convnet` is that, and
+faster, since it records the step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from odyssey import functional as F
 
 
 class ConvNet(nn.Module):
-    """Two convolutions of 3 x 3, max-pool, and two linear layers; log-probabilities of 10 classes."""
+    """Two convolutions of 3 x 3, max-pool, and two linear layers; log-probabilities of 10
+    classes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +40,9 @@ def create_dataloader(train: bool, samples: int, batch_size: int) -> data.DataLo
     """This rank's share of the first `samples` of MNIST."""
     dataset = data.load("mnist", train=train)
     dataset = dataset.take(min(samples, len(dataset)))
-    return data.DataLoader(dataset, batch_size, sampler=dist.DistributedSampler(dataset, shuffle=train))
+    return data.DataLoader(
+        dataset, batch_size, sampler=dist.DistributedSampler(dataset, shuffle=train)
+    )
 
 
 def evaluate(model: nn.Module, loader: data.DataLoader) -> tuple[float, float]:
@@ -85,13 +90,17 @@ def main() -> None:
             optimizer.step()
             running, since = running + loss.item(), since + 1
             if step % args.log_interval == 0:
-                mean = dist.metric_average(running / since, "loss")  # of all ranks, since the last line
+                # of all ranks, since the last line
+                mean = dist.metric_average(running / since, "loss")
                 running, since = 0.0, 0
                 if rank == 0:
                     print(f"epoch {epoch + 1}, step {step}: loss {mean:.4f}")
         loss_, accuracy = evaluate(model, test_loader)
         if rank == 0:
-            print(f"epoch {epoch + 1}: test loss {loss_:.4f}, accuracy {100 * accuracy:.2f} % ({world_size} ranks)")
+            print(
+                f"epoch {epoch + 1}: test loss {loss_:.4f}, accuracy {100 * accuracy:.2f} % "
+                f"({world_size} ranks)"
+            )
     dist.destroy_process_group()
 
 

@@ -1,10 +1,12 @@
-"""Overlap: the gradients of the last layers are summed between ranks while the first layers' are computed.
+"""Overlap: the gradients of the last layers are summed between ranks while the first layers' are
+computed.
 
     python examples/overlapped.py
     mpirun -n 2 python examples/overlapped.py
 
-Times steps with overlap and without, one after the other by turns, and shows that the weights are the same bits. How
-much is hidden depends on the machine: ranks that share cores hide little. docs/data-parallel.md explains it.
+Times steps with overlap and without, one after the other by turns, and shows that the weights are
+the same bits. How much is hidden depends on the machine: ranks that share cores hide little.
+docs/data-parallel.md explains it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
 
-    trainers = {kind: trainer_of(args.width, args.depth, kind == "overlapped") for kind in ("overlapped", "afterwards")}
+    trainers = {
+        kind: trainer_of(args.width, args.depth, kind == "overlapped")
+        for kind in ("overlapped", "afterwards")
+    }
     seconds: dict[str, list[float]] = {kind: [] for kind in trainers}
     loader = data.DataLoader(data.load("mnist", train=True), batch_size=128, shuffle=True)
     for step, batch in enumerate(loader):
@@ -48,9 +53,14 @@ def main() -> None:
 
     weights = {trainer.weights_sha256()[:16] for trainer in trainers.values()}
     if trainer.comm.rank == 0:
-        times = "  ".join(f"{kind} {1e3 * statistics.median(taken):.1f} ms" for kind, taken in seconds.items())
+        times = "  ".join(
+            f"{kind} {1e3 * statistics.median(taken):.1f} ms" for kind, taken in seconds.items()
+        )
         same = "the same" if len(weights) == 1 else "DIFFERENT"
-        print(f"{trainer.comm.size} ranks, median step: {times}  {same} weights {' '.join(sorted(weights))}")
+        print(
+            f"{trainer.comm.size} ranks, median step: {times}  {same} weights "
+            f"{' '.join(sorted(weights))}"
+        )
 
 
 if __name__ == "__main__":

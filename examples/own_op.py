@@ -1,4 +1,5 @@
-"""An op of one's own: own_ops.mojo is compiled on first use, checked, and trained with like any other.
+"""An op of one's own: own_ops.mojo is compiled on first use, checked, and trained with like any
+other.
 
     python examples/own_op.py
     mpirun -n 2 python examples/own_op.py

@@ -1,10 +1,12 @@
-"""Pipeline parallelism: a model as a row of stages that work on different micro-batches at the same time.
+"""Pipeline parallelism: a model as a row of stages that work on different micro-batches at the
+same time.
 
     python examples/pipeline.py
     mpirun -n 3 python examples/pipeline.py --schedule gpipe
 
-Prints the schedule as a picture, drawn by the code that runs it. On three ranks each has one stage; alone one process
-computes all of them. The weights are the same bits, whatever the schedule. docs/pipeline.md explains it.
+Prints the schedule as a picture, drawn by the code that runs it. On three ranks each has one stage;
+alone one process computes all of them. The weights are the same bits, whatever the schedule.
+docs/pipeline.md explains it.
 """
 
 from __future__ import annotations
@@ -41,13 +43,19 @@ def main() -> None:
     if first:
         plan = schedule.make(args.schedule, stages=3, micro_batches=8)
         print(schedule.text(plan))
-        print(f"{args.schedule}: devices wait {100 * schedule.bubble(plan):.0f} % of the time if stages are equal")
+        print(
+            f"{args.schedule}: devices wait {100 * schedule.bubble(plan):.0f} % of the time if "
+            "stages are equal"
+        )
 
     loader = data.DataLoader(data.load("mnist", train=True), batch_size=64, shuffle=True)
     history = trainer.fit(loader, epochs=100, steps=args.steps)
     weights = trainer.weights_sha256()
     if first:
-        print(f"{trainer.mesh}: train loss {history.train_loss:.4f}  {history.steps} steps  weights {weights[:16]}")
+        print(
+            f"{trainer.mesh}: train loss {history.train_loss:.4f}  {history.steps} steps  "
+            f"weights {weights[:16]}"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from odyssey.torch import DistributedTrainer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
@@ -41,7 +43,10 @@ def main() -> None:
 
     result, sha = trainer.evaluate(data.load("mnist", train=False)), trainer.weights_sha256()
     if trainer.comm.rank == 0:
-        print(f"{trainer.comm.size} processes: accuracy {result.accuracy:.4f}, weights sha256 {sha[:16]}")
+        print(
+            f"{trainer.comm.size} processes: accuracy {result.accuracy:.4f}, weights sha256 "
+            f"{sha[:16]}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python examples/resnet.py
     mpirun -n 3 python examples/resnet.py
 
-Mean and variance are those of a shard (`shard_size`), so they do not know how many ranks there are; the running ones
-are summed along the tree as gradients are. `nn.models.build("resnet18")` is the large one, with torchvision's names.
+Mean and variance are those of a shard (`shard_size`), so they do not know how many ranks there are;
+the running ones are summed along the tree as gradients are. `nn.models.build("resnet18")` is the
+large one, with torchvision's names.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        )
         self.blocks = nn.Sequential(Block(8, 8), Block(8, 16, 2), Block(16, 32, 2))
         self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(32, 10)
 
@@ -60,7 +63,9 @@ def main() -> None:
     result = trainer.evaluate(data.load("mnist", train=False).take(200 if args.quick else 2000))
     if trainer.comm.rank == 0:
         ranks = trainer.comm.size
-        print(f"test accuracy {100 * result.accuracy:.1f} %, weights {weights[:12]} on {ranks} ranks")
+        print(
+            f"test accuracy {100 * result.accuracy:.1f} %, weights {weights[:12]} on {ranks} ranks"
+        )
 
 
 if __name__ == "__main__":

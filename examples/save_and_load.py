@@ -3,8 +3,8 @@
     mpirun -n 2 python examples/save_and_load.py net.safetensors
     python examples/save_and_load.py net.safetensors
 
-safetensors holds arrays by name and nothing that could be executed. What it is not: a state to resume a training from;
-that has the optimizer, the step and the place in the data as well.
+safetensors holds arrays by name and nothing that could be executed. What it is not: a state to
+resume a training from; that has the optimizer, the step and the place in the data as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from odyssey import functional as F
 
 
 def save_model(model: nn.Module, path: Path) -> None:
-    """Writes the weights, whole or not at all: aside first, then under their name. Rank 0 writes, all ranks call."""
+    """Writes the weights, whole or not at all: aside first, then under their name.
+
+    Rank 0 writes, all ranks call.
+    """
     if dist.get_rank() == 0:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         save_file(model.state_dict(), aside)
@@ -61,7 +64,10 @@ def main() -> None:
     x = Tensor(dataset.gather(np.arange(8))[0])
     assert np.array_equal(ddp.eval()(x).data, again.eval()(x).data)
     if dist.get_rank() == 0:
-        print(f"{args.path}: {len(again.state_dict())} arrays, read by {dist.get_world_size()} ranks, the same outputs")
+        print(
+            f"{args.path}: {len(again.state_dict())} arrays, read by {dist.get_world_size()} "
+            "ranks, the same outputs"
+        )
     dist.destroy_process_group()
 
 

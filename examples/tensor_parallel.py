@@ -3,8 +3,8 @@
     python examples/tensor_parallel.py
     mpirun -n 2 python examples/tensor_parallel.py
 
-One to four ranks. Rank 0 says how each layer is split. The weights are the same bits: sums are cut into parts that
-do not depend on the number of ranks. docs/tensor-parallel.md explains it.
+One to four ranks. Rank 0 says how each layer is split. The weights are the same bits: sums are cut
+into parts that do not depend on the number of ranks. docs/tensor-parallel.md explains it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""A script of one's own that `odyssey verify` can run on other layouts: nothing in it is about that.
+"""A script of one's own that `odyssey verify` can run on other layouts: nothing in it is about
+that.
 
-    python examples/verify_own_script.py
-    odyssey verify --script examples/verify_own_script.py --layouts dp=2 pp=2 tp=2 dp=2,zero=3 --steps 3
+    python examples/verify_own_script.py odyssey verify --script examples/verify_own_script.py
+    --layouts dp=2 pp=2 tp=2 dp=2,zero=3 --steps 3
 
-verify starts the script once alone and once per layout. Its DistributedTrainer then takes the layout from verify, stops
-after so many steps, and all weights, optimizer numbers and losses are compared. docs/verify.md explains it.
+verify starts the script once alone and once per layout. Its DistributedTrainer then takes the
+layout from verify, stops after so many steps, and all weights, optimizer numbers and losses are
+compared. docs/verify.md explains it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 8, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(8 * 12 * 12, 96), nn.Linear(96, 96), nn.Linear(96, 10)
+        self.fc1, self.fc2, self.fc3 = (
+            nn.Linear(8 * 12 * 12, 96),
+            nn.Linear(96, 96),
+            nn.Linear(96, 10),
+        )
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:

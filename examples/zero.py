@@ -1,10 +1,11 @@
-"""ZeRO: replicas keep parts of the optimizer state (1), the gradients as well (2), the parameters as well (3).
+"""ZeRO: replicas keep parts of the optimizer state (1), the gradients as well (2), the
+parameters as well (3).
 
     python examples/zero.py
     mpirun -n 4 python examples/zero.py
 
-Trains the same network with each stage and prints what one rank holds. Alone there is nothing to cut. The weights are
-the same bits. docs/data-parallel.md explains it.
+Trains the same network with each stage and prints what one rank holds. Alone there is nothing to
+cut. The weights are the same bits. docs/data-parallel.md explains it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,21 @@ def main() -> None:
         )
         loader = data.DataLoader(data.load("mnist", train=True), batch_size=128, shuffle=True)
         trainer.fit(loader, steps=args.steps)
-        memory = {what: size / 2**20 for what, size in trainer.memory().items() if what != "activations"}
+        memory = {
+            what: size / 2**20 for what, size in trainer.memory().items() if what != "activations"
+        }
         weights.add(trainer.weights_sha256()[:16])
         if trainer.comm.rank == 0:
             held = "  ".join(f"{what} {size:5.2f}" for what, size in memory.items())
-            print(f"zero {stage}: {held}  together {sum(memory.values()):5.2f} MiB on rank 0 of {trainer.comm.size}")
+            print(
+                f"zero {stage}: {held}  together {sum(memory.values()):5.2f} MiB on rank 0 of "
+                f"{trainer.comm.size}"
+            )
     if trainer.comm.rank == 0:
-        print(f"{'the same' if len(weights) == 1 else 'DIFFERENT'} weights {' '.join(sorted(weights))}")
+        print(
+            f"{'the same' if len(weights) == 1 else 'DIFFERENT'} weights "
+            f"{' '.join(sorted(weights))}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Compiles the kernels for every CPU that they are written for, or with --accelerators for the GPUs, and keeps nothing.
+"""Compiles the kernels for every CPU that they are written for, or with --accelerators for the
+GPUs, and keeps nothing.
 
-CPUs to object files, GPUs to the code of each kernel; a line for each. Ends with 1 if one does not compile.
+CPUs to object files, GPUs to the code of each kernel; a line for each. Ends with 1 if one does not
+compile.
 """
 
 from __future__ import annotations
@@ -34,8 +36,13 @@ ACCELERATORS = ("sm_90", "sm_80", "gfx942")
 
 
 def check_cpus(report: Callable[[str], None]) -> int:
-    """Compiles the kernels to object files for every CPU of `CPUS`, one reported line each; how many failed."""
-    names = [cpu if cpu.startswith("x86") else f"{triple.partition('-')[0]} {cpu}" for triple, cpu in CPUS]
+    """Compiles the kernels to object files for every CPU of `CPUS`, one reported line each; how
+    many failed.
+    """
+    names = [
+        cpu if cpu.startswith("x86") else f"{triple.partition('-')[0]} {cpu}"
+        for triple, cpu in CPUS
+    ]
 
     def compile_for(number: int, home: Path) -> None:
         triple, cpu = CPUS[number]
@@ -46,18 +53,24 @@ def check_cpus(report: Callable[[str], None]) -> int:
     return _check(report, names, compile_for)
 
 
-def check_accelerators(report: Callable[[str], None], accelerators: Sequence[str] = ACCELERATORS) -> int:
+def check_accelerators(
+    report: Callable[[str], None], accelerators: Sequence[str] = ACCELERATORS
+) -> int:
     """Compiles the GPU kernels for each accelerator, one reported line each; how many failed."""
 
     def compile_for(number: int, home: Path) -> None:
         compiler.check_accelerator(name := accelerators[number])
         source, cpu = Path(sources.GPU_ROOT), compiler.portable_cpu()
-        compiler.compile_kernels(build.source_root(), source, home / "gpu.s", cpu, emit="asm", accelerator=name)
+        compiler.compile_kernels(
+            build.source_root(), source, home / "gpu.s", cpu, emit="asm", accelerator=name
+        )
 
     return _check(report, accelerators, compile_for)
 
 
-def _check(report: Callable[[str], None], names: Sequence[str], compile_for: Callable[[int, Path], None]) -> int:
+def _check(
+    report: Callable[[str], None], names: Sequence[str], compile_for: Callable[[int, Path], None]
+) -> int:
     """Compiles as many at a time as there are cores, at most 2: a compiler takes some GiB."""
 
     def one(number: int) -> str:
@@ -81,7 +94,9 @@ def _check(report: Callable[[str], None], names: Sequence[str], compile_for: Cal
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--accelerators", action="store_true", help="for the GPUs instead")
     check = check_accelerators if parser.parse_args().accelerators else check_cpus
     sys.exit(check(print) > 0)

@@ -1,7 +1,8 @@
 """Pages of the site that are not written by hand: a hook of mkdocs (mkdocs.yml).
 
-The reference of Python modules, of the Mojo face (by `mojo doc`), the tutorials' notebooks as pages, and the documents
-that lie outside docs/. A page of docs/ that mkdocs.yml does not name is an error.
+The reference of Python modules, of the Mojo face (by `mojo doc`), the tutorials' notebooks as
+pages, and the documents that lie outside docs/. A page of docs/ that mkdocs.yml does not name is an
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = {"CONTRIBUTING.md": "CONTRIBUTING.md", "SECURITY.md": "SECURITY.md", "CHANGELOG.md": "CHANGELOG.md"}
+OUTSIDE = {
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
 OUTSIDE["examples.md"] = "examples/README.md"
 MODULES = {  # page -> what mkdocstrings documents on it
     "odyssey": ["DistributedTrainer", "DistributedDataParallel", "DistributedConfig", "load", "load_ops", "Tensor"],
@@ -44,7 +49,8 @@ TRAINER = (
     "fit", "train_step", "evaluate", "predict", "save_checkpoint", "load_checkpoint", "weights_sha256", "state_dict",
     "memory", "check_replicas",
 )  # fmt: skip
-#: Methods of classes whose base classes are not public names: these are documented, inherited or not, and no others.
+#: Methods of classes whose base classes are not public names: these are documented, inherited or
+#: not, and no others.
 METHODS = {
     "odyssey.DistributedTrainer": [
         *TRAINER, "save_weights", "optimizer_state", "load_optimizer_state", "writing", "last_gradients", "clip_norm",
@@ -56,10 +62,15 @@ METHODS = {
 
 def on_config(config: Any) -> Any:
     """The reference's pages in the menu."""
-    computed = "__all__: ACTIVATIONS"  # names that are made when the module is imported: docs/api.md has them
-    logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda record: computed not in record.getMessage())
+    # names that are made when the module is imported: docs/api.md has them
+    computed = "__all__: ACTIVATIONS"
+    logging.getLogger("mkdocs.plugins.griffe").addFilter(
+        lambda record: computed not in record.getMessage()
+    )
     reference = next(part["Reference"] for part in config.nav if "Reference" in part)
-    reference += [{name: f"reference/{name}.md"} for name in MODULES] + [{"Mojo": "reference/mojo.md"}]
+    reference += [{name: f"reference/{name}.md"} for name in MODULES] + [
+        {"Mojo": "reference/mojo.md"}
+    ]
     return config
 
 
@@ -96,7 +107,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return text if text.startswith("`") else f"{text} (`{path}`)"
 
     parts = re.split(r"(^ *```.*?^ *```[^\n]*$|`[^`\n]*`(?!\]))", markdown, flags=re.M | re.S)
-    form = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]+)?\)")
+    form = re.compile(
+        r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]+)?\)"
+    )
     return "".join(part if i % 2 else form.sub(link, part) for i, part in enumerate(parts))
 
 
@@ -107,7 +120,11 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def _normal(path: Path) -> str:
     """A path without ".." in it, from the root of the repository."""
-    return str((ROOT / path).resolve().relative_to(ROOT)) if (ROOT / path).resolve().is_relative_to(ROOT) else str(path)
+    return (
+        str((ROOT / path).resolve().relative_to(ROOT))
+        if (ROOT / path).resolve().is_relative_to(ROOT)
+        else str(path)
+    )
 
 
 def _up(page: Any) -> str:
@@ -122,14 +139,16 @@ def _module(name: str, members: list[str]) -> str:
 
 
 def _documented(name: str) -> str:
-    """The line that has mkdocstrings document a name; for some classes with the methods that users call."""
+    """The line that has mkdocstrings document a name; for some classes with the methods that
+    users call.
+    """
     if name not in METHODS:
         return f"::: {name}"
     methods = "".join(f"        - {method}\n" for method in METHODS[name])
     return f"::: {name}\n    options:\n      inherited_members: true\n      members:\n{methods}"
 
 
-# --- notebooks -------------------------------------------------------------------------------------------------------
+# --- notebooks ------------------------------------------------------------------------------------
 
 
 def _notebook(path: Path) -> Iterator[str]:
@@ -147,7 +166,7 @@ def _notebook(path: Path) -> Iterator[str]:
     yield f"This page is the notebook `docs/tutorials/{path.name}`."
 
 
-# --- Mojo ------------------------------------------------------------------------------------------------------------
+# --- Mojo -----------------------------------------------------------------------------------------
 
 
 def _mojo() -> Iterator[str]:
@@ -157,21 +176,33 @@ def _mojo() -> Iterator[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     compiler = shutil.which("mojo", path=path)
     if compiler is None:
-        problem = "this page is empty because the compiler, `mojo`, is not on PATH; install it with `pip install -e .`"
+        problem = (
+            "this page is empty because the compiler, `mojo`, is not on PATH; install it "
+            "with `pip install -e .`"
+        )
         logging.getLogger("mkdocs.plugins.site_pages").warning(problem)
         yield f"In this build of the site {problem}."
         return
     words = [compiler, "doc", "-I", "mojo", "-I", ".", "shared/training"]
-    made = json.loads(subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    made = json.loads(
+        subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    )
     for module in made["decl"]["modules"]:
-        shown = [one for kind in ("structs", "traits", "functions", "aliases") for one in module.get(kind, [])]
+        shown = [
+            one
+            for kind in ("structs", "traits", "functions", "aliases")
+            for one in module.get(kind, [])
+        ]
         shown = [one for one in shown if not one["name"].startswith("_") and _said(one)]
         if not shown:
             continue
         yield f"## {module['name']}\n\n{module['summary']}\n"
         for one in shown:
             yield f"### {one['name']}\n"
-            for signature in [one.get("signature"), *(o["signature"] for o in one.get("overloads", []))]:
+            for signature in [
+                one.get("signature"),
+                *(o["signature"] for o in one.get("overloads", [])),
+            ]:
                 if signature:
                     yield f"```mojo\n{signature}\n```\n"
             yield _said(one) + "\n"

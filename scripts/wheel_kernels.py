@@ -1,4 +1,6 @@
-"""Kernels that a wheel carries: a folder (build/folder.py) for each CPU, without the package; for scripts/release."""
+"""Kernels that a wheel carries: a folder (build/folder.py) for each CPU, without the package;
+for scripts/release.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,27 @@ from odyssey.build import library as build
 
 # What a wheel has kernels for. compiler.host_cpu() says which are taken.
 SHIPPED = {
-    "linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "x86-64-v4+avx512bf16+amx-bf16"),
+    "linux-x86_64": (
+        "x86-64-v3",
+        "x86-64-v4",
+        "x86-64-v4+avx512bf16",
+        "x86-64-v4+avx512bf16+amx-bf16",
+    ),
     "linux-aarch64": ("generic",),
 }
 GLIBC = (2, 34)  # what the wheels of `max` ask for
 
 
 def ship(output: Path, system: str) -> None:
-    """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that has the compiler: the
-    bytes depend on sources, compiler and CPU alone.
+    """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that
+    has the compiler: the bytes depend on sources, compiler and CPU alone.
 
     output: a directory that is not there. system: one of `SHIPPED`.
 
     Raises BuildError: it does not compile.
     """
-    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:  # a compiler takes some GiB
+    # a compiler takes some GiB
+    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         list(pool.map(lambda cpu: _ship(output / cpu, system, cpu), SHIPPED[system]))
 
 

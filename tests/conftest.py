@@ -1,7 +1,9 @@
-"""What kind each test is, and commands as a user starts them: this environment's interpreter, one process or several.
+"""What kind each test is, and commands as a user starts them: this environment's interpreter,
+one process or several.
 
-A test is `unit` unless KINDS says otherwise, and one that is unit may start no process: that fails it. So the quick
-tests stay quick, and the table stays true. `@pytest.mark.long`: a long variation of what another test shows.
+A test is `unit` unless KINDS says otherwise, and one that is unit may start no process: that fails
+it. So the quick tests stay quick, and the table stays true. `@pytest.mark.long`: a long variation
+of what another test shows.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ from xdist.scheduler import LoadFileScheduling
 import odyssey
 from odyssey.core import native
 
-sys.path.append(str(Path(__file__).parent))  # for `from beds import faults`, in tests and in scripts that they start
+# for `from beds import faults`, in tests and in scripts that they start
+sys.path.append(str(Path(__file__).parent))
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; a launcher would go on ignoring it
+# in a shell's background; a launcher would go on ignoring it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start thousands of processes: each would compile all modules
+# tests start thousands of processes: each would compile all modules
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-#: What tests need, by the longest beginning of their path. unit: nothing but this process and compiled kernels.
+#: What tests need, by the longest beginning of their path. unit: nothing but this process and
+#: compiled kernels.
 KINDS = {
     "tests/beds/": "bed",  # network namespaces, a SLURM
     "tests/building/": "compile",
@@ -71,7 +77,8 @@ KINDS = {
     "tests/tune/test_processes.py": "procs",
     "tests/watch/": "procs",
 }
-#: Files whose tests measure time, or start what does (Ray): one after the other, on one worker, when the rest is done.
+#: Files whose tests measure time, or start what does (Ray): one after the other, on one worker,
+#: when the rest is done.
 TIMED = (
     "tests/launch/test_launch.py",
     "tests/launch/test_parts.py",
@@ -96,15 +103,30 @@ def _kind(path: str) -> str:
 @functools.cache
 def _may_choose(expression: str, kind: str) -> bool:
     """Whether -m can choose a test of this kind; of marks that are not ours nobody knows."""
-    if not set(re.findall(r"[A-Za-z_]\w*", expression)) <= {"and", "or", "not", "unit", "long", *KINDS.values()}:
+    if not set(re.findall(r"[A-Za-z_]\w*", expression)) <= {
+        "and",
+        "or",
+        "not",
+        "unit",
+        "long",
+        *KINDS.values(),
+    }:
         return True
     chosen = Expression.compile(expression).evaluate
-    return any(chosen(lambda name, marks=marks, **_: name in marks) for marks in ((kind,), (kind, "long")))
+    return any(
+        chosen(lambda name, marks=marks, **_: name in marks) for marks in ((kind,), (kind, "long"))
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file of which -m chooses nothing is not read: every worker would import what it imports, torch for one."""
-    path = collection_path.relative_to(config.rootpath).as_posix() if collection_path.suffix == ".py" else ""
+    """A file of which -m chooses nothing is not read: every worker would import what it imports,
+    torch for one.
+    """
+    path = (
+        collection_path.relative_to(config.rootpath).as_posix()
+        if collection_path.suffix == ".py"
+        else ""
+    )
     expression = config.option.markexpr
     return True if path and expression and not _may_choose(expression, _kind(path)) else None
 
@@ -125,7 +147,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Writes the files of tests that were skipped for a missing package to where ODYSSEY_SKIPPED says (.ci/run)."""
+    """Writes the files of tests that were skipped for a missing package to where ODYSSEY_SKIPPED
+    says (.ci/run).
+    """
     if file := os.environ.get("ODYSSEY_SKIPPED"):
         reports = terminalreporter.stats.get("skipped", [])
         skipped = {
@@ -145,7 +169,12 @@ class _Files(LoadFileScheduling):
 
 
 def _hear(event: str, arguments: tuple) -> None:
-    if _unit is not None and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+    if _unit is not None and event in (
+        "subprocess.Popen",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+    ):
         _started.append(f"{event} {arguments[1] if event == 'subprocess.Popen' else ''}".strip())
 
 
@@ -174,31 +203,40 @@ def _alone(item: pytest.Item):
     finally:
         _unit = None
     if _started:
-        pytest.fail(f"a unit test started a process: {_started[0][:200]}; name its file in KINDS of tests/conftest.py")
+        pytest.fail(
+            f"a unit test started a process: {_started[0][:200]}; name its file in KINDS of "
+            "tests/conftest.py"
+        )
     return result
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Of -n auto, as pyproject.toml has it: the whole suite runs side by side, as most of it waits for processes."""
+    """Of -n auto, as pyproject.toml has it: the whole suite runs side by side, as most of it
+    waits for processes.
+    """
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0  # a file or folder: starting workers would take longer than they save
     return 3 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
 
 
 class Launch:
-    """Runs commands and gives back what they printed; `train` is `python -m odyssey.train` on `ranks` processes."""
+    """Runs commands and gives back what they printed; `train` is `python -m odyssey.train` on
+    `ranks` processes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         beside = Path(sys.executable).parent
         self.environment = {
             **os.environ,
-            "PYTHONUNBUFFERED": "",  # a rank's line goes out in one piece, or those of several ranks mix
+            # a rank's line goes out in one piece, or those of several ranks mix
+            "PYTHONUNBUFFERED": "",
             "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(Path(odyssey.__file__).parents[1]),
             "MODULAR_CRASH_REPORTING_ENABLED": "false",
             "MODULAR_TELEMETRY_ENABLED": "false",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",  # Open MPI asks twice; a container's user is root as a rule
+            # Open MPI asks twice; a container's user is root as a rule
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
 
@@ -214,14 +252,30 @@ class Launch:
         """Whether it is Open MPI's."""
         return _is_open_mpi(self.mpirun)
 
-    def __call__(self, *command: object, ranks: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """`ranks` 0 is without a launcher. `timeout`: seconds, of a machine that has other things to do as well."""
+    def __call__(
+        self, *command: object, ranks: int = 0, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        """`ranks` 0 is without a launcher.
+
+        `timeout`: seconds, of a machine that has other things to do as well.
+        """
         words = [str(word) for word in command]
         if ranks:
             # Open MPI starts no more ranks than cores unless it is told to; MPICH does.
-            words = [self.mpirun, *(["--oversubscribe"] if self.open_mpi else []), "-n", str(ranks), *words]
+            words = [
+                self.mpirun,
+                *(["--oversubscribe"] if self.open_mpi else []),
+                "-n",
+                str(ranks),
+                *words,
+            ]
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=timeout, env=self.environment, cwd=self.folder
+            words,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=self.environment,
+            cwd=self.folder,
         )
 
     def python(self, *arguments: object, **settings) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,6 @@
-"""Many small cases as one test: an item of pytest is collected by every worker, which costs more than such a case."""
+"""Many small cases as one test: an item of pytest is collected by every worker, which costs more
+than such a case.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from collections.abc import Callable, Iterable
 
 
 def each(names: str, cases: Iterable[tuple]) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """A test of `names` becomes one of nothing that runs all `cases`, and names the one that fails."""
+    """A test of `names` becomes one of nothing that runs all `cases`, and names the one that
+    fails.
+    """
     rows = list(cases)
     assert rows, names
 

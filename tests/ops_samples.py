@@ -1,5 +1,7 @@
-"""One row per op: the op, its formula in NumPy on float64 arrays, shapes to try it with. odyssey.testing.check_op makes
-all tests of it (tests/kernels/test_samples.py; on an emulated GPU tests/gpu/test_gpu_samples.py)."""
+"""One row per op: the op, its formula in NumPy on float64 arrays, shapes to try it with.
+odyssey.testing.check_op makes all tests of it (tests/kernels/test_samples.py; on an emulated
+GPU tests/gpu/test_gpu_samples.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ erf = np.vectorize(math.erf)
 
 
 class Sample(NamedTuple):
-    """Arguments of check_op. shapes: of the tensors, without the batch axis; parameters: of those behind them."""
+    """Arguments of check_op. shapes: of the tensors, without the batch axis; parameters: of
+    those behind them.
+    """
 
     op: Any
     formula: Any
@@ -26,7 +30,11 @@ class Sample(NamedTuple):
 
 def of_each(op: Any, formula: Any) -> list[Sample]:
     """An elementwise op, on vectors and on images."""
-    return [Sample(op, formula, ((16,),)), Sample(op, formula, ((3, 5, 4),)), Sample(op, formula, ((1,),), (), False)]
+    return [
+        Sample(op, formula, ((16,),)),
+        Sample(op, formula, ((3, 5, 4),)),
+        Sample(op, formula, ((1,),), (), False),
+    ]
 
 
 def over_classes(op: Any, formula: Any) -> list[Sample]:
@@ -46,21 +54,43 @@ def smooth_l1(x, t):
 
 
 def attention(q, k, v, heads, past, mask=0.0):
-    """q (N, T, F), k and v (N, S, F); query i sees the keys up to i + past, of those that the mask names."""
+    """q (N, T, F), k and v (N, S, F); query i sees the keys up to i + past, of those that the
+    mask names.
+    """
     n, t, f = q.shape
     q, k, v = (a.reshape(n, a.shape[1], heads, f // heads).transpose(0, 2, 1, 3) for a in (q, k, v))
     s = q @ k.transpose(0, 1, 3, 2) / math.sqrt(f // heads)
     s = s + (np.where(mask, 0.0, -np.inf) if np.asarray(mask).dtype == bool else mask)
     s = np.where(np.arange(s.shape[3]) <= np.arange(t)[:, None] + past, s, -np.inf)
     p = np.exp(s - np.maximum(s.max(axis=-1, keepdims=True), -1e30))
-    return (p / np.maximum(p.sum(axis=-1, keepdims=True), 1e-30) @ v).transpose(0, 2, 1, 3).reshape(n, t, f)
+    return (
+        (p / np.maximum(p.sum(axis=-1, keepdims=True), 1e-30) @ v)
+        .transpose(0, 2, 1, 3)
+        .reshape(n, t, f)
+    )
 
 
-ALIBI = np.where(np.arange(19) % 5 < 3, -0.1 * np.abs(np.arange(19) - np.arange(18)[:, None]), -np.inf)
+ALIBI = np.where(
+    np.arange(19) % 5 < 3, -0.1 * np.abs(np.arange(19) - np.arange(18)[:, None]), -np.inf
+)
 MASKS = [  # of q and k; T, S, features, heads, past; with the first two a model is trained as well
     (lambda q, k: (k[:, :, 0] > 0.3)[:, None, None], 7, 7, 6, 2, 0),
-    (lambda q, k: q[:, :, 0][:, None, :, None] + k[:, :, 1][:, None, None] > np.float32(0.3), 5, 17, 8, 2, 17),
-    (lambda q, k: k[:, :, 0][:, None, None] > np.linspace(-1, 1, 102).reshape(3, 34, 1), 34, 21, 9, 3, 21),
+    (
+        lambda q, k: q[:, :, 0][:, None, :, None] + k[:, :, 1][:, None, None] > np.float32(0.3),
+        5,
+        17,
+        8,
+        2,
+        17,
+    ),
+    (
+        lambda q, k: k[:, :, 0][:, None, None] > np.linspace(-1, 1, 102).reshape(3, 34, 1),
+        34,
+        21,
+        9,
+        3,
+        21,
+    ),
     (lambda q, k: np.arange(40) % 3 > np.arange(33)[:, None] % 4, 33, 40, 4, 1, 12),
     (lambda q, k: ALIBI.astype(np.float32), 18, 19, 6, 3, 19),
 ]
@@ -108,7 +138,18 @@ GENERAL = [
     (4, 12, 9, 10, 2, 3, 2, (0, 3), 3, 2),
     (3, 7, 8, 5, 3, 3, 1, 2, 2, 1),
 ]
-LINEAR = [(13, 9), (1, 1), (400, 120), (120, 84), (84, 10), (17, 33), (16, 12), (15, 5), (3, 64), (130, 23)]
+LINEAR = [
+    (13, 9),
+    (1, 1),
+    (400, 120),
+    (120, 84),
+    (84, 10),
+    (17, 33),
+    (16, 12),
+    (15, 5),
+    (3, 64),
+    (130, 23),
+]
 # H, W, window, stride; with the first two a model is trained as well
 POOLS = [
     (5, 7, 2, None),  # a row and a column left over
@@ -142,7 +183,13 @@ def signals(x, w, b, stride, padding, dilation, groups):
 
 def pools(op: Any, formula: Any) -> list[Sample]:
     return [
-        Sample(lambda x, k=k, s=s: op(x, k, s), lambda x, k=k, s=s: formula(x, k, s or k), ((4, h, w),), (), i < 2)
+        Sample(
+            lambda x, k=k, s=s: op(x, k, s),
+            lambda x, k=k, s=s: formula(x, k, s or k),
+            ((4, h, w),),
+            (),
+            i < 2,
+        )
         for i, (h, w, k, s) in enumerate(POOLS)
     ]
 
@@ -164,7 +211,8 @@ SAMPLES = [
     *over_classes(F.log_softmax, R.log_softmax),
     Sample(F.layer_norm, layer_norm, ((24,),), ((24,), (24,))),
     *of_each(
-        lambda x: F.gelu(x, "tanh"), lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        lambda x: F.gelu(x, "tanh"),
+        lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     ),
     *(
         Sample(
@@ -174,7 +222,12 @@ SAMPLES = [
             (),
             t == 7,
         )
-        for t, s, f, h, past in ((7, 7, 6, 2, 0), (1, 19, 5, 1, 18), (33, 40, 27, 3, 100), (5, 17, 8, 8, 12))
+        for t, s, f, h, past in (
+            (7, 7, 6, 2, 0),
+            (1, 19, 5, 1, 18),
+            (33, 40, 27, 3, 100),
+            (5, 17, 8, 8, 12),
+        )
     ),
     *(
         Sample(
@@ -204,7 +257,9 @@ SAMPLES = [
     Sample(lambda x: F.leaky_relu(x, 0.2), lambda x: np.where(x > 0, x, 0.2 * x), ((3, 5),)),
     Sample(
         lambda x: F.max_pool2d(x, 3, 2, 1),
-        lambda x: R.max_pool2d(np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-np.inf), 3, 2),
+        lambda x: R.max_pool2d(
+            np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-np.inf), 3, 2
+        ),
         ((2, 5, 6),),
     ),
     Sample(F.add, lambda a, b: a + b, ((8,), (8,))),
@@ -248,7 +303,12 @@ SAMPLES = [
         )
         for c, *how in ((3, 1, 1, 1, 1), (4, 2, 3, 3, 2))
     ),
-    Sample(lambda x, w: F.conv2d(x, w), lambda x, w: R.conv2d(x, w, np.zeros(4), 1, 0), ((2, 5, 6),), ((4, 2, 3, 3),)),
+    Sample(
+        lambda x, w: F.conv2d(x, w),
+        lambda x, w: R.conv2d(x, w, np.zeros(4), 1, 0),
+        ((2, 5, 6),),
+        ((4, 2, 3, 3),),
+    ),
 ]
 
 
@@ -260,19 +320,36 @@ def _softplus(x):
     return np.log(1 + np.exp(x))
 
 
-# Ops of tensors of any shape (operators.py, shapes.py): arguments are checked as they come, and through the batch.
+# Ops of tensors of any shape (operators.py, shapes.py): arguments are checked as they come, and
+# through the batch.
 SAMPLES += [
     # slices, permutations, joins
     Sample(lambda x: x[:, 1:4], lambda x: x[:, 1:4], ((5,),)),
     Sample(lambda x: x[:, ::2, 1], lambda x: x[:, ::2, 1], ((5, 3),)),
     Sample(lambda x: x[..., None, -1], lambda x: x[..., None, -1], ((2, 3),), (), False),
-    Sample(lambda x: x[:, 0] * x[:, 1, None, 2], lambda x: x[:, 0] * x[:, 1, None, 2], ((2, 3),), (), False),
+    Sample(
+        lambda x: x[:, 0] * x[:, 1, None, 2],
+        lambda x: x[:, 0] * x[:, 1, None, 2],
+        ((2, 3),),
+        (),
+        False,
+    ),
     Sample(lambda x: x.permute(0, 3, 1, 2), lambda x: x.transpose(0, 3, 1, 2), ((2, 3, 5),)),
     Sample(lambda x: x.transpose(1, 2), lambda x: x.transpose(0, 2, 1), ((3, 7),)),
     Sample(lambda x: x.transpose(0, 1)[1:].transpose(0, 1), lambda x: x[:, 1:], ((4, 3),)),
     Sample(lambda x: x.reshape(-1, 3).reshape(-1, 2, 6), lambda x: x.reshape(-1, 2, 6), ((3, 4),)),
-    Sample(lambda x, y: F.cat([x, y, x], 1), lambda x, y: np.concatenate([x, y, x], 1), ((3, 2), (1, 2))),
-    Sample(lambda x, y: F.cat([x, y], -1), lambda x, y: np.concatenate([x, y], -1), ((3, 2), (3, 5)), (), False),
+    Sample(
+        lambda x, y: F.cat([x, y, x], 1),
+        lambda x, y: np.concatenate([x, y, x], 1),
+        ((3, 2), (1, 2)),
+    ),
+    Sample(
+        lambda x, y: F.cat([x, y], -1),
+        lambda x, y: np.concatenate([x, y], -1),
+        ((3, 2), (3, 5)),
+        (),
+        False,
+    ),
     Sample(lambda x, y: F.stack([x, y], 2), lambda x, y: np.stack([x, y], 2), ((4,), (4,))),
     Sample(
         lambda x: F.cat(x.split(3, 1)[::-1], 1),
@@ -288,10 +365,14 @@ SAMPLES += [
     Sample(lambda x, w: x * w * 0.5 + 1, lambda x, w: x * w * 0.5 + 1, ((2, 3, 2),), ((1, 3, 1),)),
     Sample(lambda x, y: x * y, lambda x, y: x * y, ((3, 1), (1, 4))),
     Sample(lambda x, y: x / (y * y + 1), lambda x, y: x / (y * y + 1), ((3, 5), (1, 5))),
-    Sample(lambda x, w: 2 / (x * x + w * w + 1), lambda x, w: 2 / (x * x + w * w + 1), ((7,),), ((7,),)),
+    Sample(
+        lambda x, w: 2 / (x * x + w * w + 1), lambda x, w: 2 / (x * x + w * w + 1), ((7,),), ((7,),)
+    ),
     Sample(lambda x: x**3 - x**2, lambda x: x**3 - x**2, ((3, 4),)),
     Sample(lambda x: (x * x + 1) ** 1.7, lambda x: (x * x + 1) ** 1.7, ((3, 4),)),
-    Sample(lambda x: 2**x + (x * x + 1) ** -2, lambda x: 2**x + (x * x + 1) ** -2, ((5,),), (), False),
+    Sample(
+        lambda x: 2**x + (x * x + 1) ** -2, lambda x: 2**x + (x * x + 1) ** -2, ((5,),), (), False
+    ),
     Sample(lambda x, y: (x * x + 1) ** y, lambda x, y: (x * x + 1) ** y, ((5,), (5,))),
     Sample(lambda x: F.log(1 + F.exp(x)), _softplus, ((3, 5),)),
     Sample(lambda x: F.sqrt(x * x + 1), lambda x: np.sqrt(x * x + 1), ((3, 5),)),
@@ -300,30 +381,64 @@ SAMPLES += [
     Sample(lambda x, w: F.minimum(x, w), np.minimum, ((3, 5),), ((5,),)),
     Sample(lambda x: x.clamp(-0.5, 0.75), lambda x: x.clip(-0.5, 0.75), ((9,),)),
     Sample(lambda x: x.clamp(min=0.1), lambda x: x.clip(0.1), ((9,),), (), False),
-    Sample(lambda x, y: F.where(x > y, x, 2 * y), lambda x, y: np.where(x > y, x, 2 * y), ((6,), (6,))),
-    Sample(lambda x: F.where(x <= 0.3, -1, x), lambda x: np.where(x <= 0.3, -1, x), ((6,),), (), False),
+    Sample(
+        lambda x, y: F.where(x > y, x, 2 * y), lambda x, y: np.where(x > y, x, 2 * y), ((6,), (6,))
+    ),
+    Sample(
+        lambda x: F.where(x <= 0.3, -1, x), lambda x: np.where(x <= 0.3, -1, x), ((6,),), (), False
+    ),
     # products and tables
     Sample(lambda x, w: x @ w, lambda x, w: x @ w, ((3, 7),), ((7, 5),)),
     Sample(lambda x, w: w @ x, lambda x, w: w @ x, ((3, 7),), ((4, 3),)),
-    Sample(lambda x, y: x @ y.transpose(2, 3), lambda x, y: x @ y.swapaxes(2, 3), ((2, 3, 17), (2, 50, 17))),
+    Sample(
+        lambda x, y: x @ y.transpose(2, 3),
+        lambda x, y: x @ y.swapaxes(2, 3),
+        ((2, 3, 17), (2, 50, 17)),
+    ),
     Sample(lambda x, w: x @ w, lambda x, w: x @ w, ((9,),), ((9,),), False),
-    Sample(lambda x, w: x * w[[2, 0, 2]].sum(0), lambda x, w: x * w[[2, 0, 2]].sum(0), ((6,),), ((3, 6),)),
+    Sample(
+        lambda x, w: x * w[[2, 0, 2]].sum(0),
+        lambda x, w: x * w[[2, 0, 2]].sum(0),
+        ((6,),),
+        ((3, 6),),
+    ),
     Sample(looked_up, lambda x, w: w[np.where(x > 0, 1, 3)] + x[..., None], ((2,),), ((4, 3),)),
     # layers over the last of several axes
     Sample(F.linear, lambda x, w, b: x @ w.T + b, ((5, 7),), ((3, 7), (3,))),
     Sample(F.softmax, lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True), ((3, 5),)),
-    Sample(lambda x: F.log_softmax(x, 1), lambda x: x - np.log(np.exp(x).sum(1, keepdims=True)), ((3, 5),), (), False),
-    Sample(F.layer_norm, lambda x, w, b: layer_norm(x.reshape(-1, 6), w, b).reshape(x.shape), ((4, 6),), ((6,), (6,))),
+    Sample(
+        lambda x: F.log_softmax(x, 1),
+        lambda x: x - np.log(np.exp(x).sum(1, keepdims=True)),
+        ((3, 5),),
+        (),
+        False,
+    ),
+    Sample(
+        F.layer_norm,
+        lambda x, w, b: layer_norm(x.reshape(-1, 6), w, b).reshape(x.shape),
+        ((4, 6),),
+        ((6,), (6,)),
+    ),
     # over axes
     Sample(lambda x: x.sum(1), lambda x: x.sum(1), ((37,),)),
     Sample(lambda x: x.sum((1, 3), True), lambda x: x.sum((1, 3), keepdims=True), ((2, 3, 5),)),
     Sample(lambda x: x - x.mean(0), lambda x: x - x.mean(0), ((6,),)),
     Sample(lambda x: x.mean((-1, -2)), lambda x: x.mean((-1, -2)), ((3, 4, 5),)),
     Sample(lambda x: x.var(1), lambda x: x.var(1, ddof=1), ((9,),)),
-    Sample(lambda x: x.var((1, 2), 0, True) * x, lambda x: x.var((1, 2), keepdims=True) * x, ((3, 4),), (), False),
+    Sample(
+        lambda x: x.var((1, 2), 0, True) * x,
+        lambda x: x.var((1, 2), keepdims=True) * x,
+        ((3, 4),),
+        (),
+        False,
+    ),
     Sample(lambda x: x.max(2), lambda x: x.max(2), ((3, 21),)),
     Sample(
-        lambda x: x.min((1, 2)) + x.max(-1).sum(1), lambda x: x.min((1, 2)) + x.max(-1).sum(1), ((3, 4),), (), False
+        lambda x: x.min((1, 2)) + x.max(-1).sum(1),
+        lambda x: x.min((1, 2)) + x.max(-1).sum(1),
+        ((3, 4),),
+        (),
+        False,
     ),
 ]
 

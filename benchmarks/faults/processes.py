@@ -1,6 +1,8 @@
-"""What happens when a process of a training dies, fails or stands still: measured in the same way for every system.
+"""What happens when a process of a training dies, fails or stands still: measured in the same
+way for every system.
 
-Each function takes a system and an empty folder and returns plain numbers; nothing here knows what is expected.
+Each function takes a system and an empty folder and returns plain numbers; nothing here knows what
+is expected.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ def undisturbed(system: System, folder: Path) -> str:
     with system.job(system.training(RANKS, folder, "--steps", STEPS), folder) as job:
         code = job.wait(120)
         if code or job.weights is None:
-            raise SystemExit(f"{system.name}: the undisturbed run ended with {code}:\n{job.output[-4000:]}")
+            raise SystemExit(
+                f"{system.name}: the undisturbed run ended with {code}:\n{job.output[-4000:]}"
+            )
         return job.weights
 
 
 def restart(system: System, folder: Path, expected: str, dice: random.Random) -> dict[str, Any]:
-    """SIGKILL to one rank at a random step, one restart allowed: goes it on, after how long, with the same bytes?"""
+    """SIGKILL to one rank at a random step, one restart allowed: goes it on, after how long,
+    with the same bytes?
+    """
     rank = dice.randrange(RANKS)
     at = dice.randrange(2 * EVERY, STEPS - 2 * EVERY)
     command = system.training(RANKS, folder, "--steps", STEPS, "--step-ms", STEP_MS, restarts=1)
@@ -56,16 +62,23 @@ def restart(system: System, folder: Path, expected: str, dice: random.Random) ->
 
 def launcher_killed(system: System, folder: Path) -> dict[str, Any]:
     """SIGKILL to the launcher: processes and files that are left three seconds later."""
-    with system.job(system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS), folder) as job:
+    with system.job(
+        system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS), folder
+    ) as job:
         job.wait_for_step(8, 120)
         os.kill(job.pid, signal.SIGKILL)
         time.sleep(3)
         left = job.outside.processes()
-        return {"processes": [f"{p.role}: {' '.join(p.words)[:120]}" for p in left], "files": _names(job.new_files())}
+        return {
+            "processes": [f"{p.role}: {' '.join(p.words)[:120]}" for p in left],
+            "files": _names(job.new_files()),
+        }
 
 
 def fails(system: System, folder: Path, fault: str) -> dict[str, Any]:
-    """Rank 1 raises an exception, or calls sys.exit(3), just before step 8; no restart is allowed."""
+    """Rank 1 raises an exception, or calls sys.exit(3), just before step 8; no restart is
+    allowed.
+    """
     command = system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS, fault=fault)
     with system.job(command, folder, fault) as job:
         job.wait_for_step(7, 120)
@@ -75,7 +88,9 @@ def fails(system: System, folder: Path, fault: str) -> dict[str, Any]:
 
 def stopped(system: System, folder: Path) -> dict[str, Any]:
     """SIGSTOP to rank 1, with the shortest timeout that the system is told."""
-    command = system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS, timeout=SHORTEST)
+    command = system.training(
+        RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS, timeout=SHORTEST
+    )
     with system.job(command, folder) as job:
         job.wait_for_step(8, 120)
         pid = system.pid(job, 1)
@@ -93,7 +108,9 @@ def flipped_weight(system: System, folder: Path) -> dict[str, Any]:
 
 
 def resumed(system: System, folder: Path) -> dict[str, Any]:
-    """40 steps on 4 ranks; then the same killed on the way and resumed on 3, killed again and resumed on 1."""
+    """40 steps on 4 ranks; then the same killed on the way and resumed on 3, killed again and
+    resumed on 1.
+    """
     whole = _hashes(system, folder / "whole", (4,), ())
     parts = _hashes(system, folder / "parts", (4, 3, 1), (EVERY * 2 + 3, EVERY * 5 + 3))
     differ = sorted(step for step, sha in parts["steps"].items() if whole["steps"].get(step) != sha)
@@ -105,23 +122,33 @@ def resumed(system: System, folder: Path) -> dict[str, Any]:
     }
 
 
-def _hashes(system: System, folder: Path, ranks: tuple[int, ...], kills: tuple[int, ...]) -> dict[str, Any]:
-    """Step -> hash of a training that is killed when it has made step kills[i] on ranks[i] ranks."""
+def _hashes(
+    system: System, folder: Path, ranks: tuple[int, ...], kills: tuple[int, ...]
+) -> dict[str, Any]:
+    """Step -> hash of a training that is killed when it has made step kills[i] on ranks[i]
+    ranks.
+    """
     steps: dict[int, str] = {}
     on: list[str] = []
     weights = None
     for number, count in enumerate(ranks):
-        command = system.training(count, folder, "--steps", STEPS, "--step-ms", STEP_MS if kills else 0)
+        command = system.training(
+            count, folder, "--steps", STEPS, "--step-ms", STEP_MS if kills else 0
+        )
         with system.job(command, folder) as job:
             if number < len(kills):
                 job.wait_for_step(kills[number], 120)
                 job.outside.end()  # all of it at once, as when the power goes
                 time.sleep(0.2)
             elif code := job.wait(120):
-                raise SystemExit(f"{system.name}: {count} ranks ended with {code}:\n{job.output[-4000:]}")
+                raise SystemExit(
+                    f"{system.name}: {count} ranks ended with {code}:\n{job.output[-4000:]}"
+                )
             made = {step: sha for step, sha, _ in job.steps()}
             if not made:
-                raise SystemExit(f"{system.name}: {count} ranks made no step:\n{job.output[-4000:]}")
+                raise SystemExit(
+                    f"{system.name}: {count} ranks made no step:\n{job.output[-4000:]}"
+                )
             steps |= made
             on.append(f"{min(made)}-{max(made)} on {count}")
             weights = job.weights

@@ -1,4 +1,7 @@
-"""What compare.py measured, as tables in Markdown. Pure; nothing is judged here but what the words below say."""
+"""What compare.py measured, as tables in Markdown.
+
+Pure; nothing is judged here but what the words below say.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,18 @@ TITLES = {
 def everything(results: dict[str, Any]) -> str:
     """All tables of what was measured, each under its title."""
     return "\n".join(
-        f"### {TITLES[topic]}\n\n{_TABLES[topic](results[topic])}\n" for topic in TITLES if topic in results
+        f"### {TITLES[topic]}\n\n{_TABLES[topic](results[topic])}\n"
+        for topic in TITLES
+        if topic in results
     )
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |"
+        for line in lines
+    )
 
 
 def _yes(value: Any) -> str:
@@ -53,7 +61,12 @@ def _restart(found: dict[str, Any]) -> str:
                 _yes(one["undisturbed_twice_same"]),
             ]
         )
-    heads = ["", "went on", "kill to first new step, s: median / most", "bytes of the undisturbed run"]
+    heads = [
+        "",
+        "went on",
+        "kill to first new step, s: median / most",
+        "bytes of the undisturbed run",
+    ]
     return markdown([*heads, "undisturbed twice: same bytes"], rows)
 
 
@@ -70,7 +83,14 @@ def _launcher(found: dict[str, Any]) -> str:
 def _plain_name(file: str) -> str:
     """Without what differs from run to run."""
     folder, _, name = file.rpartition("/")
-    for cut in ("torchelastic_", "mpich_shm_", "ompi.", "hydra_hwloc_xmlfile_", "sm_segment.", "ucx_shm_"):
+    for cut in (
+        "torchelastic_",
+        "mpich_shm_",
+        "ompi.",
+        "hydra_hwloc_xmlfile_",
+        "sm_segment.",
+        "ucx_shm_",
+    ):
         if name.startswith(cut):
             return f"`{folder}/{cut}*`"
     return f"`{folder}/{name}`"
@@ -87,7 +107,8 @@ def _ends(found: dict[str, Any]) -> str:
         rows.append(
             [
                 name,
-                f"{median([run['seconds'] for run in over]):.1f}" + ("" if len(over) == len(runs) else " (not all)"),
+                f"{median([run['seconds'] for run in over]):.1f}"
+                + ("" if len(over) == len(runs) else " (not all)"),
                 ", ".join(sorted({str(run["code"]) for run in over})),
                 ", ".join(sorted(set(named))),
                 len(runs),
@@ -112,7 +133,15 @@ def _stop(found: dict[str, Any]) -> str:
             ]
         )
     return markdown(
-        ["", "first message after, s", "ended after, s (medians)", "exit code", "names as the cause", "runs"], rows
+        [
+            "",
+            "first message after, s",
+            "ended after, s (medians)",
+            "exit code",
+            "names as the cause",
+            "runs",
+        ],
+        rows,
     )
 
 
@@ -122,16 +151,23 @@ def _call(one: dict[str, Any]) -> str:
         names = names or (", both calls named" if one["names_calls"] else "")
         timed_out = any("Timed out" in text for text in one["raised"].values())
         return f"error after {one['seconds']:.1f} s{' (timeout)' if timed_out else names}"
-    got = ", ".join(f"rank {rank} got {text.split()[0]}" for rank, text in sorted(one["got"].items()))
+    got = ", ".join(
+        f"rank {rank} got {text.split()[0]}" for rank, text in sorted(one["got"].items())
+    )
     if one["verdict"] == "wrong":
         return f"**no error**: {got}"
     if one["verdict"] == "died":
-        return f"dies after {one['seconds']:.1f} s, code {one['code']}" + (f"; **before, {got}**" if got else "")
+        return f"dies after {one['seconds']:.1f} s, code {one['code']}" + (
+            f"; **before, {got}**" if got else ""
+        )
     return f"hangs ({one['watched']:.0f} s watched)" + (f"; **{got}**" if got else "")
 
 
 def _calls(found: dict[str, Any]) -> str:
-    rows = [[name.replace(" launch", ""), *(_call(one[kind]) for kind in KINDS)] for name, one in found.items()]
+    rows = [
+        [name.replace(" launch", ""), *(_call(one[kind]) for kind in KINDS)]
+        for name, one in found.items()
+    ]
     return markdown(["", *KINDS.values()], rows)
 
 
@@ -148,7 +184,9 @@ def _resume(found: dict[str, Any]) -> str:
         [name, _yes(one["same_bytes"]), one["first_step_that_differs"], "; ".join(one["steps_on"])]
         for name, one in found.items()
     ]
-    return markdown(["", "bytes of the run on 4 ranks", "first step that differs", "steps made"], rows)
+    return markdown(
+        ["", "bytes of the run on 4 ranks", "first step that differs", "steps made"], rows
+    )
 
 
 def _kills(found: dict[str, Any]) -> str:

@@ -22,12 +22,14 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.ray, by what 
     "nn": "PipelineParallel Stage checkpoint manual_seed",
     "inexact.compression": "GradientCompression",
     "parallel.mesh": "Mesh",
-    "train.trained_models": "export load load_checkpoint load_model predict save_checkpoint save_model",
+    "train.trained_models": "export load load_checkpoint load_model predict save_checkpoint "
+    "save_model",
     "train.trainer": "DistributedTrainer History",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset(
-    "callbacks comm data distributed errors functional loggers nn optim parallel placement steplog tensor testing "
+    "callbacks comm data distributed errors functional loggers nn optim parallel placement "
+    "steplog tensor testing "
     "trainer verify watch".split()
 )
 
@@ -47,17 +49,63 @@ if TYPE_CHECKING:
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
     from .parallel.mesh import Mesh
     from .train import trainer
-    from .train.trained_models import export, load, load_checkpoint, load_model, predict, save_checkpoint, save_model
+    from .train.trained_models import (
+        export,
+        load,
+        load_checkpoint,
+        load_model,
+        predict,
+        save_checkpoint,
+        save_model,
+    )
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
-    "DDP", "Device", "DistributedConfig", "DistributedDataParallel", "DistributedTrainer", "GradScaler",
-    "GradientCompression", "History", "Mesh", "OdysseyError", "PipelineParallel", "Stage", "Tensor", "autocast",
-    "callbacks", "checkpoint", "comm", "data", "device", "distributed", "errors", "export", "from_dlpack",
-    "functional", "load", "load_checkpoint", "load_model", "load_ops", "loggers", "manual_seed", "nn", "no_grad",
-    "offload", "optim", "parallel", "placement", "predict", "save_checkpoint", "save_model", "steplog", "tensor",
-    "testing", "trainer", "verify",
-]  # fmt: skip
+    "DDP",
+    "Device",
+    "DistributedConfig",
+    "DistributedDataParallel",
+    "DistributedTrainer",
+    "GradScaler",
+    "GradientCompression",
+    "History",
+    "Mesh",
+    "OdysseyError",
+    "PipelineParallel",
+    "Stage",
+    "Tensor",
+    "autocast",
+    "callbacks",
+    "checkpoint",
+    "comm",
+    "data",
+    "device",
+    "distributed",
+    "errors",
+    "export",
+    "from_dlpack",
+    "functional",
+    "load",
+    "load_checkpoint",
+    "load_model",
+    "load_ops",
+    "loggers",
+    "manual_seed",
+    "nn",
+    "no_grad",
+    "offload",
+    "optim",
+    "parallel",
+    "placement",
+    "predict",
+    "save_checkpoint",
+    "save_model",
+    "steplog",
+    "tensor",
+    "testing",
+    "trainer",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -67,7 +115,8 @@ def __getattr__(name: str) -> Any:
         from .errors import ConfigError
 
         raise ConfigError(
-            f"[odyssey] there is no {name}: TensorFlow's distribution is tf.distribute; a Keras model trains with "
+            f"[odyssey] there is no {name}: TensorFlow's distribution is tf.distribute; a Keras "
+            "model trains with "
             "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)"
         )
     if name in _MODULES:
@@ -85,11 +134,14 @@ def __dir__() -> list[str]:
 
 
 def _enter() -> None:
-    """Lets rooms hear of each other that do not know each other, and a process that a launcher started as one of
-    several ranks end as one: base/exits.py."""
+    """Lets rooms hear of each other that do not know each other, and a process that a launcher
+    started as one of several ranks end as one: base/exits.py.
+    """
     from .base import hooks, launcher
 
-    hooks.on_world.append(lambda world: importlib.import_module(".run.start_watcher", __name__).begin(world))
+    hooks.on_world.append(
+        lambda world: importlib.import_module(".run.start_watcher", __name__).begin(world)
+    )
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     launcher.announce()
     if launcher.rank() is not None:

@@ -1,8 +1,9 @@
 """The errors a user can meet, and the exit code each one ends a command with.
 
-An error says who, what was given, what is allowed and what to do next, in one line. The command line prints that line
-and exits with the code; the library raises it. Anything that is not an `OdysseyError` is a defect with a traceback.
-Most are also the built-in error that PyTorch raises in such a place, so that a program written for it catches them.
+An error says who, what was given, what is allowed and what to do next, in one line. The command
+line prints that line and exits with the code; the library raises it. Anything that is not an
+`OdysseyError` is a defect with a traceback. Most are also the built-in error that PyTorch raises in
+such a place, so that a program written for it catches them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ LINE = 4000  # characters of an error's line
 class OdysseyError(Exception):
     """Base of every error that is about the user's input or machine, not about a defect.
 
-    `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70 internal, 73 output,
-    75 stopped and can go on, 76 protocol). `lines`: its message has several lines; elsewhere a line break is part of
-    somebody's name and shown as such. `raised_on_all_ranks`: every rank raises it, so rank 0 alone needs to say it.
+    `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70
+    internal, 73 output, 75 stopped and can go on, 76 protocol). `lines`: its message has several
+    lines; elsewhere a line break is part of somebody's name and shown as such.
+    `raised_on_all_ranks`: every rank raises it, so rank 0 alone needs to say it.
     """
 
     exit_code = 64
@@ -90,46 +92,64 @@ class Stopped(OdysseyError):
 
 
 class CollectiveError(OdysseyError, RuntimeError):
-    """The ranks did not do the same: a collective call, or a message, that differs between them, or a rank that did
-    not come. No wrong number was used."""
+    """The ranks did not do the same: a collective call, or a message, that differs between them,
+    or a rank that did not come. No wrong number was used.
+    """
 
     exit_code = 76
 
 
 def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
-    """The text without characters that act on a terminal or hide: each becomes its escape, such as \\x1b or \\u202e.
+    """The text without characters that act on a terminal or hide: each becomes its escape, such
+    as \\x1b or \\u202e.
 
-    Text from files, file names and other processes goes through here before it is shown. `keep` names characters that
-    stay (a newline, where lines are expected). What goes beyond `limit` characters is left out and counted.
+    Text from files, file names and other processes goes through here before it is shown. `keep`
+    names characters that stay (a newline, where lines are expected). What goes beyond `limit`
+    characters is left out and counted.
     """
     more = 0
     if limit is not None and len(text) > limit:
-        more, text = len(text) - limit, text[:limit]
+        more = len(text) - limit
+        text = text[:limit]
     if not text.isprintable():
-        text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+        text = "".join(
+            c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii")
+            for c in text
+        )
     return f"{text}... ({more} more characters)" if more else text
 
 
 def near(word: str, known: Iterable[str], alike: float = 0.6) -> list[str]:
-    """Returns close matches for a misspelled word, at most three; `alike`: from 0 to 1, how close they must be."""
+    """Returns close matches for a misspelled word, at most three; `alike`: from 0 to 1, how
+    close they must be.
+    """
     import difflib
 
     return difflib.get_close_matches(word[:60], list(known), 3, alike)
 
 
 def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
-    """ConfigError for what is no object of a class; `of`: what is to be given instead, before the class's name."""
+    """ConfigError for what is no object of a class; `of`: what is to be given instead, before
+    the class's name.
+    """
     if not isinstance(given, kind):
-        name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+        name = (
+            f"the class {given.__name__}"
+            if isinstance(given, type)
+            else f"of type {type(given).__name__}"
+        )
         instead = f"give an object of {of}{kind.__name__}"
         theirs = any(base.__module__.partition(".")[0] == "torch" for base in type(given).__mro__)
         if theirs and kind.__module__.startswith("odyssey."):
-            name, instead = f"PyTorch's ({name})", "odyssey.torch.DistributedTrainer trains PyTorch's modules"
+            name = f"PyTorch's ({name})"
+            instead = "odyssey.torch.DistributedTrainer trains PyTorch's modules"
         raise ConfigError(f"[{who}] {what} is {name}; {instead}")
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as a Python int if it is an integer from `low` to `high` (both allowed), else ConfigError naming it."""
+    """`value` as a Python int if it is an integer from `low` to `high` (both allowed), else
+    ConfigError naming it.
+    """
     bound = f"at least {low}" if high is None else f"from {low} to {high}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -140,11 +160,18 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
     return number
 
 
-def check_number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
-    """`value` as a float if it is at least `low` (`open_low`: above it) and below `high`, else ConfigError."""
-    allowed = hasattr(value, "__float__") and (low < value if open_low else low <= value) and value < high
+def check_number(
+    name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False
+) -> float:
+    """`value` as a float if it is at least `low` (`open_low`: above it) and below `high`, else
+    ConfigError.
+    """
+    allowed = (
+        hasattr(value, "__float__") and (low < value if open_low else low <= value) and value < high
+    )
     if not allowed:
-        above, below = "above" if open_low else "at least", "finite" if high == math.inf else f"below {high:g}"
+        above = "above" if open_low else "at least"
+        below = "finite" if high == math.inf else f"below {high:g}"
         kind = "" if hasattr(value, "__float__") else "a number "
         raise ConfigError(f"{name} is {value!r}; it must be {kind}{above} {low:g} and {below}")
     return float(value)

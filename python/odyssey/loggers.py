@@ -1,9 +1,10 @@
 """Loggers: callbacks that write the figures of a training where other tools read them.
 
-Rank 0 writes: "loss", "lr", "grad_norm" and "throughput" of every `log_every_n_steps`-th step and what callbacks gave
-Context.log(), and at the end of an epoch its record, "workers" and "batch_size". A training that goes on from a
-checkpoint goes on in the same curves: what was written behind that checkpoint is taken away or not written again.
-docs/logging.md shows how to read the files.
+Rank 0 writes: "loss", "lr", "grad_norm" and "throughput" of every `log_every_n_steps`-th step and
+what callbacks gave Context.log(), and at the end of an epoch its record, "workers" and
+"batch_size". A training that goes on from a checkpoint goes on in the same curves: what was written
+behind that checkpoint is taken away or not written again. docs/logging.md shows how to read the
+files.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Logger(Callback):
         self._state: dict[str, Any] = {}
         self._opened = self._failed = False
         self._seen = 0  # of what callbacks logged
-        self._since, self._samples = 0.0, 0  # of what was trained after the last row
+        # of what was trained after the last row
+        self._since = 0.0
+        self._samples = 0
 
     @classmethod
     def at(cls, folder: Path, log_every_n_steps: int) -> Logger:
@@ -69,12 +72,17 @@ class Logger(Callback):
 
     def on_fit_start(self, context: Context) -> None:
         """Opened with the first row: what a checkpoint says comes after this."""
-        self._state, self._opened, self._failed, self._seen = {}, False, False, 0
+        self._state = {}
+        self._opened = False
+        self._failed = False
+        self._seen = 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._opened:  # the training goes back
             self.flush()
-        self._state, self._opened, self._seen = state, False, int(state.get("seen", 0))
+        self._seen = int(state.get("seen", 0))
+        self._state = state
+        self._opened = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self._seen}
@@ -84,7 +92,8 @@ class Logger(Callback):
             with self._told(context):
                 self.open(context, self._state)
                 self._opened = True
-        self._since, self._samples = time.perf_counter(), 0
+        self._since = time.perf_counter()
+        self._samples = 0
 
     def on_step_end(self, context: Context) -> None:
         if not self._opened:
@@ -92,11 +101,18 @@ class Logger(Callback):
         self._samples += len(context.batch.indices) if context.batch is not None else 0
         if context.steps % self.log_every_n_steps == 0:
             now = time.perf_counter()
-            row = {"step": context.steps, "loss": context.loss, "lr": context.step.rate if context.step else None}
+            row = {
+                "step": context.steps,
+                "loss": context.loss,
+                "lr": context.step.rate if context.step else None,
+            }
             row["grad_norm"] = context.trainer.gradient_norm()
-            row["throughput"] = self._samples / max(now - self._since, 1e-9) if self._samples else None
+            row["throughput"] = (
+                self._samples / max(now - self._since, 1e-9) if self._samples else None
+            )
             self._row(context, row)
-            self._since, self._samples = now, 0
+            self._since = now
+            self._samples = 0
 
     def on_epoch_end(self, context: Context) -> None:
         if self._opened:
@@ -115,10 +131,14 @@ class Logger(Callback):
                 self.close(context)
 
     def _row(self, context: Context, row: dict[str, Any]) -> None:
-        known = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        known = {
+            k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
+        }
         if not math.isfinite(known.get("grad_norm", 0.0)):
             del known["grad_norm"]  # of a step that was not taken
-        new = {name: value for name, (number, value) in context.logged.items() if number > self._seen}
+        new = {
+            name: value for name, (number, value) in context.logged.items() if number > self._seen
+        }
         self._seen = context.log_calls
         with self._told(context):
             self.write({k: v if type(v) is int else float(v) for k, v in {**known, **new}.items()})
@@ -129,13 +149,18 @@ class Logger(Callback):
         try:
             yield
         except (OSError, OutputError) as problem:
-            self._opened, self._failed = False, True
+            self._opened = False
+            self._failed = True
             why = getattr(problem, "strerror", None) or problem
-            context.trainer.say(f"[{type(self).__name__}] {why}; training goes on, without this log from here on")
+            context.trainer.say(
+                f"[{type(self).__name__}] {why}; training goes on, without this log from here on"
+            )
 
 
 class _Rows(Logger):
-    """A file of rows, NAME in a directory. What a training that goes on has behind its checkpoint is taken away.
+    """A file of rows, NAME in a directory.
+
+    What a training that goes on has behind its checkpoint is taken away.
 
     A subclass has text(rows), as they stand in the file, and read(), which gives them back.
     """
@@ -153,7 +178,11 @@ class _Rows(Logger):
         rows: list[Row] = []
         if context.steps and self.path.exists():
             done = context.cursor.epoch  # epochs whose record is made
-            rows = [r for r in self.read() if (r["epoch"] <= done if "epoch" in r else r["step"] <= context.steps)]
+            rows = [
+                r
+                for r in self.read()
+                if (r["epoch"] <= done if "epoch" in r else r["step"] <= context.steps)
+            ]
         self._rows = []
         self.rewrite(rows)
 
@@ -163,7 +192,8 @@ class _Rows(Logger):
             self.flush()
 
     def flush(self) -> None:
-        rows, self._rows = self._rows, []
+        rows = self._rows
+        self._rows = []
         if rows:
             self.append(rows)
 
@@ -185,8 +215,9 @@ class _Rows(Logger):
 
 
 class JSONLLogger(_Rows):
-    """One JSON object per line, in DIR/metrics.jsonl: "step", figures, and "epoch" where it is the record of one. What
-    is no finite number is null."""
+    """One JSON object per line, in DIR/metrics.jsonl: "step", figures, and "epoch" where it is
+    the record of one. What is no finite number is null.
+    """
 
     name = "metrics.jsonl"
 
@@ -195,30 +226,40 @@ class JSONLLogger(_Rows):
         return "".join(json.dumps(row) + "\n" for row in plain)
 
     def read(self) -> list[Row]:
-        found = [parse_json(line.encode(), self.path.name) for line in self.whole_lines().splitlines()]
+        found = [
+            parse_json(line.encode(), self.path.name) for line in self.whole_lines().splitlines()
+        ]
         return [{k: math.nan if v is None else v for k, v in row.items()} for row in found]
 
 
 class CSVLogger(_Rows):
-    """A table, in DIR/metrics.csv: a column per figure, empty where a row has none. A figure that comes later gets a
-    column of its own: the table is then written anew."""
+    """A table, in DIR/metrics.csv: a column per figure, empty where a row has none.
+
+    A figure that comes later gets a column of its own: the table is then written anew.
+    """
 
     name = "metrics.csv"
     _keys: tuple[str, ...] = ()
 
     def text(self, rows: list[Row]) -> str:
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([row.get(key) for key in self._keys] for row in rows)
+        csv.writer(out, lineterminator="\n").writerows(
+            [row.get(key) for key in self._keys] for row in rows
+        )
         return out.getvalue()
 
     def read(self) -> list[Row]:
         table = csv.DictReader(io.StringIO(self.whole_lines()))
-        return [{k: int(v) if v.isdecimal() else float(v) for k, v in row.items() if v} for row in table]
+        return [
+            {k: int(v) if v.isdecimal() else float(v) for k, v in row.items() if v} for row in table
+        ]
 
     def rewrite(self, rows: list[Row]) -> None:
         self._keys = tuple(dict.fromkeys(key for row in rows for key in row))
         head = ",".join(self._keys) + "\n"
-        write_whole(self.path, lambda file: file.write((head + self.text(rows)).encode()), mode=0o666)
+        write_whole(
+            self.path, lambda file: file.write((head + self.text(rows)).encode()), mode=0o666
+        )
 
     def append(self, rows: list[Row]) -> None:
         if all(key in self._keys for row in rows for key in row):
@@ -228,20 +269,36 @@ class CSVLogger(_Rows):
 
 
 def parameters(context: Context) -> dict[str, Any]:
-    """Returns how a run of a tracking service is described: the training's configuration, and its size."""
+    """Returns how a run of a tracking service is described: the training's configuration, and
+    its size.
+    """
     trainer = context.trainer
-    sizes = {"workers": trainer.workers, "ranks": trainer.comm.size, "learning_rate": trainer.base_rate}
-    return {**trainer.configuration(), "epochs": context.epochs, "batch_size": context.batch_size or None, **sizes}
+    sizes = {
+        "workers": trainer.workers,
+        "ranks": trainer.comm.size,
+        "learning_rate": trainer.base_rate,
+    }
+    return {
+        **trainer.configuration(),
+        "epochs": context.epochs,
+        "batch_size": context.batch_size or None,
+        **sizes,
+    }
 
 
 def _need(owner: Any, module: str, remedy: str) -> None:
     """Raises ConfigError: a module is not installed. `remedy`: the command that installs it."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"[{type(owner).__name__}] the package {module} is not installed; {remedy}")
+        raise ConfigError(
+            f"[{type(owner).__name__}] the package {module} is not installed; {remedy}"
+        )
 
 
 class TensorBoardLogger(Logger):
-    """Event files in a directory, which `tensorboard --logdir DIR` shows. Needs tensorboardX (the extra `track`)."""
+    """Event files in a directory, which `tensorboard --logdir DIR` shows.
+
+    Needs tensorboardX (the extra `track`).
+    """
 
     def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
         super().__init__(log_every_n_steps)
@@ -256,9 +313,13 @@ class TensorBoardLogger(Logger):
         import tensorboardX
 
         step = context.steps
-        suffix = f".{os.getpid()}.{step:08d}.{time.time_ns()}"  # of one second: told apart, and in order
-        # Readers leave out what earlier files have from this step on; what this step had is written again.
-        self._writer = tensorboardX.SummaryWriter(str(self.folder), purge_step=step, filename_suffix=suffix)
+        # of one second: told apart, and in order
+        suffix = f".{os.getpid()}.{step:08d}.{time.time_ns()}"
+        # Readers leave out what earlier files have from this step on; what this step had is written
+        # again.
+        self._writer = tensorboardX.SummaryWriter(
+            str(self.folder), purge_step=step, filename_suffix=suffix
+        )
         self._last = {}
         last = state.get("last") or {}
         if last.get("step") == step:
@@ -280,18 +341,22 @@ class TensorBoardLogger(Logger):
         self._writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "last": {k: v for k, v in self._last.items() if math.isfinite(v)}}
+        return {
+            **super().state_dict(),
+            "last": {k: v for k, v in self._last.items() if math.isfinite(v)},
+        }
 
 
 class MLflowLogger(Logger):
-    """A run of MLflow: the training's configuration as parameters, figures as metrics, the last checkpoint as artifact
-    (its best, with a ModelCheckpoint). Needs mlflow or mlflow-skinny (with sqlalchemy for a SQLite store).
+    """A run of MLflow: the training's configuration as parameters, figures as metrics, the last
+    checkpoint as artifact (its best, with a ModelCheckpoint). Needs mlflow or mlflow-skinny
+    (with sqlalchemy for a SQLite store).
 
-    A run that the program has started (mlflow.start_run) is joined: it gets all of this and is left open; experiment
-    and run_name are then its own.
-    experiment: its name. uri: of the store, such as "sqlite:///mlflow.db"; default: MLflow's own, MLFLOW_TRACKING_URI.
-    artifacts: where those of a new experiment go; default: MLflow's own place, with SQLite ./mlruns.
-    `run_id`: of the run. A training that goes on from a checkpoint goes on in the same run.
+    A run that the program has started (mlflow.start_run) is joined: it gets all of this and is left
+    open; experiment and run_name are then its own. experiment: its name. uri: of the store, such as
+    "sqlite:///mlflow.db"; default: MLflow's own, MLFLOW_TRACKING_URI. artifacts: where those of a
+    new experiment go; default: MLflow's own place, with SQLite ./mlruns. `run_id`: of the run. A
+    training that goes on from a checkpoint goes on in the same run.
     """
 
     def __init__(
@@ -307,20 +372,27 @@ class MLflowLogger(Logger):
         super().__init__(log_every_n_steps)
         _need(self, "mlflow", install_packages(["mlflow-skinny"]))
         self._artifacts = None if artifacts is None else Path(artifacts).absolute().as_uri()
-        self.experiment, self.uri, self.run_name, self.log_checkpoint = experiment, uri, run_name, log_checkpoint
+        self.experiment = experiment
+        self.uri = uri
+        self.run_name = run_name
+        self.log_checkpoint = log_checkpoint
         self.run_id: str | None = None
         self._client: Any = None
         self._joined = False
         self._metrics: list[Any] = []
-        self._known: dict[str, int] = {}  # the newest step of each metric that an earlier process has written
+        # the newest step of each metric that an earlier process has written
+        self._known: dict[str, int] = {}
 
     @classmethod
     def at(cls, folder: Path, log_every_n_steps: int) -> MLflowLogger:
-        """Logs to MLFLOW_TRACKING_URI, or where that is not set into a SQLite store in the folder."""
+        """Logs to MLFLOW_TRACKING_URI, or where that is not set into a SQLite store in the
+        folder.
+        """
         if os.environ.get("MLFLOW_TRACKING_URI"):
             return cls(log_every_n_steps=log_every_n_steps)
         folder.mkdir(parents=True, exist_ok=True)
-        store, artifacts = f"sqlite:///{folder.absolute() / 'mlflow.db'}", folder / "mlruns"
+        store = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        artifacts = folder / "mlruns"
         return cls(uri=store, artifacts=artifacts, log_every_n_steps=log_every_n_steps)
 
     def on_fit_start(self, context: Context) -> None:
@@ -331,7 +403,10 @@ class MLflowLogger(Logger):
         import mlflow
 
         self._client = client = mlflow.MlflowClient(self.uri)
-        self._known, self._metrics, self.run_id, said = {}, [], state.get("run"), {}
+        self.run_id = state.get("run")
+        self._known = {}
+        self._metrics = []
+        said = {}
         active = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
         self._joined = active is not None
         if active is not None:
@@ -347,12 +422,22 @@ class MLflowLogger(Logger):
                     client.update_run(self.run_id, "RUNNING")
                 if self.run_id == state.get("run"):
                     for key in run.data.metrics:
-                        self._known[key] = max(m.step for m in client.get_metric_history(self.run_id, key))
+                        self._known[key] = max(
+                            m.step for m in client.get_metric_history(self.run_id, key)
+                        )
         if self.run_id is None:
             found = client.get_experiment_by_name(self.experiment)
-            number = found.experiment_id if found else client.create_experiment(self.experiment, self._artifacts)
+            number = (
+                found.experiment_id
+                if found
+                else client.create_experiment(self.experiment, self._artifacts)
+            )
             self.run_id = client.create_run(number, run_name=self.run_name).info.run_id
-        new = {name: str(value)[:500] for name, value in parameters(context).items() if name not in said}
+        new = {
+            name: str(value)[:500]
+            for name, value in parameters(context).items()
+            if name not in said
+        }
         client.log_batch(self.run_id, params=[mlflow.entities.Param(*pair) for pair in new.items()])
 
     def write(self, row: Row) -> None:
@@ -378,12 +463,22 @@ class MLflowLogger(Logger):
 
     def close(self, context: Context) -> None:
         self.flush()
-        names = sorted(path.name for path in context.folder.glob("step_*")) if context.folder is not None else []
+        names = (
+            sorted(path.name for path in context.folder.glob("step_*"))
+            if context.folder is not None
+            else []
+        )
         if self.log_checkpoint and names and context.error is None:
             best = context.folder / "best"
             chosen = best if best.exists() else context.folder / names[-1]
             self._client.log_artifacts(self.run_id, str(chosen), "checkpoint")
-        how = "FINISHED" if context.error is None else "KILLED" if isinstance(context.error, Stopped) else "FAILED"
+        how = (
+            "FINISHED"
+            if context.error is None
+            else "KILLED"
+            if isinstance(context.error, Stopped)
+            else "FAILED"
+        )
         if not self._joined:
             self._client.set_terminated(self.run_id, how)
 
@@ -392,7 +487,10 @@ class MLflowLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """A run of Weights & Biases. Needs wandb. mode: "offline" writes files in DIR/wandb, which `wandb sync` sends."""
+    """A run of Weights & Biases.
+
+    Needs wandb. mode: "offline" writes files in DIR/wandb, which `wandb sync` sends.
+    """
 
     def __init__(
         self,
@@ -404,7 +502,9 @@ class WandbLogger(Logger):
     ) -> None:
         super().__init__(log_every_n_steps)
         _need(self, "wandb", install_packages(["wandb"]))
-        self.project, self.folder, self.mode = project, Path(folder), mode
+        self.project = project
+        self.folder = Path(folder)
+        self.mode = mode
         self.run_id: str | None = None
         self._run: Any = None
 
@@ -412,8 +512,14 @@ class WandbLogger(Logger):
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        where = {"project": self.project, "dir": str(self.folder), "mode": self.mode, "config": parameters(context)}
-        again, quiet = state.get("run"), wandb.Settings(silent=True, console="off")
+        where = {
+            "project": self.project,
+            "dir": str(self.folder),
+            "mode": self.mode,
+            "config": parameters(context),
+        }
+        again = state.get("run")
+        quiet = wandb.Settings(silent=True, console="off")
         self._run = wandb.init(**where, id=again, resume="allow" if again else None, settings=quiet)
         self.run_id = self._run.id
 
@@ -437,7 +543,8 @@ KINDS: dict[str, type[Logger]] = {  # by the names of `--log`
 
 
 def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[Logger]:
-    """The loggers of `odyssey train --log csv,tensorboard --log-dir DIR`; each writes into DIR, default "logs".
+    """The loggers of `odyssey train --log csv,tensorboard --log-dir DIR`; each writes into DIR,
+    default "logs".
 
     Raises ConfigError: there is no such logger.
     """
@@ -455,11 +562,19 @@ def asked(
     mlflow_experiment: str | None = None,
     log_every_n_steps: int = 10,
 ) -> list[Logger]:
-    """The loggers that these keys of other platforms ask for: TensorBoard's (default directory "runs"), MLflow's
-    (default experiment "odyssey"), or none. DistributedConfig, PyTorchDDPTrainer and their like take all of them."""
+    """The loggers that these keys of other platforms ask for: TensorBoard's (default directory
+    "runs"), MLflow's (default experiment "odyssey"), or none. DistributedConfig,
+    PyTorchDDPTrainer and their like take all of them.
+    """
     found: list[Logger] = []
     if tensorboard or tensorboard_dir is not None:
-        found.append(TensorBoardLogger("runs" if tensorboard_dir is None else tensorboard_dir, log_every_n_steps))
+        found.append(
+            TensorBoardLogger(
+                "runs" if tensorboard_dir is None else tensorboard_dir, log_every_n_steps
+            )
+        )
     if mlflow_tracking or mlflow_experiment is not None:
-        found.append(MLflowLogger(mlflow_experiment or "odyssey", log_every_n_steps=log_every_n_steps))
+        found.append(
+            MLflowLogger(mlflow_experiment or "odyssey", log_every_n_steps=log_every_n_steps)
+        )
     return found

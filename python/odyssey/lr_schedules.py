@@ -1,4 +1,7 @@
-"""Learning-rate schedules: functions from the step to a factor on the rate. `odyssey.optim` has them."""
+"""Learning-rate schedules: functions from the step to a factor on the rate.
+
+`odyssey.optim` has them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,25 @@ from .errors import ConfigError, check_number
 from .settings.recipes import LR_SCALINGS, SCHEDULES, check_listed
 
 __all__ = [
-    "Schedule", "constant", "cosine", "linear", "linear_warmup", "lr_factor", "per_epoch", "schedule", "sequential",
+    "Schedule",
+    "constant",
+    "cosine",
+    "linear",
+    "linear_warmup",
+    "lr_factor",
+    "per_epoch",
+    "schedule",
+    "sequential",
     "step_decay",
-]  # fmt: skip
+]
 
 Schedule = Callable[[int], float]
 
 
 def _shown(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
-    """Decorates what makes a schedule: that shows itself as the call that made it, and is pickled as this call."""
+    """Decorates what makes a schedule: that shows itself as the call that made it, and is
+    pickled as this call.
+    """
 
     class Made:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,17 +73,22 @@ def step_decay(every: int, gamma: float = 0.1) -> Schedule:
 
 @_shown
 def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
-    """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts)."""
+    """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without
+    restarts).
+    """
 
     def factor(step: int) -> float:
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(step / max(total_steps, 1), 1.0)))
+        return floor + (1 - floor) * 0.5 * (
+            1 + math.cos(math.pi * min(step / max(total_steps, 1), 1.0))
+        )
 
     return factor
 
 
 @_shown
 def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
-    """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1.
+    """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the
+    warm-up), else 1.
 
     Raises ConfigError if `warmup_steps` is negative.
     """
@@ -87,19 +105,26 @@ def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
 
 @_shown
 def linear(start_factor: float, total: int, end_factor: float = 1.0) -> Schedule:
-    """A straight line from start_factor to end_factor over `total` steps, then end_factor (PyTorch's LinearLR)."""
+    """A straight line from start_factor to end_factor over `total` steps, then end_factor
+    (PyTorch's LinearLR).
+    """
     check_number("[linear] start_factor", start_factor, 0)
     return lambda step: start_factor + (end_factor - start_factor) * min(step / max(total, 1), 1.0)
 
 
 @_shown
 def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
-    """One schedule after the other: number k from milestone k - 1 on, counting from there (PyTorch's SequentialLR).
+    """One schedule after the other: number k from milestone k - 1 on, counting from there
+    (PyTorch's SequentialLR).
 
-    Raises ConfigError: there is not one milestone between each two schedules, or they do not increase.
+    Raises ConfigError: there is not one milestone between each two schedules, or they do not
+    increase.
     """
-    schedules, milestones = list(schedules), list(milestones)
-    if len(milestones) != len(schedules) - 1 or any(b <= a for a, b in zip([0, *milestones], milestones, strict=False)):
+    schedules = list(schedules)
+    milestones = list(milestones)
+    if len(milestones) != len(schedules) - 1 or any(
+        b <= a for a, b in zip([0, *milestones], milestones, strict=False)
+    ):
         raise ConfigError(
             f"[schedule] {len(schedules)} schedules with milestones {milestones}; "
             f"give {max(len(schedules) - 1, 0)} milestones that increase, from 1 on"
@@ -121,13 +146,16 @@ def per_epoch(by_epoch: Schedule, steps_per_epoch: int) -> Schedule:
 
 
 def lr_factor(scaling: str, batch_size: int, base_batch_size: int) -> float:
-    """Returns the factor on the learning rate for batches of base_batch_size that batches of batch_size need.
+    """Returns the factor on the learning rate for batches of base_batch_size that batches of
+    batch_size need.
 
-    "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1. Raises ConfigError: there is
-    no such rule.
+    "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1. Raises
+    ConfigError: there is no such rule.
     """
     if scaling not in LR_SCALINGS:
-        raise ConfigError(f"[train] lr_scaling is {scaling!r}; choose from {', '.join(LR_SCALINGS)}")
+        raise ConfigError(
+            f"[train] lr_scaling is {scaling!r}; choose from {', '.join(LR_SCALINGS)}"
+        )
     ratio = batch_size / base_batch_size
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
@@ -143,10 +171,11 @@ check_listed("schedules", _SCHEDULES, SCHEDULES)
 
 
 def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
-    """Returns the schedule of a name: a factor on the learning rate as a function of the step, after `warmup_steps`.
+    """Returns the schedule of a name: a factor on the learning rate as a function of the step,
+    after `warmup_steps`.
 
-    "step" divides by 10 at one and two thirds of the way; "linear-warmup" is a constant after its warm-up (a tenth of
-    the way unless given). Raises ConfigError: there is no such name.
+    "step" divides by 10 at one and two thirds of the way; "linear-warmup" is a constant after its
+    warm-up (a tenth of the way unless given). Raises ConfigError: there is no such name.
     """
     if name not in _SCHEDULES:
         raise ConfigError(f"[schedule] {name!r} is unknown; choose from {', '.join(SCHEDULES)}")

@@ -1,9 +1,9 @@
 """Optimizers over an arena; `lr_schedules` has the schedules, which are names here as well.
 
-An optimizer is a rule over all parameters (core/rule.py), or one kernel (mojo/kernels/optimizer.mojo); this file holds
-its settings and state.
-`step()` is for a custom training loop; a trainer calls `apply()` with the summed gradients of the whole global batch.
-Both check first that the gradients are finite and change nothing if they are not.
+An optimizer is a rule over all parameters (core/rule.py), or one kernel
+(mojo/kernels/optimizer.mojo); this file holds its settings and state. `step()` is for a custom
+training loop; a trainer calls `apply()` with the summed gradients of the whole global batch. Both
+check first that the gradients are finite and change nothing if they are not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _ONE = np.ones(1, np.float32)  # the divisor of `Optimizer.step()`
 
 
 class Update(NamedTuple):
-    """A run of n parameters to update: addresses of it and its gradients, where it is in state and arena (floats).
+    """A run of n parameters to update: addresses of it and its gradients, where it is in state
+    and arena (floats).
 
     arrays: addresses of the state arrays, if they are not the optimizer's own.
     worker: whose GPU has them (engine/gpu/group.py), if one has.
@@ -79,13 +80,19 @@ class KeptTable:
 
 
 class Group(MutableMapping[str, Any]):
-    """An optimizer's numbers by name ("lr", ...), and "params", its parameters; what is set is set in the optimizer."""
+    """An optimizer's numbers by name ("lr", ...), and "params", its parameters; what is set is
+    set in the optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._of = optimizer
 
     def __iter__(self) -> Iterator[str]:
-        numbers = (k for k, v in vars(self._of).items() if isinstance(v, (int, float, tuple)) and k[0] != "_")
+        numbers = (
+            k
+            for k, v in vars(self._of).items()
+            if isinstance(v, (int, float, tuple)) and k[0] != "_"
+        )
         yield from ("params", *(name for name in numbers if name != "steps"))
 
     def __len__(self) -> int:
@@ -94,7 +101,9 @@ class Group(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in list(self):
             raise KeyError(name)
-        return [p for _, p in self._of._bound().named] if name == "params" else getattr(self._of, name)
+        return (
+            [p for _, p in self._of._bound().named] if name == "params" else getattr(self._of, name)
+        )
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "params" or name not in list(self):
@@ -106,36 +115,53 @@ class Group(MutableMapping[str, Any]):
 
 
 class Optimizer(setting_versions.VersionedSettings):
-    """Base: binds to an arena, keeps state of the arena's layout, updates both by a `rule` (docs/tour.md).
+    """Base: binds to an arena, keeps state of the arena's layout, updates both by a `rule`
+    (docs/tour.md).
 
     Args:
-        params: `model.parameters()` or `model.named_parameters()`; may be left out when a trainer binds the model.
+        params: `model.parameters()` or `model.named_parameters()`; may be left out when a trainer
+            binds the model.
         lr: learning rate; change the attribute to change it.
-        settings: the others, which become attributes: numbers, tuples of numbers, texts, True or False.
+        settings: the others, which become attributes: numbers, tuples of numbers, texts, True or
+            False.
 
-    `undecayed` says of which parameters (name, parameter) the weight decay is 0; set it before the first step.
+    `undecayed` says of which parameters (name, parameter) the weight decay is 0; set it before the
+    first step.
     """
 
     undecayed: Callable[[str, Parameter], bool] | None = None
     states: tuple[str, ...] = ()  # names of the state arrays
     locked = False  # ranks have parts of the state: written only within a trainer's writing()
     unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked", "coming"})
-    _not_copied = unwatched - {"steps"} | {"_recorded", "_kept", "_context", "_floats", "_make", "_addresses"}
+    _not_copied = unwatched - {"steps"} | {
+        "_recorded",
+        "_kept",
+        "_context",
+        "_floats",
+        "_make",
+        "_addresses",
+    }
     __repr__ = brief
 
     def __init_subclass__(cls) -> None:
-        if "rule" in vars(cls) and "_records" not in vars(cls):  # of a class that has a kernel: no longer
+        # of a class that has a kernel: no longer
+        if "rule" in vars(cls) and "_records" not in vars(cls):
             cls._records = Optimizer._records  # type: ignore[method-assign]
 
-    def __init__(self, params: Iterable[Any] | None = None, lr: float = 0.01, **settings: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any] | None = None, lr: float = 0.01, **settings: Any
+    ) -> None:
         owner = type(self)
         if owner.rule is Optimizer.rule and owner._records is Optimizer._records:
             raise ConfigError(
-                f"[{owner.__name__}] has no rule; write `def rule(self, p, g, {', '.join(self.states) or '*states'})`, "
+                f"[{owner.__name__}] has no rule; write `def rule(self, p, g, "
+                f"{', '.join(self.states) or '*states'})`, "
                 "which returns the new p and states"
             )
         if len(self.states) > MOST:
-            raise ConfigError(f"[{owner.__name__}] has {len(self.states)} states; at most {MOST} are supported")
+            raise ConfigError(
+                f"[{owner.__name__}] has {len(self.states)} states; at most {MOST} are supported"
+            )
         for name, value in settings.items():
             setattr(self, name, _checked(owner.__name__, name, value))
         self.lr = check_number(f"[{owner.__name__}] lr", lr, 0)
@@ -144,45 +170,58 @@ class Optimizer(setting_versions.VersionedSettings):
         self._addresses: list[int] = []  # of the state arrays
         self.steps = 0
         self.arena: Arena | None = None
-        self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
+        # state as this process last saw it: GPUs may be ahead
+        self.arrays: dict[str, np.ndarray] = {}
         self.mirror: Any = None  # of the state on GPUs (gpu/mirror.py)
-        self.coming: Callable[[], None] | None = None  # brings the state of a checkpoint, once it is known whose it is
+        # brings the state of a checkpoint, once it is known whose it is
+        self.coming: Callable[[], None] | None = None
         if params is not None:
             named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
             if any(not isinstance(p, Parameter) for _, p in named):
                 raise ConfigError(
-                    f"[{type(self).__name__}] params must be parameters; give model.parameters(), and for groups "
-                    "without weight decay set optimizer.undecayed = optim.vectors, or a function of (name, parameter)"
+                    f"[{type(self).__name__}] params must be parameters; give "
+                    "model.parameters(), and for groups "
+                    "without weight decay set optimizer.undecayed = optim.vectors, or a function "
+                    "of (name, parameter)"
                 )
             self.bind(Arena.of(named))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The numbers that an update is made with by name ("lr", ...); they may be set in the middle of a training."""
+        """The numbers that an update is made with by name ("lr", ...); they may be set in the
+        middle of a training.
+        """
         public = ((k, v) for k, v in vars(self).items() if k[0] != "_" and k not in self.unwatched)
         return {k: v for k, v in public if isinstance(v, (int, float, str, tuple))}
 
     @property
     def undecayed_names(self) -> list[str]:
         """The names of the parameters that `undecayed` exempts from weight decay."""
-        return [name for name, p in self._bound().named if self.undecayed and self.undecayed(name, p)]
+        return [
+            name for name, p in self._bound().named if self.undecayed and self.undecayed(name, p)
+        ]
 
     def restore(self, settings: Mapping[str, Any], undecayed: Sequence[str]) -> None:
         """Sets `settings`, as this property gave them, and the parameters that do not decay."""
         for name, value in settings.items():
             setattr(self, name, tuple(value) if isinstance(value, list) else value)
         if list(undecayed) != self.undecayed_names:
-            self.undecayed = functools.partial(_is_one_of, frozenset(undecayed)) if undecayed else None
+            self.undecayed = (
+                functools.partial(_is_one_of, frozenset(undecayed)) if undecayed else None
+            )
 
     @property
     def param_groups(self) -> list[Group]:
-        """The only group, as loops written for PyTorch use it: `for g in opt.param_groups: g["lr"] *= 2`."""
+        """The only group, as loops written for PyTorch use it: `for g in opt.param_groups:
+        g["lr"] *= 2`.
+        """
         return [Group(self)]
 
     def bind(self, arena: Arena) -> None:
         """Attaches the optimizer to the parameters it updates; its state starts at zero."""
         if self.arena is arena:
-            if self._floats < arena.size or self._make is not arena.make:  # buffers have been added, or it is in files
+            # buffers have been added, or it is in files
+            if self._floats < arena.size or self._make is not arena.make:
                 before = self.arrays
                 self._start(arena)
                 for name, a in before.items():
@@ -190,15 +229,18 @@ class Optimizer(setting_versions.VersionedSettings):
             return
         if self.arena is not None:
             raise ConfigError(
-                f"[{type(self).__name__}] already updates another model; create a second optimizer, or copy a model "
-                "and its optimizer in one call: model, optimizer = copy.deepcopy((model, optimizer))"
+                f"[{type(self).__name__}] already updates another model; create a second "
+                "optimizer, or copy a model "
+                "and its optimizer in one call: model, optimizer = copy.deepcopy((model, "
+                "optimizer))"
             )
         self.arena = arena
         self._context = native.Context(what="optimizer")
         self._start(arena)
 
     def _start(self, arena: Arena) -> None:
-        self._floats, self._make = arena.size, arena.make
+        self._floats = arena.size
+        self._make = arena.make
         self.keep({name: arena.make(arena.size) for name in self.states})
 
     # --- copies: each has its own state; programs and addresses are of one optimizer only ---
@@ -210,7 +252,9 @@ class Optimizer(setting_versions.VersionedSettings):
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """An optimizer of copies of the parameters; those of a model that the same call copies are the model's."""
+        """An optimizer of copies of the parameters; those of a model that the same call copies
+        are the model's.
+        """
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         state = self.__getstate__()
@@ -224,11 +268,15 @@ class Optimizer(setting_versions.VersionedSettings):
             self.arena.check_copied()
             if self.locked or any(a.size != self.arena.size for a in self.arrays.values()):
                 raise ConfigError(
-                    f"[copy] ranks have parts of the state of this {type(self).__name__}, so a copy on one would miss "
-                    "the others' parts; copy within `with trainer.writing():`, on all ranks, or use "
+                    f"[copy] ranks have parts of the state of this {type(self).__name__}, so a "
+                    "copy on one would miss "
+                    "the others' parts; copy within `with trainer.writing():`, on all ranks, or "
+                    "use "
                     "trainer.optimizer_state()"
                 )
-        settings = {name: value for name, value in vars(self).items() if name not in self._not_copied}
+        settings = {
+            name: value for name, value in vars(self).items() if name not in self._not_copied
+        }
         return {"settings": settings, "arena": self.arena, "arrays": dict(self.state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -242,34 +290,46 @@ class Optimizer(setting_versions.VersionedSettings):
             self.arrays[name][...] = values
 
     def keep(self, state: dict[str, np.ndarray]) -> None:
-        """Takes these arrays as the state: of the whole arena, or of the parameters that this rank updates."""
+        """Takes these arrays as the state: of the whole arena, or of the parameters that this
+        rank updates.
+        """
         self.arrays = state
         self._addresses = [a.ctypes.data for a in state.values()]
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """The state arrays by name, as the last step left them; read-only where ranks have parts of them."""
+        """The state arrays by name, as the last step left them; read-only where ranks have parts
+        of them.
+        """
         if self.mirror is not None:
             self.mirror.read()
         if self.coming is not None:
-            come, self.coming = self.coming, None
+            come = self.coming
+            self.coming = None
             come()
         return {k: guarded(v) for k, v in self.arrays.items()} if self.locked else self.arrays
 
     @contextlib.contextmanager
     def whole(self, arrays: dict[str, np.ndarray]) -> Iterator[None]:
         """Inside, `state` is these arrays, which may be written."""
-        before, self.arrays, locked, self.locked = self.arrays, arrays, self.locked, False
+        before = self.arrays
+        self.arrays = arrays
+        locked = self.locked
+        self.locked = False
         try:
             yield
         finally:
-            self.arrays, self.locked = before, locked
+            self.arrays = before
+            self.locked = locked
 
     def check_whole(self) -> None:
-        """Raises ConfigError if this rank keeps only a part of the state: another trainer has spread it over ranks."""
+        """Raises ConfigError if this rank keeps only a part of the state: another trainer has
+        spread it over ranks.
+        """
         if any(a.size != self._bound().size for a in self.state.values()):
             raise ConfigError(
-                f"[{type(self).__name__}] its state is spread over the ranks of a trainer (zero=, or a mesh); "
+                f"[{type(self).__name__}] its state is spread over the ranks of a trainer "
+                "(zero=, or a mesh); "
                 "use its optimizer_state() and load_optimizer_state(), or make a new optimizer"
             )
 
@@ -287,7 +347,8 @@ class Optimizer(setting_versions.VersionedSettings):
             updates: where parameters, gradients (summed over samples) and state are.
             divisor: address of the number (float32) that gradients are divided by.
             lr: learning rate of this step.
-            agree: asked with what was found here, says whether to go on; for ranks with different updates.
+            agree: asked with what was found here, says whether to go on; for ranks with different
+                updates.
             samples: address of the number of samples, if that is not the divisor.
         """
         if self.mirror is not None:
@@ -295,7 +356,9 @@ class Optimizer(setting_versions.VersionedSettings):
         lib = native.library()
         self.steps += 1
         self._recorded.begin_step()
-        table, checks = self._table(lib, updates, divisor, lr, divisor if samples is None else samples)
+        table, checks = self._table(
+            lib, updates, divisor, lr, divisor if samples is None else samples
+        )
         at = table.ctypes.data
         if agree is None:
             ok = lib.run(at, len(table), self._context) < 0
@@ -310,10 +373,12 @@ class Optimizer(setting_versions.VersionedSettings):
     def _table(
         self, lib: native.Library, updates: Sequence[Update], divisor: int, lr: float, samples: int
     ) -> tuple[np.ndarray, int]:
-        """Returns the records of a step, int64 (records, numbers), and how many of them, the first, check gradients.
+        """Returns the records of a step, int64 (records, numbers), and how many of them, the
+        first, check gradients.
 
-        The table of the step before is kept. If nothing but the numbers of the step has changed, such as the rate and
-        the corrections of the bias, only these are written: with `undecayed`, a model has a record for each layer.
+        The table of the step before is kept. If nothing but the numbers of the step has changed,
+        such as the rate and the corrections of the bias, only these are written: with `undecayed`,
+        a model has a record for each layer.
         """
         arena = self.arena
         frozen = [] if arena is None else arena.frozen
@@ -337,7 +402,9 @@ class Optimizer(setting_versions.VersionedSettings):
         lr: float,
         samples: int,
     ) -> None:
-        """Writes the table of a step from nothing, and notes which records have the numbers of the step."""
+        """Writes the table of a step from nothing, and notes which records have the numbers of
+        the step.
+        """
         records: list[Any] = [[lib.codes["finite"], u.grads, u.n] for u in updates]
         kept.checks = len(records)
         kept.kinds = {}
@@ -359,7 +426,8 @@ class Optimizer(setting_versions.VersionedSettings):
             row[: len(record)] = record
 
     def _renewed(self, lib: native.Library, kept: KeptTable, divisor: int, lr: float) -> bool:
-        """Writes the numbers of this step into the kept table; False if more than these have changed.
+        """Writes the numbers of this step into the kept table; False if more than these have
+        changed.
 
         The first record of each kind is built: its numbers are those of all records of its kind.
         """
@@ -377,19 +445,33 @@ class Optimizer(setting_versions.VersionedSettings):
         return True
 
     def _refuse_as_others_do(self, lib: native.Library, divisor: int, lr: float) -> None:
-        """Raises the error of a rule that is not supported also on a rank that has nothing to update."""
+        """Raises the error of a rule that is not supported also on a rank that has nothing to
+        update.
+        """
         self._records(lib, Update(0, 0, 0, 0, 0), divisor, lr)
 
     def _first_number(self, record: list[int]) -> int:
-        """The index of the first number of the step in a record. A rule's record has none: its slots hold them."""
+        """The index of the first number of the step in a record.
+
+        A rule's record has none: its slots hold them.
+        """
         if type(self)._records is Optimizer._records:
             return len(record)
-        return 5 + len(self.states)  # after the code, the addresses and the count that _places returns
+        # after the code, the addresses and the count that _places returns
+        return 5 + len(self.states)
 
-    def records(self, lib: native.Library, u: Update, divisor: int, lr: float, samples: int) -> list[list[int]]:
-        """The update of one run as records: of parameters, and of the buffers behind them (arena.Buffer)."""
+    def records(
+        self, lib: native.Library, u: Update, divisor: int, lr: float, samples: int
+    ) -> list[list[int]]:
+        """The update of one run as records: of parameters, and of the buffers behind them
+        (arena.Buffer).
+        """
         pieces = self._pieces(u, self._exempt())
-        rules = [record for piece, decays in pieces for record in self._records(lib, piece, divisor, lr, decays)]
+        rules = [
+            record
+            for piece, decays in pieces
+            for record in self._records(lib, piece, divisor, lr, decays)
+        ]
         return rules + self._buffers(lib, u, samples)
 
     def _parameters(self, u: Update) -> int:
@@ -404,7 +486,20 @@ class Optimizer(setting_versions.VersionedSettings):
         if n == u.n:
             return []
         at = u.params + 4 * n
-        return [[lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, native.float_bits(1.0), 0, 0, 0]]
+        return [
+            [
+                lib.codes["sgd"],
+                at,
+                at,
+                u.grads + 4 * n,
+                samples,
+                u.n - n,
+                native.float_bits(1.0),
+                0,
+                0,
+                0,
+            ]
+        ]
 
     def trained(self, updates: Sequence[Update]) -> Sequence[Update]:
         """The same without the parameters that are frozen (requires_grad=False)."""
@@ -413,7 +508,8 @@ class Optimizer(setting_versions.VersionedSettings):
             return updates
         pieces = []
         for u in updates:
-            at, end = u.at, u.at + u.n
+            at = u.at
+            end = u.at + u.n
             for lo, hi in [*frozen, (end, end)]:
                 if at < (stop := min(lo, end)):
                     pieces.append(run(u, at, stop))
@@ -421,16 +517,20 @@ class Optimizer(setting_versions.VersionedSettings):
         return pieces
 
     def _exempt(self) -> list[bool] | None:
-        """For each parameter of the arena whether its weight decay is 0; None if no parameter has been exempted.
+        """For each parameter of the arena whether its weight decay is 0; None if no parameter
+        has been exempted.
 
-        `undecayed` is called in each step, because its answer may change with what the function reads.
+        `undecayed` is called in each step, because its answer may change with what the function
+        reads.
         """
         if self.undecayed is None:
             return None
         return [bool(self.undecayed(name, p)) for name, p in self._bound().named]
 
     def _pieces(self, u: Update, exempt: list[bool] | None) -> list[tuple[Update, bool]]:
-        """The parameters of a run, cut where the weight decay starts and ends; each piece with whether it decays."""
+        """The parameters of a run, cut where the weight decay starts and ends; each piece with
+        whether it decays.
+        """
         n = self._parameters(u)
         if n == 0:
             return []
@@ -451,12 +551,18 @@ class Optimizer(setting_versions.VersionedSettings):
         return pieces
 
     def rule(self, p: Tensor, g: Tensor, *states: Tensor) -> Any:
-        """The new parameters and states of a run of the arena, elementwise; g is the mean gradient, clipped. Settings
-        and `steps` are numbers of the step in it, for + - * / ** and F.sqrt."""
+        """The new parameters and states of a run of the arena, elementwise; g is the mean
+        gradient, clipped. Settings and `steps` are numbers of the step in it, for + - * / **
+        and F.sqrt.
+        """
         raise NotImplementedError
 
-    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
-        """The update of one run as records of ops.mojo; without weight decay if it does not `decay`."""
+    def _records(
+        self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True
+    ) -> list[Any]:
+        """The update of one run as records of ops.mojo; without weight decay if it does not
+        `decay`.
+        """
         places = u.params, u.grads, *(a + 4 * u.state for a in u.arrays or self._addresses)
         return self._recorded.records(self, lib, u, places, divisor, lr, decays)
 
@@ -466,12 +572,19 @@ class Optimizer(setting_versions.VersionedSettings):
         return [lib.codes[op], u.params, *state, u.grads, divisor, u.n]
 
     def step(self) -> None:
-        """Updates the parameters from their `grad`. Raises NumericsError: a gradient is not finite, nothing changed."""
+        """Updates the parameters from their `grad`.
+
+        Raises NumericsError: a gradient is not finite, nothing changed.
+        """
         arena = self._bound()
         self.check_whole()
-        everything = Update(arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size, 0)
+        everything = Update(
+            arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size, 0
+        )
         if not self.apply([everything], _ONE.ctypes.data, self.lr):
-            raise NumericsError("[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate")
+            raise NumericsError(
+                "[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets all gradients to zero."""
@@ -479,7 +592,10 @@ class Optimizer(setting_versions.VersionedSettings):
 
     def _bound(self) -> Arena:
         if self.arena is None:
-            raise ConfigError(f"[{type(self).__name__}] has no parameters; give model.parameters() or use a trainer")
+            raise ConfigError(
+                f"[{type(self).__name__}] has no parameters; give model.parameters() or use a "
+                "trainer"
+            )
         return self.arena
 
     def state_dict(self) -> dict[str, Any]:
@@ -487,24 +603,33 @@ class Optimizer(setting_versions.VersionedSettings):
         return {"steps": self.steps, "lr": self.lr, **{k: v.copy() for k, v in self.state.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what state_dict() gave; the optimizer must be bound to a model of the same layout."""
+        """Takes back what state_dict() gave; the optimizer must be bound to a model of the same
+        layout.
+        """
         self._bound()
         self.check_whole()
         missing = sorted({"steps", "lr"} - state.keys())
         if missing:
-            raise ConfigError(f"[{type(self).__name__}] the state has no {' and no '.join(missing)}")
+            raise ConfigError(
+                f"[{type(self).__name__}] the state has no {' and no '.join(missing)}"
+            )
         for k, v in self.state.items():
             if k not in state or state[k].shape != v.shape:
-                raise ConfigError(f"[{type(self).__name__}] the state has no {k} of {v.size} numbers")
+                raise ConfigError(
+                    f"[{type(self).__name__}] the state has no {k} of {v.size} numbers"
+                )
         for k, v in self.state.items():
             v[...] = state[k]
-        self.steps, self.lr = int(state["steps"]), float(state["lr"])
+        self.steps = int(state["steps"])
+        self.lr = float(state["lr"])
 
 
 def run(u: Update, lo: int, hi: int) -> Update:
     """The part of an update from `lo` up to `hi`, of the arena's floats."""
     by = lo - u.at
-    return u._replace(params=u.params + 4 * by, grads=u.grads + 4 * by, state=u.state + by, n=hi - lo, at=lo)
+    return u._replace(
+        params=u.params + 4 * by, grads=u.grads + 4 * by, state=u.state + by, n=hi - lo, at=lo
+    )
 
 
 def _is_one_of(names: frozenset[str], name: str, p: Parameter) -> bool:
@@ -513,19 +638,31 @@ def _is_one_of(names: frozenset[str], name: str, p: Parameter) -> bool:
 
 
 def vectors(name: str, p: Parameter) -> bool:
-    """For `Optimizer.undecayed`: parameters of less than two axes, which are biases and norms (nanoGPT's rule)."""
+    """For `Optimizer.undecayed`: parameters of less than two axes, which are biases and norms
+    (nanoGPT's rule).
+    """
     return p.ndim < 2
 
 
-# Of settings by their names: the least that is allowed, and what is not reached. Of others: any finite number.
-_BOUNDS = {"momentum": (0, 1), "alpha": (0, 1), "betas": (0, 1), "eps": (0,), "weight_decay": (0,), "lr_decay": (0,)}
+# Of settings by their names: the least that is allowed, and what is not reached. Of others: any
+# finite number.
+_BOUNDS = {
+    "momentum": (0, 1),
+    "alpha": (0, 1),
+    "betas": (0, 1),
+    "eps": (0,),
+    "weight_decay": (0,),
+    "lr_decay": (0,),
+}
 
 
 def _checked(owner: str, name: str, value: Any) -> Any:
     """A setting that is allowed, numbers as floats. Raises ConfigError."""
 
     def number(shown: str, v: Any) -> float:
-        return check_number(f"[{owner}] {shown}", v, *_BOUNDS.get(name, (-math.inf,)), open_low=name == "eps")
+        return check_number(
+            f"[{owner}] {shown}", v, *_BOUNDS.get(name, (-math.inf,)), open_low=name == "eps"
+        )
 
     if isinstance(value, (bool, str)):
         return value
@@ -535,7 +672,9 @@ def _checked(owner: str, name: str, value: Any) -> Any:
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form."""
+    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in
+    PyTorch's form.
+    """
 
     states = ("momentum",)
 
@@ -549,11 +688,21 @@ class SGD(Optimizer):
     ) -> None:
         if nesterov and momentum == 0:
             raise ConfigError("[SGD] nesterov needs a momentum above 0")
-        super().__init__(params, lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+        super().__init__(
+            params, lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov
+        )
 
-    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
+    def _records(
+        self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True
+    ) -> list[Any]:
         numbers = lr, self.momentum, self.weight_decay if decays else 0.0
-        return [[*self._places("sgd", lib, u, divisor), *map(native.float_bits, numbers), int(self.nesterov)]]
+        return [
+            [
+                *self._places("sgd", lib, u, divisor),
+                *map(native.float_bits, numbers),
+                int(self.nesterov),
+            ]
+        ]
 
 
 class Adam(Optimizer):
@@ -572,9 +721,12 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
+    def _records(
+        self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True
+    ) -> list[Any]:
         numbers = lr, *self.betas, self.eps, self.weight_decay if decays else 0.0
-        places, corrections = self._places("adam", lib, u, divisor), (1 - beta**self.steps for beta in self.betas)
+        places = self._places("adam", lib, u, divisor)
+        corrections = (1 - beta**self.steps for beta in self.betas)
         numbers, corrections = (map(native.float_bits, some) for some in (numbers, corrections))
         return [[*places, *numbers, int(self.decoupled), *corrections]]
 
@@ -596,7 +748,8 @@ class AdamW(Adam):
 
 
 class RMSprop(Adam):
-    """Gradients divided by the root of a running mean of their squares (Tieleman, Hinton 2012); decay is added to them.
+    """Gradients divided by the root of a running mean of their squares (Tieleman, Hinton 2012);
+    decay is added to them.
 
     As PyTorch's without momentum: Adam's kernel with beta1 = 0 and no corrections.
     """
@@ -612,14 +765,18 @@ class RMSprop(Adam):
         self.alpha = check_number("[RMSprop] alpha", alpha, 0, 1)
         super().__init__(params, lr, (0.0, self.alpha), eps, weight_decay)
 
-    def _records(self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True) -> list[Any]:
+    def _records(
+        self, lib: Any, u: Update, divisor: int, lr: float, decays: bool = True
+    ) -> list[Any]:
         self.betas = 0.0, self.alpha  # which may have been changed
         one = native.float_bits(1.0)
         return [[*super()._records(lib, u, divisor, lr, decays)[0][:-2], one, one]]
 
 
 class Lion(Optimizer):
-    """The sign of a mean of momentum and gradient, with decoupled weight decay (Chen et al. 2023)."""
+    """The sign of a mean of momentum and gradient, with decoupled weight decay (Chen et al.
+    2023).
+    """
 
     states = ("m",)
 
@@ -634,11 +791,15 @@ class Lion(Optimizer):
 
     def rule(self, p: Tensor, g: Tensor, m: Tensor) -> Any:
         c = self.betas[0] * m + (1 - self.betas[0]) * g
-        return p - self.lr * (F.sign(c) + self.weight_decay * p), self.betas[1] * m + (1 - self.betas[1]) * g
+        return p - self.lr * (F.sign(c) + self.weight_decay * p), self.betas[1] * m + (
+            1 - self.betas[1]
+        ) * g
 
 
 class Adagrad(Optimizer):
-    """Gradients divided by the root of the sum of their squares (Duchi et al. 2011); weight decay is added to them."""
+    """Gradients divided by the root of the sum of their squares (Duchi et al. 2011); weight
+    decay is added to them.
+    """
 
     states = ("v",)
 
@@ -658,24 +819,32 @@ class Adagrad(Optimizer):
         return p - self.lr / (1 + (self.steps - 1) * self.lr_decay) * d / (F.sqrt(v) + self.eps), v
 
 
-_KINDS = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+_KINDS = [
+    kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Optimizer)
+]
 #: The optimizers of this file by the names of `--optimizer`, their own in small letters.
-BY_NAME: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _KINDS if kind is not Optimizer}
+BY_NAME: dict[str, type[Optimizer]] = {
+    kind.__name__.lower(): kind for kind in _KINDS if kind is not Optimizer
+}
 check_listed("optimizers", BY_NAME, OPTIMIZERS)
 
 
-# --- PyTorch's names ---------------------------------------------------------------------------------
+# --- PyTorch's names ------------------------------------------------------------------------------
 
 
 class LambdaLR:
-    """For a custom training loop: each step() gives the optimizer its first rate times the next factor of a schedule.
+    """For a custom training loop: each step() gives the optimizer its first rate times the next
+    factor of a schedule.
 
-    `lr_scheduler` has PyTorch's others. A trainer takes the schedule itself: DistributedTrainer(schedule=).
+    `lr_scheduler` has PyTorch's others. A trainer takes the schedule itself:
+    DistributedTrainer(schedule=).
     """
 
     def __init__(self, optimizer: Optimizer, lr_lambda: Schedule) -> None:
         vars(optimizer).setdefault("_first_lr", optimizer.lr)
-        self.optimizer, self.schedule, self.last_epoch = optimizer, lr_lambda, -1
+        self.optimizer = optimizer
+        self.schedule = lr_lambda
+        self.last_epoch = -1
         self.step()
 
     def step(self) -> None:
@@ -701,16 +870,23 @@ class lr_scheduler:  # noqa: N801
     @staticmethod
     def CosineAnnealingLR(optimizer: Optimizer, T_max: int, eta_min: float = 0.0) -> LambdaLR:  # noqa: N802, N803
         """`cosine`, without the way up again."""
-        return LambdaLR(optimizer, cosine(T_max, eta_min / vars(optimizer).get("_first_lr", optimizer.lr)))
+        return LambdaLR(
+            optimizer, cosine(T_max, eta_min / vars(optimizer).get("_first_lr", optimizer.lr))
+        )
 
     @staticmethod
     def LinearLR(  # noqa: N802
-        optimizer: Optimizer, start_factor: float = 1 / 3, end_factor: float = 1.0, total_iters: int = 5
+        optimizer: Optimizer,
+        start_factor: float = 1 / 3,
+        end_factor: float = 1.0,
+        total_iters: int = 5,
     ) -> LambdaLR:
         """`linear`."""
         return LambdaLR(optimizer, linear(start_factor, total_iters, end_factor))
 
     @staticmethod
-    def SequentialLR(optimizer: Optimizer, schedulers: Sequence[LambdaLR], milestones: Sequence[int]) -> LambdaLR:  # noqa: N802
+    def SequentialLR(
+        optimizer: Optimizer, schedulers: Sequence[LambdaLR], milestones: Sequence[int]
+    ) -> LambdaLR:  # noqa: N802
         """`sequential`."""
         return LambdaLR(optimizer, sequential([s.schedule for s in schedulers], milestones))

@@ -1,8 +1,10 @@
-"""Checks of an op against a formula: for the ops of this package (tests/ops_samples.py) and for a user's own.
+"""Checks of an op against a formula: for the ops of this package (tests/ops_samples.py) and for
+a user's own.
 
-`check_op` says what is wrong with an op, or nothing. It computes with the op in every way that a training does: eagerly
-and replayed, in rows and in lanes, on threads, workers and ranks, as one of several ranks that share a layer, on a GPU
-if there is one. What it is not: a proof; it sees a few shapes of random numbers.
+`check_op` says what is wrong with an op, or nothing. It computes with the op in every way that a
+training does: eagerly and replayed, in rows and in lanes, on threads, workers and ranks, as one of
+several ranks that share a layer, on a GPU if there is one. What it is not: a proof; it sees a few
+shapes of random numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .train.trainer import DistributedTrainer
 
 Op = Callable[..., Tensor]
 Formula = Callable[..., np.ndarray]
-BATCHES = (1, 3, 5, 16, 33)  # both sides of where a batch is computed in rows (4), and of whole vectors of lanes (16)
+# both sides of where a batch is computed in rows (4), and of whole vectors of lanes (16)
+BATCHES = (1, 3, 5, 16, 33)
 GUARD = 1024  # bytes behind the memory of every tensor
 MARK = 0xA5
 COORDINATES = 24  # numbers of each argument whose derivative is compared
@@ -55,13 +58,16 @@ def check_op(
         parameters: shapes of the parameters behind them.
         batches: samples of the batches to try.
         positive: the numbers to try are above 0.
-        tolerance: of values, relative to the largest one; of gradients ten times that, for the formula's differences.
+        tolerance: of values, relative to the largest one; of gradients ten times that, for the
+            formula's differences.
         training: also train a small model with the op, in every layout.
 
     Raises OpError: what differs, and by how much.
     """
     for batch in batches:
-        rng = np.random.default_rng([batch, *(n for shape in (*shapes, *parameters) for n in shape)])
+        rng = np.random.default_rng(
+            [batch, *(n for shape in (*shapes, *parameters) for n in shape)]
+        )
         wanted = [*((batch, *shape) for shape in shapes), *parameters]
         arrays = [rng.standard_normal(shape).astype(np.float32) for shape in wanted]
         if positive:
@@ -75,7 +81,7 @@ def name_of(op: Op) -> str:
     return getattr(op, "__name__", type(op).__name__)
 
 
-# --- values and gradients ------------------------------------------------------------------------------------------
+# --- values and gradients -------------------------------------------------------------------------
 
 
 class _Guarded(program.Eager):
@@ -98,20 +104,29 @@ class _Guarded(program.Eager):
             if not (room[nbytes:] == MARK).all():
                 first = int(np.flatnonzero(room[nbytes:] != MARK)[0])
                 raise OpError(
-                    f"[check_op] {op} writes past the end of a tensor of {nbytes} bytes, at byte {first} behind"
+                    f"[check_op] {op} writes past the end of a tensor of {nbytes} bytes, at byte "
+                    f"{first} behind"
                 )
         self.records.append((op, args))
 
 
 def _check_values(
-    op: Op, formula: Formula, arrays: list[np.ndarray], tensors: int, tolerance: float, rng: np.random.Generator
+    op: Op,
+    formula: Formula,
+    arrays: list[np.ndarray],
+    tensors: int,
+    tolerance: float,
+    rng: np.random.Generator,
 ) -> None:
-    name, batch = name_of(op), len(arrays[0])
-    wide, executor = [a.astype(np.float64) for a in arrays], _Guarded()
+    name = name_of(op)
+    batch = len(arrays[0])
+    wide = [a.astype(np.float64) for a in arrays]
+    executor = _Guarded()
     with program.using(executor):
         given: list[Tensor] = []
         for i, a in enumerate(arrays):
-            memory, gradient = executor.alloc(a.nbytes), executor.alloc(a.nbytes)
+            memory = executor.alloc(a.nbytes)
+            gradient = executor.alloc(a.nbytes)
             t = make(memory, a.shape) if i < tensors else Parameter(a)
             if isinstance(t, Parameter):
                 t.place(memory, gradient)
@@ -135,7 +150,9 @@ def _check_values(
         slopes = _differences(formula, wide, i, dy, places)
         what = f"{name} of {batch} samples: the gradient of argument {i}"
         _compare(what, got.reshape(-1)[places], slopes, 10 * tolerance)
-    _check_declared(executor.records, {id(t.grad.memory): t for t in given[tensors:] if t.grad is not None})
+    _check_declared(
+        executor.records, {id(t.grad.memory): t for t in given[tensors:] if t.grad is not None}
+    )
 
 
 def _compare(what: str, got: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
@@ -146,16 +163,22 @@ def _compare(what: str, got: np.ndarray, wanted: np.ndarray, tolerance: float) -
     if not error <= tolerance:
         at = np.unravel_index(int(np.abs(got - wanted).argmax()), wanted.shape)
         raise OpError(
-            f"[check_op] {what} is off by {error:.1e} of the largest value ({tolerance:.0e} is allowed); at "
+            f"[check_op] {what} is off by {error:.1e} of the largest value ({tolerance:.0e} is "
+            "allowed); at "
             f"{tuple(map(int, at))} it is {got[at]:.7g}, by the formula {wanted[at]:.7g}"
         )
 
 
-def _differences(formula: Formula, wide: list[np.ndarray], i: int, dy: np.ndarray, places: np.ndarray) -> np.ndarray:
+def _differences(
+    formula: Formula, wide: list[np.ndarray], i: int, dy: np.ndarray, places: np.ndarray
+) -> np.ndarray:
     """Central differences of the formula at some places of argument i, in the direction dy."""
-    x, step, slopes = wide[i], 1e-5, []
+    x = wide[i]
+    step = 1e-5
+    slopes = []
     for place in places:
-        old, values = x.flat[place], []
+        old = x.flat[place]
+        values = []
         for moved in (old + step, old - step):
             x.flat[place] = moved
             values.append(float((np.asarray(formula(*wide)) * dy).sum()))
@@ -164,7 +187,9 @@ def _differences(formula: Formula, wide: list[np.ndarray], i: int, dy: np.ndarra
     return np.array(slopes)
 
 
-def _check_declared(records: list[tuple[str, tuple[Any, ...]]], gradients: dict[int, Tensor]) -> None:
+def _check_declared(
+    records: list[tuple[str, tuple[Any, ...]]], gradients: dict[int, Tensor]
+) -> None:
     """Checks that what adds to a parameter's gradient says so."""
     ops = native.library().ops
     for name, args in records:
@@ -174,27 +199,35 @@ def _check_declared(records: list[tuple[str, tuple[Any, ...]]], gradients: dict[
                 continue
             if role not in op.added:
                 raise OpError(
-                    f"[check_op] {name} writes {role}, a parameter's gradient; gradients of parameters are added to: "
+                    f"[check_op] {name} writes {role}, a parameter's gradient; gradients of "
+                    "parameters are added to: "
                     f"declare +{role}, and add"
                 )
             if "sums" not in op.traits:
                 raise OpError(
-                    f'[check_op] {name} adds to {role}, a parameter\'s gradient, and lacks the trait "sums": without '
+                    f"[check_op] {name} adds to {role}, a parameter's gradient, and lacks the "
+                    'trait "sums": without '
                     "it a GPU clears all gradient buffers before every chunk of shards"
                 )
 
 
-# --- training ------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 class _Around(nn.Module):
     """The op between linear layers, so that tensor parallelism hands it values that lie split."""
 
     def __init__(
-        self, op: Op, shapes: Sequence[tuple[int, ...]], parameters: Sequence[tuple[int, ...]], positive: bool
+        self,
+        op: Op,
+        shapes: Sequence[tuple[int, ...]],
+        parameters: Sequence[tuple[int, ...]],
+        positive: bool,
     ):
         super().__init__()
-        self.op, self.shapes, self.positive = op, list(shapes), positive
+        self.op = op
+        self.shapes = list(shapes)
+        self.positive = positive
         self.before = nn.ModuleList([nn.Linear(12, math.prod(shape)) for shape in shapes])
         rng = np.random.default_rng(3)
         self.names = [f"p{i}" for i in range(len(parameters))]
@@ -208,7 +241,10 @@ class _Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
-        values = [F.reshape(layer(x), n, *shape) for layer, shape in zip(self.before, self.shapes, strict=True)]
+        values = [
+            F.reshape(layer(x), n, *shape)
+            for layer, shape in zip(self.before, self.shapes, strict=True)
+        ]
         if self.positive:
             values = [F.add(F.sigmoid(v), 0.1) for v in values]
         y = self.op(*values, *(getattr(self, name) for name in self.names))
@@ -219,7 +255,8 @@ def _check_training(
     op: Op, shapes: Sequence[tuple[int, ...]], parameters: Sequence[tuple[int, ...]], positive: bool
 ) -> None:
     rng = np.random.default_rng(11)
-    images, labels = rng.standard_normal((80, 12)).astype(np.float32), rng.integers(0, 8, 80)
+    images = rng.standard_normal((80, 12)).astype(np.float32)
+    labels = rng.integers(0, 8, 80)
     dataset = data.arrays(images, labels, classes=8)
 
     def trained(**settings: Any) -> DistributedTrainer:
@@ -234,16 +271,23 @@ def _check_training(
     def train(**settings: Any) -> str:
         return trained(**settings).weights_sha256()
 
-    name, one = name_of(op), train()
+    name = name_of(op)
+    one = train()
     for what, settings in {
         "eager": {"execution": "eager"},
         "on 2 threads": {"threads": 2},
         "on 3 workers": {"num_gpus": 3, "threads": 3},
     }.items():
         if train(**settings) != one:
-            raise OpError(f"[check_op] {name}: a training {what} gives other weights than replayed on one thread")
+            raise OpError(
+                f"[check_op] {name}: a training {what} gives other weights than replayed on one "
+                "thread"
+            )
     if train(shard_size=3) != train(shard_size=3, execution="eager"):
-        raise OpError(f"[check_op] {name}: trained in rows (shards of 3), eager gives other weights than replayed")
+        raise OpError(
+            f"[check_op] {name}: trained in rows (shards of 3), eager gives other weights than "
+            "replayed"
+        )
     for what, ranks, settings in (
         ("on 2 ranks", 2, {}),
         ("whose layers 2 ranks share (mesh tp=2)", 2, {"mesh": Mesh(tp=2)}),
@@ -252,12 +296,18 @@ def _check_training(
         found = mock.run(ranks, lambda comm, settings=settings: train(comm=comm, **settings))
         if set(found) != {one}:
             raise OpError(
-                f"[check_op] {name}: a training {what} gives other weights than one alone; an op with the trait "
+                f"[check_op] {name}: a training {what} gives other weights than one alone; an op "
+                "with the trait "
                 '"features" must compute every feature by itself'
             )
     if gpus.count():
         several = {n: trained(device="gpu", num_gpus=n, oversubscribe=True) for n in (1, 3)}
         if several[1].weights_sha256() != several[3].weights_sha256():
-            raise OpError(f"[check_op] {name}: a training on 3 workers on GPUs gives other weights than on one")
+            raise OpError(
+                f"[check_op] {name}: a training on 3 workers on GPUs gives other weights than on "
+                "one"
+            )
         for what, wanted in trained().state_dict().items():
-            _compare(f"{name}: {what}, trained on a GPU", several[1].state_dict()[what], wanted, 1e-3)
+            _compare(
+                f"{name}: {what}, trained on a GPU", several[1].state_dict()[what], wanted, 1e-3
+            )

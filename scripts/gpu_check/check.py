@@ -1,4 +1,6 @@
-"""The commands of gpu-check's parts: each in a session of its own, with a time limit, all their output in one log."""
+"""The commands of gpu-check's parts: each in a session of its own, with a time limit, all their
+output in one log.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,10 @@ class Check:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def end_by_signal(self, number: int) -> None:
-        """Ends this program and its commands. It waits until a command that is being started is known."""
+        """Ends this program and its commands.
+
+        It waits until a command that is being started is known.
+        """
         if self._starting:
             self._signal = number
             return
@@ -110,7 +115,10 @@ class Check:
     # --- the present part ---
 
     def begin(self, name: str, key: dict[str, str], seconds: float) -> None:
-        """Starts a part that has so many seconds. `key` says for which sources, kernels and GPU its results hold."""
+        """Starts a part that has so many seconds.
+
+        `key` says for which sources, kernels and GPU its results hold.
+        """
         self._part = name
         self._key = key
         self._items = self.results.items(name, key)
@@ -118,13 +126,18 @@ class Check:
         self.write_log(f"\n===== {name}, {seconds:.0f} s =====\n")
 
     def end(self, record: dict[str, Any]) -> None:
-        """Writes the record of the present part. If it did not pass, results within it are kept for the next visit."""
+        """Writes the record of the present part.
+
+        If it did not pass, results within it are kept for the next visit.
+        """
         if self._items and record.get("passed") is not True:
             record = {**record, "so far": self._items}
         self.results.keep(self._part, self._key, record)
 
     def once(self, item: str, do: Callable[[], Any]) -> Any:
-        """A result within the present part: the one of an earlier visit, or that of `do`, which is written at once."""
+        """A result within the present part: the one of an earlier visit, or that of `do`, which
+        is written at once.
+        """
         if item in self._items:
             self.write_log(f"\n{item}: from an earlier visit\n")
             return self._items[item]
@@ -133,7 +146,9 @@ class Check:
         return value
 
     def keep(self, item: str, value: Any) -> None:
-        """Writes a result within the present part, so that a visit that is cut short does not lose it."""
+        """Writes a result within the present part, so that a visit that is cut short does not
+        lose it.
+        """
         self._items[item] = value
         record = {"not run": "the visit ended within this part", "so far": self._items}
         self.results.keep(self._part, self._key, record)
@@ -154,8 +169,12 @@ class Check:
         with self.log.open("a") as log:
             log.write(text)
 
-    def run(self, *command: object, limit: float = 3600, codes: tuple[int, ...] = (0,), **more: Any) -> str:
-        """The output of a command on both streams. `more` goes into its environment.
+    def run(
+        self, *command: object, limit: float = 3600, codes: tuple[int, ...] = (0,), **more: Any
+    ) -> str:
+        """The output of a command on both streams.
+
+        `more` goes into its environment.
 
         Raises:
             RuntimeError: it failed or took too long.
@@ -167,7 +186,10 @@ class Check:
         return output
 
     def attempt(self, *command: object, limit: float = 3600, **more: str) -> tuple[int, str]:
-        """The exit code and the output of a command. Raises the errors of `run`, except for the exit code's."""
+        """The exit code and the output of a command.
+
+        Raises the errors of `run`, except for the exit code's.
+        """
         if self.left < 5:
             raise Skip("no time is left")
         return self.finish([self.start(*command, **more)], min(limit, self.left))[0]
@@ -198,7 +220,9 @@ class Check:
         return started
 
     def finish(self, commands: Sequence[Started], limit: float) -> list[tuple[int, str]]:
-        """Waits for commands and copies their output to the log. In the end all processes that they started are killed.
+        """Waits for commands and copies their output to the log.
+
+        In the end all processes that they started are killed.
 
         Raises RuntimeError: they took too long.
         """
@@ -227,7 +251,9 @@ class Check:
         outputs = [one.file.read_bytes().decode(errors="replace") for one in commands]
         if late:
             raise RuntimeError(f"took more than {limit:.0f} s: {outputs[0][-600:]}")
-        return [(one.process.returncode, output) for one, output in zip(commands, outputs, strict=True)]
+        return [
+            (one.process.returncode, output) for one, output in zip(commands, outputs, strict=True)
+        ]
 
     def _copy(self, one: Started) -> None:
         with one.file.open("rb") as output, self.log.open("ab") as log:
@@ -244,24 +270,36 @@ class Check:
 
     def short(self) -> list[object]:
         """Options of a short training run."""
-        return ["--steps", 3 if self.options.emulated else 60, "--global-batch-size", 256, "--no-eval"]
+        return [
+            "--steps",
+            3 if self.options.emulated else 60,
+            "--global-batch-size",
+            256,
+            "--no-eval",
+        ]
 
     # --- two ranks ---
 
     def mpirun(self) -> str:
-        """The path of a launcher whose two processes find each other. Raises Skip if there is none."""
+        """The path of a launcher whose two processes find each other.
+
+        Raises Skip if there is none.
+        """
         beside = Path(sys.executable).parent / "mpirun"
         launcher = str(beside) if beside.is_file() else shutil.which("mpirun")
         if launcher is None:
             raise Skip("no mpirun on this machine")
-        program = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.size)"
+        program = (
+            "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.size)"
+        )
         code, output = self.attempt(launcher, "-n", 2, sys.executable, "-c", program, limit=30)
         if code or output.count("size 2") != 2:
             raise Skip(f"{launcher} and mpi4py do not go together: {output.strip()[-300:]}")
         return launcher
 
     def two_ranks(self, *command: object, **more: str) -> tuple[str, str]:
-        """The way in which two ranks of a Python program found each other, and the output of rank 0 (mpirun: of both).
+        """The way in which two ranks of a Python program found each other, and the output of
+        rank 0 (mpirun: of both).
 
         mpirun comes first. Otherwise PyTorch's Gloo is used, by the variables of env://.
 
@@ -281,8 +319,17 @@ class Check:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **more}
-        pair = [self.start(sys.executable, *command, **where, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
+        where = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            **more,
+        }
+        pair = [
+            self.start(sys.executable, *command, **where, RANK=str(r), LOCAL_RANK=str(r))
+            for r in range(2)
+        ]
         ended = self.finish(pair, self.left)
         codes = [code for code, _ in ended]
         if any(codes):

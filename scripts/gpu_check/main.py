@@ -3,17 +3,18 @@
     scripts/gpu-check --prepare DIR                      # elsewhere, from the same commit: kernels and programs
     scripts/gpu-check --prepared DIR --resume            # on the machine with the GPU
 
-It looks at the machine, checks the kernels against the CPU's, compares bits of workers and ranks, times kernels and
-steps, and trains LeNet-5 to 98.9 %. It needs Python, NumPy and the packages of odyssey itself. PyTorch, mpirun, ncu and
-compute-sanitizer are used if they are there. Where the Mojo compiler is, --prepare isn't needed.
+It looks at the machine, checks the kernels against the CPU's, compares bits of workers and ranks,
+times kernels and steps, and trains LeNet-5 to 98.9 %. It needs Python, NumPy and the packages of
+odyssey itself. PyTorch, mpirun, ncu and compute-sanitizer are used if they are there. Where the
+Mojo compiler is, --prepare isn't needed.
 
-The parts run in order of value and don't depend on each other. A part that fails, hangs or ends its process doesn't
-stop the others. Time that a part leaves goes to the next ones. Results are in DIR/gpu-check.json as soon as they exist,
-and all output is in DIR/gpu-check.log.
+The parts run in order of value and don't depend on each other. A part that fails, hangs or ends its
+process doesn't stop the others. Time that a part leaves goes to the next ones. Results are in
+DIR/gpu-check.json as soon as they exist, and all output is in DIR/gpu-check.log.
 
---resume skips a part that passed before in DIR/gpu-check.json for the same sources, the same kernels and the same kind
-of GPU. Carry that file from visit to visit. --emulated runs the same parts, shortened, on the emulated GPU of the
-tests: to try this program without a GPU.
+--resume skips a part that passed before in DIR/gpu-check.json for the same sources, the same
+kernels and the same kind of GPU. Carry that file from visit to visit. --emulated runs the same
+parts, shortened, on the emulated GPU of the tests: to try this program without a GPU.
 """
 
 from __future__ import annotations
@@ -40,19 +41,25 @@ SECONDS = 465.0  # for all parts
 HINTS = (
     (
         r"libcuda\.so|libnvidia-ml",
-        "the driver's libraries are not found: see 'libraries' of the part machine, and add their folder to "
+        "the driver's libraries are not found: see 'libraries' of the part machine, and add "
+        "their folder to "
         "LD_LIBRARY_PATH",
     ),
     (
         r"UNSUPPORTED_PTX|INVALID_PTX|PTX JIT|ptxas|unsupported toolchain",
-        "the driver does not take this PTX: see 'ptx' and 'driver' of the part machine; PTX 8.5 wants a driver for "
+        "the driver does not take this PTX: see 'ptx' and 'driver' of the part machine; PTX 8.5 "
+        "wants a driver for "
         "CUDA 12.5, MAX one of 580",
     ),
-    (r"NO_BINARY_FOR_GPU", "the kernels are for another kind of GPU: build the folder with --target of this one"),
+    (
+        r"NO_BINARY_FOR_GPU",
+        "the kernels are for another kind of GPU: build the folder with --target of this one",
+    ),
     (r"GLIBC|GLIBCXX", "this system's C library is older than the run-time libraries want"),
     (
         r"\[build\]",
-        "no kernels for this machine: build a folder where the compiler is, from this commit, and name it with "
+        "no kernels for this machine: build a folder where the compiler is, from this commit, "
+        "and name it with "
         "--prepared or --kernels",
     ),
     (r"OUT_OF_MEMORY|MiB free", "somebody else uses the GPU: see nvidia-smi in the log"),
@@ -62,10 +69,14 @@ HINTS = (
     ),
     (
         r"took more than",
-        "too slow, or it hangs: see the times in the log; the driver compiles kernels in each process again if its "
+        "too slow, or it hangs: see the times in the log; the driver compiles kernels in each "
+        "process again if its "
         "cache does not work",
     ),
-    (r"exit code -", "a signal ended the process: run the command of the log again with python -X faulthandler"),
+    (
+        r"exit code -",
+        "a signal ended the process: run the command of the log again with python -X faulthandler",
+    ),
     (r"No module named", "a Python package is missing"),
 )
 
@@ -87,23 +98,40 @@ class Outcome(NamedTuple):
 def hint(problem: str) -> str:
     """The advice for an error."""
     advice = [text for pattern, text in HINTS if re.search(pattern, problem)]
-    return f"look at: {'; '.join(advice[:2])}" if advice else "look at the end of its part of the log"
+    return (
+        f"look at: {'; '.join(advice[:2])}" if advice else "look at the end of its part of the log"
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     folder = parser.add_mutually_exclusive_group()
-    folder.add_argument("--kernels", type=Path, metavar="DIR", help="folder of `odyssey build --output DIR`")
+    folder.add_argument(
+        "--kernels", type=Path, metavar="DIR", help="folder of `odyssey build --output DIR`"
+    )
     folder.add_argument("--prepared", type=Path, metavar="DIR", help="folder of --prepare")
     folder.add_argument(
-        "--prepare", type=Path, metavar="DIR", help="only build kernels and programs for a machine with no compiler"
+        "--prepare",
+        type=Path,
+        metavar="DIR",
+        help="only build kernels and programs for a machine with no compiler",
     )
-    parser.add_argument("--target", default="sm_90", help="with --prepare: the kind of GPU (default: sm_90)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="of results (default: gpu-check)")
+    parser.add_argument(
+        "--target", default="sm_90", help="with --prepare: the kind of GPU (default: sm_90)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="of results (default: gpu-check)"
+    )
     parser.add_argument("--resume", action="store_true", help="skip the parts that passed before")
-    parser.add_argument("--only", nargs="+", choices=[p.name for p in parts.PARTS], help="these parts only")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for everything (default: {SECONDS:.0f})")
+    parser.add_argument(
+        "--only", nargs="+", choices=[p.name for p in parts.PARTS], help="these parts only"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"for everything (default: {SECONDS:.0f})"
+    )
     parser.add_argument("--emulated", action="store_true", help="on the emulated GPU, shortened")
     options = parser.parse_args(arguments)
     if options.output is None:
@@ -113,13 +141,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.kernels = options.prepared / prepare.KERNELS
         options.programs = options.prepared / prepare.PROGRAMS
     if options.kernels is not None and not options.kernels.is_dir():
-        parser.error(f"expected a folder with kernels, {options.kernels} is not one; build it with --prepare")
+        parser.error(
+            f"expected a folder with kernels, {options.kernels} is not one; build it with --prepare"
+        )
     return options
 
 
 @contextlib.contextmanager
 def ended_by_signals(c: Check) -> Iterator[None]:
-    """Lets `timeout` and the like end this process as Ctrl-C does, so that no command of it runs on."""
+    """Lets `timeout` and the like end this process as Ctrl-C does, so that no command of it runs
+    on.
+    """
 
     if threading.current_thread() is not threading.main_thread():  # only that one may change it
         yield
@@ -152,13 +184,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def visit_all(c: Check, outcomes: list[Outcome]) -> None:
-    """Runs the parts that were asked for and have not passed before. Appends the outcome of each part."""
+    """Runs the parts that were asked for and have not passed before.
+
+    Appends the outcome of each part.
+    """
     c.until = time.monotonic() + 60
     c.facts["libraries"] = machine.driver(c)
     gpus = machine.gpus(c)
     c.facts["capabilities"] = [capability for capability, _ in gpus]
     name = ", ".join(name for _, name in gpus) or "no GPU"
-    visit = Visit(commit(prepare.commit_of(c.options.prepared)), prepare.kernels_hash(c.environment), name)
+    visit = Visit(
+        commit(prepare.commit_of(c.options.prepared)), prepare.kernels_hash(c.environment), name
+    )
     say(c, f"commit {visit.commit}, kernels {visit.kernels}, {visit.gpu}")
     for note in c.results.notes:
         say(c, note)
@@ -166,7 +203,8 @@ def visit_all(c: Check, outcomes: list[Outcome]) -> None:
     keys = {part.name: key_of(part, visit) for part in chosen}
     earlier = {part.name: c.results.passed(part.name, keys[part.name]) for part in chosen}
     todo = [part for part in chosen if earlier[part.name] is None]
-    if any(part.name == "torch" for part in todo):  # reading its files takes long where the disk is cold
+    # reading its files takes long where the disk is cold
+    if any(part.name == "torch" for part in todo):
         c.start(sys.executable, "-c", "import torch, torch.distributed")
     for part in chosen:
         record = earlier[part.name]

@@ -32,7 +32,10 @@ def programs_hash() -> str:
 
 
 def compile_program(name: str, target: str, output: Path) -> None:
-    """Compiles a program of tests/gpu/hopper. Raises RuntimeError with the messages of the compiler."""
+    """Compiles a program of tests/gpu/hopper.
+
+    Raises RuntimeError with the messages of the compiler.
+    """
     mojo = compiler()
     if mojo is None:
         raise RuntimeError("[gpu-check] the Mojo compiler is required; install the package `max`")
@@ -56,10 +59,22 @@ def compiler() -> str | None:
 
 def prepare(folder: Path, target: str) -> int:
     """Builds the folder. Returns the exit code."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     environment.pop("ODYSSEY_KERNELS", None)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "odyssey", "build", "--target", target, "--output", str(folder / KERNELS)]
+    command = [
+        sys.executable,
+        "-m",
+        "odyssey",
+        "build",
+        "--target",
+        target,
+        "--output",
+        str(folder / KERNELS),
+    ]
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode:
         return done.returncode
@@ -71,7 +86,10 @@ def prepare(folder: Path, target: str) -> int:
         return 1
     note = {"commit": commit(), "programs": programs_hash()}
     (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n")
-    print(f"{folder}: ready for {target}, {note['commit']}. Carry it, and run: scripts/gpu-check --prepared {folder}")
+    print(
+        f"{folder}: ready for {target}, {note['commit']}. Carry it, and run: scripts/gpu-check "
+        f"--prepared {folder}"
+    )
     return 0
 
 
@@ -90,7 +108,9 @@ def commit_of(folder: Path | None) -> str:
 
 
 def kernels_hash(environment: Mapping[str, str]) -> str:
-    """The identity of the kernels: of the libraries of a folder, or of the sources that are compiled here."""
+    """The identity of the kernels: of the libraries of a folder, or of the sources that are
+    compiled here.
+    """
     named = environment.get("ODYSSEY_KERNELS")
     if named:
         path = Path(named)

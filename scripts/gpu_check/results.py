@@ -1,8 +1,9 @@
-"""The results of gpu-check: a file that is whole after every part, and the rules for skipping what passed before.
+"""The results of gpu-check: a file that is whole after every part, and the rules for skipping
+what passed before.
 
-A record says for what it holds: the sources that its part runs, the kernels and the GPU. With --resume a part is
-skipped if it passed for the same ones. The commit is a label for the reader and decides nothing, so a commit that
-changes only pages of the documentation repeats nothing.
+A record says for what it holds: the sources that its part runs, the kernels and the GPU. With
+--resume a part is skipped if it passed for the same ones. The commit is a label for the reader and
+decides nothing, so a commit that changes only pages of the documentation repeats nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Visit(NamedTuple):
     """The facts of this run that are written into every record.
 
     Attributes:
-        commit: a label. kernels: a hash of the compiled kernels, or of what they are compiled from. gpu: the name.
+        commit: a label. kernels: a hash of the compiled kernels, or of what they are compiled from.
+            gpu: the name.
     """
 
     commit: str
@@ -34,11 +36,15 @@ class Visit(NamedTuple):
 
 
 def hash_of(paths: Iterable[Path], without: Iterable[Path] = ()) -> str:
-    """A hash over the names and bytes of files, and of all files in folders, except for those in `without`."""
+    """A hash over the names and bytes of files, and of all files in folders, except for those in
+    `without`.
+    """
     skipped = tuple(without)
     files: set[Path] = set()
     for path in paths:
-        files.update(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else files.add(path)
+        files.update(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else files.add(
+            path
+        )
     whole = hashlib.sha256()
     for file in sorted(files):
         if "__pycache__" in file.parts or any(file.is_relative_to(place) for place in skipped):
@@ -50,17 +56,23 @@ def hash_of(paths: Iterable[Path], without: Iterable[Path] = ()) -> str:
 
 
 def commit(otherwise: str = "an unknown commit") -> str:
-    """The commit of this checkout; `otherwise` if git does not know it, as in a copy of the working tree."""
+    """The commit of this checkout; `otherwise` if git does not know it, as in a copy of the
+    working tree.
+    """
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return otherwise
         name = git("rev-parse", "--short=12", "HEAD")
-        return f"{name} with changes" if git("status", "--porcelain", "--untracked-files=no") else name
+        return (
+            f"{name} with changes" if git("status", "--porcelain", "--untracked-files=no") else name
+        )
     except (OSError, subprocess.CalledProcessError):
         return otherwise
 
@@ -69,7 +81,8 @@ class Results:
     """The records of all parts by name, in `folder`/gpu-check.json.
 
     Args:
-        folder: the folder of the file. resume: use the records that are there; otherwise they are moved aside.
+        folder: the folder of the file. resume: use the records that are there; otherwise they are
+            moved aside.
 
     Attributes:
         notes: what the user should know about the file that was there.
@@ -92,12 +105,16 @@ class Results:
                 raise ValueError("it is not a JSON object")
         except (OSError, ValueError, RecursionError) as problem:
             aside = self._move_aside("damaged")
-            self.notes.append(f"{self._file} is damaged ({problem}); kept as {aside.name}; all parts run again")
+            self.notes.append(
+                f"{self._file} is damaged ({problem}); kept as {aside.name}; all parts run again"
+            )
             return
         for name, record in records.items():
             why = damage(record)
             if why:
-                self.notes.append(f"the record of {name} in {self._file} is damaged ({why}); the part runs again")
+                self.notes.append(
+                    f"the record of {name} in {self._file} is damaged ({why}); the part runs again"
+                )
             else:
                 self.records[name] = record
         if len(self.records) < len(records):
@@ -122,7 +139,8 @@ class Results:
     def passed(self, name: str, key: dict[str, str]) -> dict[str, Any] | None:
         """The record of a part that passed for the same sources, kernels and GPU, or None.
 
-        A part that passed at one commit and was not run at the next one counts again for the first one.
+        A part that passed at one commit and was not run at the next one counts again for the first
+        one.
         """
         record = self.records.get(name, {})
         for one in (record, record.get("before", {})):
@@ -131,7 +149,9 @@ class Results:
         return None
 
     def items(self, name: str, key: dict[str, str]) -> dict[str, Any]:
-        """The results within a part that did not come to its end, for the same sources, kernels and GPU."""
+        """The results within a part that did not come to its end, for the same sources, kernels
+        and GPU.
+        """
         record = self.records.get(name, {})
         for one in (record, record.get("before", {})):
             if "so far" in one and same(one, key):
@@ -139,13 +159,19 @@ class Results:
         return {}
 
     def keep(self, name: str, key: dict[str, str], record: dict[str, Any]) -> None:
-        """Writes the record of a part. The outcome before stays in it as "before" until there is a new one."""
+        """Writes the record of a part.
+
+        The outcome before stays in it as "before" until there is a new one.
+        """
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         earlier = self.records.get(name)
         if earlier is not None and "passed" not in record:
             before = earlier if "passed" in earlier else earlier.get("before")
             if before is not None:
-                record = {**record, "before": {name: value for name, value in before.items() if name != "before"}}
+                record = {
+                    **record,
+                    "before": {name: value for name, value in before.items() if name != "before"},
+                }
         self.records[name] = {**record, "for": {**key, "date": f"{now} UTC"}}
         self.write()
 
@@ -178,7 +204,9 @@ def damage(record: Any) -> str | None:
     if not isinstance(record.get("so far", {}), dict):
         return "'so far' is not an object"
     key = record.get("for")
-    if not isinstance(key, dict) or not all(isinstance(key.get(word), str) and key[word] for word in (*SAME, "commit")):
+    if not isinstance(key, dict) or not all(
+        isinstance(key.get(word), str) and key[word] for word in (*SAME, "commit")
+    ):
         return "it does not say for which commit, sources, kernels and GPU it holds"
     seconds = record.get("seconds", 0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e6:

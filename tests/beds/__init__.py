@@ -1,1 +1,4 @@
-"""Test beds: faults in ranks and from outside, four hosts in one machine, a small SLURM. Used by tests only."""
+"""Test beds: faults in ranks and from outside, four hosts in one machine, a small SLURM.
+
+Used by tests only.
+"""

@@ -1,12 +1,14 @@
-"""Random faults of all kinds against `odyssey launch`, again and again; each run must end with a clean one's bytes.
+"""Random faults of all kinds against `odyssey launch`, again and again; each run must end with a
+clean one's bytes.
 
-    chaos.py [--minutes 5 | --runs N] [--every 20] [--faults N] [--ranks 4] [--steps 300] [--step-ms 100]
-             [--seed 0] [--hosts] [--only KIND ...]
+    chaos.py [--minutes 5 | --runs N] [--every 20] [--faults N] [--ranks 4] [--steps 300] [--step-ms
+             100] [--seed 0] [--hosts] [--only KIND ...]
 
-About every `--every` seconds something happens to the run: a process of it is killed, stopped, told to end or to loop
-for ever, a checkpoint is damaged; with --hosts ranks are on four hosts of netns.py, which die or are cut off. When the
-launcher was ended the same command goes on, as somebody would. Prints a line per fault and a table at the end; ends
-with 1 if a run did not come to its end, or with other bytes, or left a process or a file. What it is not: a proof.
+About every `--every` seconds something happens to the run: a process of it is killed, stopped, told
+to end or to loop for ever, a checkpoint is damaged; with --hosts ranks are on four hosts of
+netns.py, which die or are cut off. When the launcher was ended the same command goes on, as
+somebody would. Prints a line per fault and a table at the end; ends with 1 if a run did not come to
+its end, or with other bytes, or left a process or a file. What it is not: a proof.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ AGAIN = 40  # starts of the launcher, after which a run has failed
 
 
 class Event(NamedTuple):
-    """A fault: what, when (time.monotonic()), after which step, and seconds until the run was two steps farther.
+    """A fault: what, when (time.monotonic()), after which step, and seconds until the run was
+    two steps farther.
 
     Two: the next one may have been under way and come to its end.
     """
@@ -51,7 +54,9 @@ class Event(NamedTuple):
 class Run:
     """One training under faults."""
 
-    def __init__(self, folder: Path, o: argparse.Namespace, chance: random.Random, hosts: netns.Hosts | None) -> None:
+    def __init__(
+        self, folder: Path, o: argparse.Namespace, chance: random.Random, hosts: netns.Hosts | None
+    ) -> None:
         self.folder, self.o, self.chance, self.hosts = folder, o, chance, hosts
         self.directory = folder / "run"
         self.trigger = folder / "trigger.json"
@@ -65,7 +70,14 @@ class Run:
 
     def start(self) -> None:
         """The command, for the first time or again."""
-        settings = [*SETTINGS, *(["--hosts", ",".join(f"{name}:1" for name in self.hosts.names)] if self.hosts else [])]
+        settings = [
+            *SETTINGS,
+            *(
+                ["--hosts", ",".join(f"{name}:1" for name in self.hosts.names)]
+                if self.hosts
+                else []
+            ),
+        ]
         options = ["--steps", self.o.steps, "--step-ms", self.o.step_ms, "--checkpoint-every", 10]
         command = outside.launch_command(self.o.ranks, self.directory, *options, settings=settings)
         environment = {faults.TRIGGER: str(self.trigger)}
@@ -73,7 +85,9 @@ class Run:
             self.jobs.append(self.hosts.job(command, environment=environment))
         else:
             same = self.jobs[0] if self.jobs else True
-            self.jobs.append(faults.Job(command, self.folder, environment=environment, own_folders=same))
+            self.jobs.append(
+                faults.Job(command, self.folder, environment=environment, own_folders=same)
+            )
         self.expected = (0,)
 
     def __call__(self, kinds: dict[str, Callable[[Run], None]], weights: str) -> None:
@@ -135,7 +149,9 @@ class Run:
         print(f"{time.strftime('%H:%M:%S')}  {kind}", flush=True)
 
     def _mend(self) -> None:
-        """Hosts that were broken before come back, so that there is always something left to break."""
+        """Hosts that were broken before come back, so that there is always something left to
+        break.
+        """
         for k in sorted(self.broken):
             if self.hosts and k not in self.hosts.alive:
                 self.hosts.start_host(k)
@@ -148,11 +164,17 @@ class Run:
             done = json.loads((self.directory / "DONE.json").read_text())["weights_sha256"]
             if done != weights:
                 self.wrong.append(f"ended with weights {done[:16]}, not {weights[:16]}")
-            left = [line for line in self.jobs[-1].left(10) if self.hosts is None or line.startswith("process")]
+            left = [
+                line
+                for line in self.jobs[-1].left(10)
+                if self.hosts is None or line.startswith("process")
+            ]
             self.wrong += [f"left: {line[:300]}" for line in left]
         steps = sorted((at, step) for job in self.jobs for step, _, at in job.steps())
         for n, e in enumerate(self.events):
-            seconds = next((at - e.at for at, step in steps if at > e.at and step >= e.step + 2), None)
+            seconds = next(
+                (at - e.at for at, step in steps if at > e.at and step >= e.step + 2), None
+            )
             self.events[n] = e._replace(seconds=seconds)
 
     # --- what can be done to it ---
@@ -215,7 +237,9 @@ def _scale(run: Run) -> None:
     ranks = run.chance.randint(1, run.o.ranks)
     words = [sys.executable, "-m", "odyssey", "scale", run.directory, ranks]
     words = run.hosts.on(0, *words) if run.hosts else [str(word) for word in words]
-    done = subprocess.run(words, env=run.jobs[-1].environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        words, env=run.jobs[-1].environment, capture_output=True, text=True, timeout=60
+    )
     if done.returncode:
         raise LookupError(done.stderr)
 
@@ -231,7 +255,10 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "rank: SIGKILL": lambda run: run.outside.kill(rank=run.rank()),
     "rank: SIGSEGV": lambda run: run.outside.signal(signal.SIGSEGV, rank=run.rank()),
     "rank: SIGSTOP": lambda run: run.outside.stop(rank=run.rank()),
-    "rank: SIGTERM": lambda run: (run.outside.signal(signal.SIGTERM, rank=run.rank()), run.ends(75)),
+    "rank: SIGTERM": lambda run: (
+        run.outside.signal(signal.SIGTERM, rank=run.rank()),
+        run.ends(75),
+    ),
     "rank: exception": _within("raises"),
     "rank: sys.exit(3)": _within("exits"),
     "rank: os._exit(0)": _within("_exit"),
@@ -250,7 +277,8 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "checkpoint damaged": _damage,
     "odyssey scale": _scale,
 }
-FINAL = ("rank: exception", "rank: sys.exit(3)")  # twice without progress in between means to give up
+# twice without progress in between means to give up
+FINAL = ("rank: exception", "rank: sys.exit(3)")
 HOSTS: dict[str, Callable[[Run], None]] = {
     "host dies": lambda run: _host(run, "kill_host"),
     "host cut off": lambda run: _host(run, "partition"),
@@ -261,14 +289,18 @@ def options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5, help="no run begins after so many")
     parser.add_argument("--runs", type=int, help="so many runs, however long they take")
-    parser.add_argument("--every", type=float, default=20, help="seconds from fault to fault, on average")
+    parser.add_argument(
+        "--every", type=float, default=20, help="seconds from fault to fault, on average"
+    )
     parser.add_argument("--faults", type=int, default=1 << 30, help="at most so many in a run")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", action="store_true", help="four hosts of netns.py; needs root")
-    parser.add_argument("--only", nargs="+", metavar="KIND", help=f"of: {', '.join([*KINDS, *HOSTS])}")
+    parser.add_argument(
+        "--only", nargs="+", metavar="KIND", help=f"of: {', '.join([*KINDS, *HOSTS])}"
+    )
     return parser.parse_args(words)
 
 
@@ -287,7 +319,9 @@ def soak(words: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         hosts = stack.enter_context(netns.Hosts(4, folder)) if o.hosts else None
-        clean = stack.enter_context(faults.Job([sys.executable, outside.JOB, "--steps", o.steps, "--quiet"], folder))
+        clean = stack.enter_context(
+            faults.Job([sys.executable, outside.JOB, "--steps", o.steps, "--quiet"], folder)
+        )
         assert clean.wait(120) == 0, clean.output
         until = time.monotonic() + 60 * o.minutes
         while number < o.runs if o.runs is not None else time.monotonic() < until:
@@ -302,18 +336,30 @@ def soak(words: list[str] | None = None) -> int:
             how = "; ".join(run.wrong) or "same weights"
             print(f"run {number}: {how} ({len(run.events)} faults, {starts})", flush=True)
             if run.wrong:
-                print("\n".join(line for job in run.jobs for _, line in job.lines[-80:]), flush=True)
+                print(
+                    "\n".join(line for job in run.jobs for _, line in job.lines[-80:]), flush=True
+                )
     _table(events, number, failed)
     return int(failed > 0)
 
 
 def _table(events: list[Event], runs: int, failed: int) -> None:
-    print(f"\n{runs - failed} of {runs} runs ended with the weights of a clean run, after {len(events)} faults")
-    print(f"{'fault':28}{'times':>6}{'median':>9}{'longest':>9}   seconds until it was two steps farther")
+    print(
+        f"\n{runs - failed} of {runs} runs ended with the weights of a clean run, after "
+        f"{len(events)} faults"
+    )
+    print(
+        f"{'fault':28}{'times':>6}{'median':>9}{'longest':>9}   seconds until it was two steps "
+        "farther"
+    )
     for kind in sorted({e.kind for e in events}):
         mine = [e for e in events if e.kind == kind]
         seconds = [e.seconds for e in mine if e.seconds is not None]
-        figures = f"{statistics.median(seconds):9.1f}{max(seconds):9.1f}" if seconds else f"{'-':>9}{'-':>9}"
+        figures = (
+            f"{statistics.median(seconds):9.1f}{max(seconds):9.1f}"
+            if seconds
+            else f"{'-':>9}{'-':>9}"
+        )
         print(f"{kind:28}{len(mine):6}{figures}")
 
 

@@ -10,7 +10,9 @@ from beds import slurm as slurms
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts jobs in a folder of the test, and ends what is left of them: job(command, ...) as faults.Job."""
+    """Starts jobs in a folder of the test, and ends what is left of them: job(command, ...) as
+    faults.Job.
+    """
     started = []
 
     def start(command, **settings):

@@ -1,13 +1,15 @@
-"""Faults as objects: what goes wrong in which rank at which step, and what is done to a running job from outside.
+"""Faults as objects: what goes wrong in which rank at which step, and what is done to a running
+job from outside.
 
     faults.kill(rank=1, at_step=7)
     faults.slow(rank=2, ms=50) & faults.raises(rank=0, at_step=9)
     faults.kill(rank=1, at_step=7).kill(rank=3, at_step=12, attempt=2)
 
-`Faults` are carried to the ranks by one environment variable, which `job.py` (or another script of the tests) hands to
-`install`; no code of the product reads it. A fault happens just before the step it names, counted from 1, in the
-attempt it names (None: in each), so a restarted job goes on. What is done to processes from outside is in
-`outside.py`. What this is not: a way to break files or system calls.
+`Faults` are carried to the ranks by one environment variable, which `job.py` (or another script of
+the tests) hands to `install`; no code of the product reads it. A fault happens just before the step
+it names, counted from 1, in the attempt it names (None: in each), so a restarted job goes on. What
+is done to processes from outside is in `outside.py`. What this is not: a way to break files or
+system calls.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ import numpy as np
 
 from .outside import Job, Outside, Traces, launch_command, rank_command
 
-__all__ = ["Fault", "Faults", "Job", "LeavesEarly", "Outside", "Traces", "install", "launch_command", "rank_command"]
+__all__ = [
+    "Fault",
+    "Faults",
+    "Job",
+    "LeavesEarly",
+    "Outside",
+    "Traces",
+    "install",
+    "launch_command",
+    "rank_command",
+]
 
 VARIABLE = "ODYSSEY_TEST_FAULTS"
 TRIGGER = "ODYSSEY_TEST_TRIGGER"
@@ -36,12 +48,17 @@ MISMATCHES = ("op", "count", "dtype", "root")
 
 
 class LeavesEarly(Exception):
-    """A rank returns from its training as if it were over; the script catches it and ends with 0."""
+    """A rank returns from its training as if it were over; the script catches it and ends with
+    0.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault of one rank. `until`: it happens in every step up to this one; `value`: code, milliseconds, ..."""
+    """One fault of one rank.
+
+    `until`: it happens in every step up to this one; `value`: code, milliseconds, ...
+    """
 
     kind: str
     rank: int
@@ -73,7 +90,9 @@ class Faults:
         """SIGKILL."""
         return self.signal(rank, at_step, signals.SIGKILL, attempt)
 
-    def signal(self, rank: int, at_step: int = 1, number: int = signals.SIGTERM, attempt: int | None = 1) -> Faults:
+    def signal(
+        self, rank: int, at_step: int = 1, number: int = signals.SIGTERM, attempt: int | None = 1
+    ) -> Faults:
         """A signal to itself: SIGSEGV and SIGBUS too."""
         return self.and_("signal", rank, at_step, attempt, value=int(number))
 
@@ -81,7 +100,9 @@ class Faults:
         """SIGSTOP: it neither ends nor goes on."""
         return self.signal(rank, at_step, signals.SIGSTOP, attempt)
 
-    def loop(self, rank: int, at_step: int = 1, holding_gil: bool = False, attempt: int | None = 1) -> Faults:
+    def loop(
+        self, rank: int, at_step: int = 1, holding_gil: bool = False, attempt: int | None = 1
+    ) -> Faults:
         """An endless loop, in Python or in C without letting go of the interpreter's lock."""
         return self.and_("loop", rank, at_step, attempt, value=holding_gil)
 
@@ -112,15 +133,21 @@ class Faults:
         return self.and_("skips", rank, at_step, attempt)
 
     def differs(self, rank: int, what: str, at_step: int = 1, attempt: int | None = 1) -> Faults:
-        """All ranks make one more collective; that of this rank has another "op", "count", "dtype" or "root"."""
+        """All ranks make one more collective; that of this rank has another "op", "count",
+        "dtype" or "root".
+        """
         if what not in MISMATCHES:
             raise ValueError(f"{what!r}: choose from {MISMATCHES}")
         return self.and_("differs", rank, at_step, attempt, value=what)
 
     # --- numbers differ ---
 
-    def flips_weight(self, rank: int, at_step: int = 1, bit: int = 20, attempt: int | None = 1) -> Faults:
-        """One bit of the first weight, in this rank's memory only; bit 20 of a float32 changes it by some per cent."""
+    def flips_weight(
+        self, rank: int, at_step: int = 1, bit: int = 20, attempt: int | None = 1
+    ) -> Faults:
+        """One bit of the first weight, in this rank's memory only; bit 20 of a float32 changes
+        it by some per cent.
+        """
         return self.and_("flips_weight", rank, at_step, attempt, value=bit)
 
     def nan_gradient(self, rank: int, at_step: int = 1, attempt: int | None = 1) -> Faults:
@@ -130,7 +157,12 @@ class Faults:
     # --- slow ---
 
     def slow(
-        self, rank: int, ms: int, at_step: int = 1, until: int | None = 1 << 60, attempt: int | None = None
+        self,
+        rank: int,
+        ms: int,
+        at_step: int = 1,
+        until: int | None = 1 << 60,
+        attempt: int | None = None,
     ) -> Faults:
         """So much later into each step: as if it computed longer."""
         return self.and_("slow", rank, at_step, attempt, value=ms, until=until)
@@ -168,7 +200,9 @@ slow, slow_data = none.slow, none.slow_data
 
 
 def install(trainer: Any, faults: Faults | None = None) -> None:
-    """Has this rank's faults happen in a DistributedTrainer; in a rank without faults it changes nothing."""
+    """Has this rank's faults happen in a DistributedTrainer; in a rank without faults it changes
+    nothing.
+    """
     faults = Faults.carried() if faults is None else faults
     attempt = int(os.environ.get("ODYSSEY_ATTEMPT", "1"))
     now = [f for f in faults.each if f.attempt in (None, attempt)]
@@ -196,7 +230,8 @@ def install(trainer: Any, faults: Faults | None = None) -> None:
 def trigger(file: Path, faults: Faults) -> None:
     """Has the only fault of `faults` happen in a running job, before the next step of its rank.
 
-    file: that which the job's environment names as TRIGGER. Not for those in which all ranks take part.
+    file: that which the job's environment names as TRIGGER. Not for those in which all ranks take
+    part.
     """
     (fault,) = faults.each
     aside = file.with_suffix(".tmp")
@@ -222,7 +257,8 @@ def _happen(fault: Fault, trainer: Any) -> None:
         os.kill(os.getpid(), value)
     elif kind == "loop":
         if value:
-            collections.deque(itertools.repeat(0), maxlen=0)  # in C from here on: no bytecode, no signal handler
+            # in C from here on: no bytecode, no signal handler
+            collections.deque(itertools.repeat(0), maxlen=0)
         while True:
             pass
     elif kind == "raises":
@@ -251,7 +287,9 @@ def _happen(fault: Fault, trainer: Any) -> None:
 
 
 def _differ(comm: Any, what: str, other: bool) -> None:
-    values = np.ones(4 if what == "count" and other else 3, np.int32 if what == "dtype" and other else np.float32)
+    values = np.ones(
+        4 if what == "count" and other else 3, np.int32 if what == "dtype" and other else np.float32
+    )
     if what == "root":
         comm.broadcast(values, 1 if other else 0)
     elif what == "op" and other:
@@ -261,13 +299,19 @@ def _differ(comm: Any, what: str, other: bool) -> None:
 
 
 def _poison(trainer: Any) -> None:
-    """Before the next reduction that this rank starts, NaN for the first float that it adds to the sum."""
+    """Before the next reduction that this rank starts, NaN for the first float that it adds to
+    the sum.
+    """
     from odyssey.parallel import reduction
 
     def kinds(of: type) -> set[type]:
         return {of}.union(*(kinds(c) for c in of.__subclasses__()))
 
-    originals = {kind: kind.__dict__["start"] for kind in kinds(reduction.Reduction) if "start" in kind.__dict__}
+    originals = {
+        kind: kind.__dict__["start"]
+        for kind in kinds(reduction.Reduction)
+        if "start" in kind.__dict__
+    }
 
     def poisoned(original: Any) -> Any:
         def start(self: Any) -> None:

@@ -1,7 +1,9 @@
-"""A small training for the test beds: a net, data made here, a DistributedTrainer, and the faults it is told of.
+"""A small training for the test beds: a net, data made here, a DistributedTrainer, and the
+faults it is told of.
 
-Rank 0 prints `step N HASH TIME` after each step (the start of the weights' SHA-256; time.monotonic()) and at the end
-`weights SHA256`. Started by mpirun, by `odyssey launch` or alone: the same numbers. Not an example; examples/ has some.
+Rank 0 prints `step N HASH TIME` after each step (the start of the weights' SHA-256;
+time.monotonic()) and at the end `weights SHA256`. Started by mpirun, by `odyssey launch` or alone:
+the same numbers. Not an example; examples/ has some.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=32, help="size of the net, so of a checkpoint")
-    parser.add_argument("--step-ms", type=float, default=0, help="every rank waits so long after each step")
+    parser.add_argument(
+        "--hidden", type=int, default=32, help="size of the net, so of a checkpoint"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=0, help="every rank waits so long after each step"
+    )
     parser.add_argument("--quiet", action="store_true", help="no line per step")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--reduction", default="tree")

@@ -1,14 +1,17 @@
-"""Several hosts in one machine: network, host name, processes, /dev/shm and /tmp of their own, and a switch.
+"""Several hosts in one machine: network, host name, processes, /dev/shm and /tmp of their own,
+and a switch.
 
     with Hosts(4, folder) as hosts:
         job = hosts.job(hosts.mpirun(1, [sys.executable, JOB]))
         hosts.kill_host(3)
 
-The host h0 (10.77.0.254) holds the switch and runs what starts jobs; h1, h2, ... (10.77.0.1, ...) run ranks. MPI
-launchers find an `ssh` in PATH (ssh.py). Files are shared, as over NFS, except /dev/shm and /tmp; cores and memory are
-the machine's. Needs root, unshare, nsenter and iproute2. All of it is namespaces that processes hold: when these end,
-also because the test is killed, nothing is left. `limit` gives a host less bandwidth (tbf); `shape` gives all of them
-wires with a rate, a delay and loss, which a program here makes (wire.c, with `cc`), since netem is not everywhere.
+The host h0 (10.77.0.254) holds the switch and runs what starts jobs; h1, h2, ... (10.77.0.1, ...)
+run ranks. MPI launchers find an `ssh` in PATH (ssh.py). Files are shared, as over NFS, except
+/dev/shm and /tmp; cores and memory are the machine's. Needs root, unshare, nsenter and iproute2.
+All of it is namespaces that processes hold: when these end, also because the test is killed,
+nothing is left. `limit` gives a host less bandwidth (tbf); `shape` gives all of them wires with a
+rate, a delay and loss, which a program here makes (wire.c, with `cc`), since netem is not
+everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from .ssh import Server
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
 
-# The first process of a host. $1 its name, $2 a folder of its own, $3 its shared memory, $4 the file of hosts.
+# The first process of a host. $1 its name, $2 a folder of its own, $3 its shared memory, $4 the
+# file of hosts.
 _FIRST = r"""
 set -e
 hostname "$1"
@@ -60,10 +64,27 @@ def why_not() -> str | None:
         return "hosts in network namespaces need root on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"hosts in network namespaces need {', '.join(missing)} (packages iproute2 and util-linux)"
+        return (
+            f"hosts in network namespaces need {', '.join(missing)} (packages iproute2 and "
+            "util-linux)"
+        )
     tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]
-        + ["ip link add name b type bridge && ip link add name p type veth peer name e && mount -t sysfs sysfs /sys"],
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "--ipc",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "sh",
+            "-c",
+        ]
+        + [
+            "ip link add name b type bridge && ip link add name p type veth peer name e && mount "
+            "-t sysfs sysfs /sys"
+        ],
         capture_output=True,
         text=True,
         timeout=30,
@@ -79,14 +100,27 @@ class _Traces:
         self.before = self._names()
 
     def _names(self) -> set[Path]:
-        folders = [f for k in range(self.hosts.count + 1) for f in (self.hosts.shm(k), self.hosts.tmp(k))]
-        return {Path(entry.path) for folder in folders if folder.is_dir() for entry in os.scandir(folder)}
+        folders = [
+            f for k in range(self.hosts.count + 1) for f in (self.hosts.shm(k), self.hosts.tmp(k))
+        ]
+        return {
+            Path(entry.path)
+            for folder in folders
+            if folder.is_dir()
+            for entry in os.scandir(folder)
+        }
 
     def new(self) -> list[Path]:
         lists = [self.hosts.tmp(k).with_name("shared") for k in range(self.hosts.count + 1)]
-        shared = {file.with_name("tmp") / name for file in lists for name in file.read_text().splitlines()}
+        shared = {
+            file.with_name("tmp") / name for file in lists for name in file.read_text().splitlines()
+        }
         shm = str(self.hosts.shm(0).parent)
-        return sorted(p for p in self._names() - self.before - shared if str(p).startswith(shm) or LEFT.match(p.name))
+        return sorted(
+            p
+            for p in self._names() - self.before - shared
+            if str(p).startswith(shm) or LEFT.match(p.name)
+        )
 
 
 class Hosts:
@@ -109,8 +143,11 @@ class Hosts:
         try:
             for k in range(count + 1):
                 self._start(k)
-            self._on(0, "ip", "link", "add", "name", "switch", "type", "bridge", "forward_delay", "0")
-            # Else it has the lowest address of its ports: one that goes takes it along, and all lose h0 for seconds.
+            self._on(
+                0, "ip", "link", "add", "name", "switch", "type", "bridge", "forward_delay", "0"
+            )
+            # Else it has the lowest address of its ports: one that goes takes it along, and all
+            # lose h0 for seconds.
             self._on(0, "ip", "link", "set", "switch", "address", _hardware(254))
             self._on(0, "ip", "addr", "add", "10.77.0.254/24", "dev", "switch")
             self._on(0, "ip", "link", "set", "switch", "up")
@@ -141,7 +178,11 @@ class Hosts:
         return self.folder / f"h{k}" / "tmp"
 
     def _write_files(self) -> None:
-        lines = ["127.0.0.1 localhost", "10.77.0.254 h0", *(f"10.77.0.{k} h{k}" for k in range(1, self.count + 1))]
+        lines = [
+            "127.0.0.1 localhost",
+            "10.77.0.254 h0",
+            *(f"10.77.0.{k} h{k}" for k in range(1, self.count + 1)),
+        ]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
         self._ssh = Server(self.folder, self._enter, TOKEN)
 
@@ -160,7 +201,15 @@ class Hosts:
         log = self.folder / f"h{k}.log"
         with log.open("ab") as errors:
             self._first[k] = process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds.split(), "--propagation", "private"]
+                [
+                    "setpriv",
+                    "--pdeathsig",
+                    "KILL",
+                    "unshare",
+                    *kinds.split(),
+                    "--propagation",
+                    "private",
+                ]
                 + ["sh", "-c", _FIRST, "sh", f"h{k}", str(self.folder / f"h{k}"), str(self.shm(k))]
                 + [str(self.folder / "hosts")],
                 stdin=subprocess.DEVNULL,
@@ -178,7 +227,10 @@ class Hosts:
     def _on(self, k: int, *words: str) -> None:
         """A command in the network of a host."""
         done = subprocess.run(
-            ["nsenter", "--target", str(self._pids[k]), "--net", *words], capture_output=True, text=True, timeout=20
+            ["nsenter", "--target", str(self._pids[k]), "--net", *words],
+            capture_output=True,
+            text=True,
+            timeout=20,
         )
         if done.returncode:
             raise RuntimeError(f"h{k}: {' '.join(words)}: {done.stderr.strip()}")
@@ -203,12 +255,15 @@ class Hosts:
         ]
         subprocess.run(made, check=True, capture_output=True, timeout=20)
         self._on(0, "ip", "link", "set", port, "master", "switch", "up")
-        self._on(k, "ip", "link", "set", "eth0", "address", _hardware(k))  # the same when it comes back
+        # the same when it comes back
+        self._on(k, "ip", "link", "set", "eth0", "address", _hardware(k))
         self._on(k, "ip", "addr", "add", f"10.77.0.{k}/24", "dev", "eth0")
         self._on(k, "ip", "link", "set", "eth0", "up")
 
     def kill_host(self, k: int, silent: bool = True) -> None:
-        """All processes of a host end at once. silent: its network went first, so nobody hears of it."""
+        """All processes of a host end at once. silent: its network went first, so nobody hears
+        of it.
+        """
         if silent:
             self.partition(k)
         pid = self._pids.pop(k)
@@ -219,16 +274,20 @@ class Hosts:
         """A host that was killed comes back, empty."""
         for folder in (self.shm(k), self.tmp(k)):
             shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(RuntimeError):  # the kernel removes it with the host's end, a little later
+        # the kernel removes it with the host's end, a little later
+        with contextlib.suppress(RuntimeError):
             self._on(0, "ip", "link", "delete", f"p{k}")
         self._start(k)
         self._connect(k)
         self._cut.discard(k)
 
     def partition(self, k: int) -> None:
-        """The switch forwards nothing to a host or from it; the host notices nothing but silence."""
+        """The switch forwards nothing to a host or from it; the host notices nothing but
+        silence.
+        """
         self._cut.add(k)
-        self._on(0, "ip", "link", "set", self._port(k), "nomaster", "arp", "off")  # else h0 itself would answer there
+        # else h0 itself would answer there
+        self._on(0, "ip", "link", "set", self._port(k), "nomaster", "arp", "off")
 
     def heal(self, k: int) -> None:
         """Undoes `partition`."""
@@ -240,23 +299,41 @@ class Hosts:
         return f"p{k}" if self._wire is None else f"s{k}"
 
     def shape(self, rate: float, round_trip: float = 0.0, loss: float = 0.0) -> None:
-        """Gives every host a wire of so many bits a second each way, until `restore`; a packet to another host and its
-        answer take so many seconds more, and this share of packets is lost on the way from host to host."""
+        """Gives every host a wire of so many bits a second each way, until `restore`; a packet
+        to another host and its answer take so many seconds more, and this share of packets is
+        lost on the way from host to host.
+        """
         self.unshape()
         program = self.folder / "wire"
         if not program.exists():
-            subprocess.run(["cc", "-O2", "-o", program, Path(__file__).with_name("wire.c")], check=True, timeout=60)
+            subprocess.run(
+                ["cc", "-O2", "-o", program, Path(__file__).with_name("wire.c")],
+                check=True,
+                timeout=60,
+            )
         pairs = []
         for k in sorted(self.alive):
             self._on(0, "ip", "link", "set", f"p{k}", "nomaster")
-            self._on(0, "ip", "link", "add", "name", f"w{k}", "type", "veth", "peer", "name", f"s{k}")
+            self._on(
+                0, "ip", "link", "add", "name", f"w{k}", "type", "veth", "peer", "name", f"s{k}"
+            )
             self._on(0, "ip", "link", "set", f"s{k}", "master", "switch", "up")
             self._on(0, "ip", "link", "set", f"w{k}", "up")
-            if loss:  # packets are lost one by one, not with all of a chunk that the kernel has not yet cut
+            # packets are lost one by one, not with all of a chunk that the kernel has not yet cut
+            if loss:
                 self._on(k, "ip", "link", "set", "eth0", "gso_max_segs", "1")
             pairs.append(f"p{k}:w{k}")
-        one_way = [str(rate), str(1e6 * round_trip / 4), str(1 - (1 - loss) ** 0.5)]  # of two wires on the way
-        command = ["nsenter", "--target", str(self._pids[0]), "--net", str(program), *one_way, *pairs]
+        # of two wires on the way
+        one_way = [str(rate), str(1e6 * round_trip / 4), str(1 - (1 - loss) ** 0.5)]
+        command = [
+            "nsenter",
+            "--target",
+            str(self._pids[0]),
+            "--net",
+            str(program),
+            *one_way,
+            *pairs,
+        ]
         guarded = ["setpriv", "--pdeathsig", "KILL", *command]
         self._wire = subprocess.Popen(guarded, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert self._wire.stdout is not None
@@ -295,36 +372,61 @@ class Hosts:
     # --- jobs ---
 
     def on(self, k: int, *command: Any) -> list[str]:
-        """A command to be run on a host, as words; for this process, not for a job on h0, which uses ssh."""
+        """A command to be run on a host, as words; for this process, not for a job on h0, which
+        uses ssh.
+        """
         kinds = ["--net", "--uts", "--ipc", "--mount", "--pid"]
         return ["nsenter", "--target", str(self._pids[k]), *kinds, *map(str, command)]
 
-    def mpirun(self, per_host: int, command: Sequence[Any], hosts: Sequence[str] | None = None) -> list[str]:
-        """A command on `per_host` ranks of each host, or of those given as "h1", or "h1:3" for another number of ranks;
-        under this environment's MPI."""
+    def mpirun(
+        self, per_host: int, command: Sequence[Any], hosts: Sequence[str] | None = None
+    ) -> list[str]:
+        """A command on `per_host` ranks of each host, or of those given as "h1", or "h1:3" for
+        another number of ranks; under this environment's MPI.
+        """
         slots = [h if ":" in h else f"{h}:{per_host}" for h in (hosts or self.names)]
         mpirun = str(Path(sys.executable).with_name("mpirun"))
-        ranks, words = str(sum(int(slot.partition(":")[2]) for slot in slots)), [str(word) for word in command]
+        ranks, words = (
+            str(sum(int(slot.partition(":")[2]) for slot in slots)),
+            [str(word) for word in command],
+        )
         if not open_mpi():
             return [mpirun, "-hosts", ",".join(slots), "-n", ranks, *words]
         names = [
             "PYTHONPATH",
-            *(name for name in sorted(job_environment()) if name.startswith(("ODYSSEY_", "MODULAR_"))),
+            *(
+                name
+                for name in sorted(job_environment())
+                if name.startswith(("ODYSSEY_", "MODULAR_"))
+            ),
         ]
         passed = [word for name in names for word in ("-x", name)]
         return [mpirun, "--host", ",".join(slots), "--map-by", "slot", *passed, "-n", ranks, *words]
 
     def job(self, command: Sequence[Any], **settings: Any) -> Job:
-        """Starts a command on h0, or `host=` another; arguments of Job. Its `pid` is that of nsenter: signals go to
-        `outside`'s roles."""
-        environment = {"PATH": f"{self.folder / 'bin'}:{job_environment()['PATH']}", **settings.pop("environment", {})}
+        """Starts a command on h0, or `host=` another; arguments of Job.
+
+        Its `pid` is that of nsenter: signals go to `outside`'s roles.
+        """
+        environment = {
+            "PATH": f"{self.folder / 'bin'}:{job_environment()['PATH']}",
+            **settings.pop("environment", {}),
+        }
         settings = {"own_folders": False, "traces": _Traces(self), **settings}
-        job = Job(self.on(settings.pop("host", 0), *command), self.folder.parent, environment=environment, **settings)
+        job = Job(
+            self.on(settings.pop("host", 0), *command),
+            self.folder.parent,
+            environment=environment,
+            **settings,
+        )
         self._jobs.append(job)
         return job
 
     def restore(self) -> list[int]:
-        """Ends all jobs; afterwards every host is up, reachable and as fast as it was. Returns those that were dead."""
+        """Ends all jobs; afterwards every host is up, reachable and as fast as it was.
+
+        Returns those that were dead.
+        """
         self.end_jobs()
         self.unshape()
         dead = [k for k in range(1, self.count + 1) if k not in self._pids]

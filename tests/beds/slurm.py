@@ -1,11 +1,13 @@
-"""A SLURM of four nodes on the hosts of netns.py: slurmctld on h0, slurmd on h1 ... h4, its own munge, no accounts.
+"""A SLURM of four nodes on the hosts of netns.py: slurmctld on h0, slurmd on h1 ... h4, its own
+munge, no accounts.
 
     with Hosts(4, folder) as hosts, Slurm(hosts) as slurm:
         job = slurm.job(["srun", "-N4", "-n4", "--mpi=pmi2", sys.executable, JOB])
 
-Real daemons of the packages slurm-wlm and munge; their configuration, key and sockets are in the folder of the bed, and
-others on this machine are not touched. Times after which a node counts as dead, or a job that was requeued may start,
-are shortened (`_CONFIGURATION`). What it is not: a test of accounting, cgroups or several users.
+Real daemons of the packages slurm-wlm and munge; their configuration, key and sockets are in the
+folder of the bed, and others on this machine are not touched. Times after which a node counts as
+dead, or a job that was requeued may start, are shortened (`_CONFIGURATION`). What it is not: a test
+of accounting, cgroups or several users.
 """
 
 from __future__ import annotations
@@ -85,13 +87,24 @@ class Slurm:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        files = {f"--{name}-file": self.folder / f"munge.{name}" for name in ("key", "pid", "log", "seed")}
+        files = {
+            f"--{name}-file": self.folder / f"munge.{name}"
+            for name in ("key", "pid", "log", "seed")
+        }
         options = [f"{name}={path}" for name, path in files.items()]
         try:
             self._munge = self._start(
-                [_tool("munged"), "--foreground", "--force", f"--socket={self.folder}/munge.socket", *options]
+                [
+                    _tool("munged"),
+                    "--foreground",
+                    "--force",
+                    f"--socket={self.folder}/munge.socket",
+                    *options,
+                ]
             )
-            self._controller = self._start(hosts.on(0, _tool("slurmctld"), "-D", "-f", self.configuration))
+            self._controller = self._start(
+                hosts.on(0, _tool("slurmctld"), "-D", "-f", self.configuration)
+            )
             for k in range(1, hosts.count + 1):
                 self.start_node(k)
             self.wait_for_nodes("idle", hosts.count, 30)
@@ -112,7 +125,9 @@ class Slurm:
 
     def start_node(self, k: int) -> None:
         """slurmd of a host, at the start or after `hosts.start_host`."""
-        self._daemons[k] = self._start(self.hosts.on(k, _tool("slurmd"), "-D", "-f", self.configuration))
+        self._daemons[k] = self._start(
+            self.hosts.on(k, _tool("slurmd"), "-D", "-f", self.configuration)
+        )
 
     # --- questions ---
 
@@ -129,15 +144,23 @@ class Slurm:
 
     def nodes(self) -> dict[str, str]:
         """State of each node: idle, alloc, down, ..."""
-        return dict(line.split() for line in self.ask("sinfo", "-h", "-N", "-o", "%N %t").splitlines() if " " in line)
+        return dict(
+            line.split()
+            for line in self.ask("sinfo", "-h", "-N", "-o", "%N %t").splitlines()
+            if " " in line
+        )
 
     def wait_for_nodes(self, state: str, count: int, timeout: float) -> None:
         """Waits until `count` nodes are in a state."""
         deadline = time.monotonic() + timeout
         while list(self.nodes().values()).count(state) < count:
             if time.monotonic() > deadline:
-                logs = "\n".join(p.read_text(errors="replace")[-800:] for p in sorted(self.folder.glob("*.log")))
-                raise RuntimeError(f"SLURM: {count} nodes are not {state}: {self.ask('sinfo')}\n{logs}")
+                logs = "\n".join(
+                    p.read_text(errors="replace")[-800:] for p in sorted(self.folder.glob("*.log"))
+                )
+                raise RuntimeError(
+                    f"SLURM: {count} nodes are not {state}: {self.ask('sinfo')}\n{logs}"
+                )
             time.sleep(0.1)
 
     def state(self, number: int) -> str:
@@ -153,7 +176,10 @@ class Slurm:
         return self.hosts.job(command, environment=environment, **settings)
 
     def submit(self, script: str, *options: str, **settings: Any) -> tuple[int, Job]:
-        """sbatch of a script, written aside; (number of the job, what sbatch said). Its output: `output(number)`."""
+        """sbatch of a script, written aside; (number of the job, what sbatch said).
+
+        Its output: `output(number)`.
+        """
         file = self.folder / f"{secrets.token_hex(4)}.sh"
         file.write_text(f"#!/bin/sh\n{script}\n")
         where = ["--parsable", f"--output={self.folder}/%j.out", "--open-mode=append"]
@@ -172,7 +198,9 @@ class Slurm:
         start = time.monotonic()
         while not holds():
             if time.monotonic() - start > timeout:
-                raise AssertionError(f"no {what} within {timeout} s: {self.ask('squeue')} {self.ask('sinfo')}")
+                raise AssertionError(
+                    f"no {what} within {timeout} s: {self.ask('squeue')} {self.ask('sinfo')}"
+                )
             time.sleep(0.1)
         return time.monotonic() - start
 
@@ -193,7 +221,10 @@ class Slurm:
 
     def close(self) -> None:
         """Ends the daemons and what they started."""
-        daemons = [*self._daemons.values(), *(getattr(self, name, None) for name in ("_controller", "_munge"))]
+        daemons = [
+            *self._daemons.values(),
+            *(getattr(self, name, None) for name in ("_controller", "_munge")),
+        ]
         for daemon in filter(None, daemons):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGKILL)

@@ -1,9 +1,11 @@
-"""An ssh for the hosts of netns.py: a program that MPI launchers find in PATH, and the thread that answers it.
+"""An ssh for the hosts of netns.py: a program that MPI launchers find in PATH, and the thread
+that answers it.
 
-The program hands its standard streams and the command to the thread, over a unix socket in the bed's folder; the thread
-starts the command on the host, with no more of the environment than a login gives, and returns its exit code. As with
-a real one: the end of the program does not end the command, and nothing is heard of a host that is dead or cut off; a
-new connection to it times out, sooner than a real one. What it is not: secure, or a terminal.
+The program hands its standard streams and the command to the thread, over a unix socket in the
+bed's folder; the thread starts the command on the host, with no more of the environment than a
+login gives, and returns its exit code. As with a real one: the end of the program does not end the
+command, and nothing is heard of a host that is dead or cut off; a new connection to it times out,
+sooner than a real one. What it is not: secure, or a terminal.
 """
 
 from __future__ import annotations
@@ -49,19 +51,22 @@ class Server:
     """Answers the program `folder`/bin/ssh.
 
     Args:
-        enter: gives the words by which a command is run on a host, None if nothing comes from there now; KeyError for
-            an unknown name. token: name of the variable that is passed on.
+        enter: gives the words by which a command is run on a host, None if nothing comes from there
+            now; KeyError for an unknown name. token: name of the variable that is passed on.
     """
 
     def __init__(self, folder: Path, enter: Callable[[str], list[str] | None], token: str) -> None:
         self.enter, self.token = enter, token
         (folder / "bin").mkdir()
-        # The name of a unix socket may have about 100 characters; that of a test's folder may be longer.
+        # The name of a unix socket may have about 100 characters; that of a test's folder may be
+        # longer.
         short = Path(f"/dev/shm/bed-{os.getpid()}-{time.monotonic_ns():x}.ssh")
         self.address = folder / "ssh" if len(str(folder)) < 90 else short
         address = str(self.address)
         program = folder / "bin" / "ssh"
-        program.write_text(_PROGRAM.format(python=os.path.realpath(sys.executable), address=address, token=token))
+        program.write_text(
+            _PROGRAM.format(python=os.path.realpath(sys.executable), address=address, token=token)
+        )
         program.chmod(0o755)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(address)

@@ -10,7 +10,20 @@ from beds import chaos, outside
 @pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
 def test_one_run_under_three_kinds_of_faults(capfd):
     kinds = ["rank: SIGKILL", "rank: exception", "launcher: SIGTERM"]
-    words = ["--runs", "1", "--every", "2", "--faults", "3", "--steps", "60", "--ranks", "3", "--only", *kinds]
+    words = [
+        "--runs",
+        "1",
+        "--every",
+        "2",
+        "--faults",
+        "3",
+        "--steps",
+        "60",
+        "--ranks",
+        "3",
+        "--only",
+        *kinds,
+    ]
     code = chaos.soak(words)
     said = capfd.readouterr().out
     assert code == 0, said

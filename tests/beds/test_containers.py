@@ -1,4 +1,6 @@
-"""The steps of containers/, one after the other, without a container: in a folder in place of its /opt."""
+"""The steps of containers/, one after the other, without a container: in a folder in place of
+its /opt.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,17 @@ def test_what_is_copied_and_installed_is_there():
             if not step.startswith("--from"):
                 assert (ROOT / step.split()[0]).exists(), step
     assert steps(STAGES[1], "USER") == ["1000:1000"] and "gcc" not in STAGES[1]
-    packages = [word for s in STAGES for step in steps(s, "RUN") for word in step.partition("recommends ")[2].split()]
+    packages = [
+        word
+        for s in STAGES
+        for step in steps(s, "RUN")
+        for word in step.partition("recommends ")[2].split()
+    ]
     assert {"python3", "openssh-server", "gcc"} <= set(packages)
     if shutil.which("apt-cache"):
-        known = subprocess.run(["apt-cache", "show", *packages], capture_output=True, text=True).stdout
+        known = subprocess.run(
+            ["apt-cache", "show", *packages], capture_output=True, text=True
+        ).stdout
         assert set(packages) <= set(re.findall(r"^Package: (\S+)$", known, re.M))
 
 
@@ -59,22 +68,43 @@ def test_the_image_trains_without_a_compiler(tmp_path):
         if not step.startswith(SYSTEM):
             step = here(step.replace("python3 ", f"{shlex.quote(sys.executable)} ", 1))
             where = {**os.environ, **{name: value.strip('"') for name, value in arguments.items()}}
-            done = subprocess.run(["sh", "-c", step], env=where, capture_output=True, text=True, timeout=900)
+            done = subprocess.run(
+                ["sh", "-c", step], env=where, capture_output=True, text=True, timeout=900
+            )
             assert done.returncode == 0, f"{step}\n{done.stdout}{done.stderr}"
     assert all(step.startswith(SYSTEM) for step in steps(STAGES[1], "RUN"))
-    assert not {"mojo", "lld", "gcc", "cc"} & {path.name for path in (tmp_path / "opt").rglob("*") if path.is_file()}
+    assert not {"mojo", "lld", "gcc", "cc"} & {
+        path.name for path in (tmp_path / "opt").rglob("*") if path.is_file()
+    }
     (environment,) = steps(STAGES[1], "ENV")
     where = dict(word.split("=", 1) for word in here(environment).split())
     where["PATH"] = (
-        ":".join(p for p in where["PATH"].split(":") if p.startswith(str(tmp_path))) + f":{_tools(tmp_path)}"
+        ":".join(p for p in where["PATH"].split(":") if p.startswith(str(tmp_path)))
+        + f":{_tools(tmp_path)}"
     )
-    command = ["odyssey", "launch", "-n", "2", "--run-dir", str(tmp_path / "run"), "train", "--steps", "3", "--no-eval"]
+    command = [
+        "odyssey",
+        "launch",
+        "-n",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "train",
+        "--steps",
+        "3",
+        "--no-eval",
+    ]
     where = {**where, "HOME": str(tmp_path), "ODYSSEY_ALLOW_ROOT": "1"}
     done = subprocess.run(
-        [shutil.which("odyssey", path=where["PATH"]), *command[1:]], env=where, capture_output=True, text=True
+        [shutil.which("odyssey", path=where["PATH"]), *command[1:]],
+        env=where,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and "weights" in done.stdout, done.stdout + done.stderr
-    assert "compil" not in done.stderr and not (tmp_path / ".cache" / "odyssey" / "kernels").exists()
+    assert (
+        "compil" not in done.stderr and not (tmp_path / ".cache" / "odyssey" / "kernels").exists()
+    )
 
 
 def _tools(home: Path) -> Path:

@@ -1,4 +1,6 @@
-"""The fault objects themselves: each does what it says, where it says it, and what a job leaves is seen."""
+"""The fault objects themselves: each does what it says, where it says it, and what a job leaves
+is seen.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ import pytest
 from beds import faults, outside
 
 OWN_FOLDERS = pytest.mark.skipif(
-    not outside.can_have_own_folders(), reason="mount namespaces need root and unshare; leaks are told by name only"
+    not outside.can_have_own_folders(),
+    reason="mount namespaces need root and unshare; leaks are told by name only",
 )
 
 
 def test_they_add_up_and_travel(monkeypatch):
-    both = faults.kill(rank=1, at_step=7).slow(rank=2, ms=50) & faults.raises(rank=0, at_step=9, attempt=None)
+    both = faults.kill(rank=1, at_step=7).slow(rank=2, ms=50) & faults.raises(
+        rank=0, at_step=9, attempt=None
+    )
     assert [f.kind for f in both.each] == ["signal", "slow", "raises"]
     for name, value in both.environment().items():
         monkeypatch.setenv(name, value)
@@ -95,7 +100,9 @@ def test_a_gradient_of_one_rank_is_not_finite(job):
 
 
 def test_a_slow_rank(job):
-    one = run(job, 2, faults.slow(rank=1, ms=100, at_step=3, until=4).slow_data(rank=1, ms=150, at_step=5))
+    one = run(
+        job, 2, faults.slow(rank=1, ms=100, at_step=3, until=4).slow_data(rank=1, ms=150, at_step=5)
+    )
     assert one.wait() == 0
     times = [at for *_, at in one.steps()]
     assert times[3] - times[1] > 0.19
@@ -136,7 +143,12 @@ def test_what_is_left_is_seen_and_ended(job):
     assert one.wait() == 0
     one.wait_until(one.outside.listening, what="a port")
     left = one.left(within=0.2)
-    for word in ("process Process(", "mpich_shm_of_a_test", "hydra_hwloc_xmlfile_of_a_test", "listens on 0100007F:"):
+    for word in (
+        "process Process(",
+        "mpich_shm_of_a_test",
+        "hydra_hwloc_xmlfile_of_a_test",
+        "listens on 0100007F:",
+    ):
         assert any(word in line for line in left), left
     assert len(left) == 4
     assert not os.path.exists("/dev/shm/mpich_shm_of_a_test")

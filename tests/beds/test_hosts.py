@@ -25,8 +25,19 @@ def test_same_bits_on_four_hosts_and_alone(four_hosts, job):
 
 
 def test_sums_first_within_hosts_then_between_them(four_hosts, job):
-    """LeNet-5 by the command line; two ranks on each of three hosts count as a node without being told."""
-    options = ["-m", "odyssey.train", "--steps", 4, "--global-batch-size", 192, "--no-eval", "--no-progress"]
+    """LeNet-5 by the command line; two ranks on each of three hosts count as a node without
+    being told.
+    """
+    options = [
+        "-m",
+        "odyssey.train",
+        "--steps",
+        4,
+        "--global-batch-size",
+        192,
+        "--no-eval",
+        "--no-progress",
+    ]
     alone = job([sys.executable, *options])
     command = [sys.executable, *options, "--reduction", "hierarchical"]
     spread = four_hosts.job(four_hosts.mpirun(2, command, hosts=["h1", "h2", "h4"]))
@@ -91,9 +102,19 @@ def test_the_network_can_be_cut_and_made_slow(four_hosts):
 
     def asked_anew():
         """What h2 knows of h0 after having asked for its address."""
-        say = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('10.77.0.254', 9))"
-        for words in (("ip", "neigh", "flush", "all"), (sys.executable, "-c", say), ("sleep", "0.5"), ("ip", "neigh")):
-            done = subprocess.run(four_hosts.on(2, *words), capture_output=True, text=True, timeout=20)
+        say = (
+            "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', "
+            "('10.77.0.254', 9))"
+        )
+        for words in (
+            ("ip", "neigh", "flush", "all"),
+            (sys.executable, "-c", say),
+            ("sleep", "0.5"),
+            ("ip", "neigh"),
+        ):
+            done = subprocess.run(
+                four_hosts.on(2, *words), capture_output=True, text=True, timeout=20
+            )
         return next(line for line in done.stdout.splitlines() if line.startswith("10.77.0.254 "))
 
     assert send()[0] == 0
@@ -131,9 +152,13 @@ def test_wires_have_a_rate_a_delay_and_loss(four_hosts):
 
     assert 0.1 <= seconds(PING)
     assert 0.64 + 0.1 <= seconds(SEND, "4000000")  # 32 Mbit, and a round trip
-    counted = [four_hosts.on(3, "sh", "-c", f"nstat -az {name} | tail -1") for name in ("TcpRetransSegs", "TcpOutSegs")]
+    counted = [
+        four_hosts.on(3, "sh", "-c", f"nstat -az {name} | tail -1")
+        for name in ("TcpRetransSegs", "TcpOutSegs")
+    ]
     again, sent = (
-        float(subprocess.run(c, capture_output=True, text=True, timeout=20).stdout.split()[1]) for c in counted
+        float(subprocess.run(c, capture_output=True, text=True, timeout=20).stdout.split()[1])
+        for c in counted
     )
     assert 1 <= again < sent / 5
     four_hosts.restore()
@@ -162,19 +187,27 @@ print(f"sum {world.all_reduce(np.ones(1000, np.float32))[0]}", flush=True)
 
 
 def test_a_rank_that_others_asked_about_ends(four_hosts):
-    """The question waits there for seconds. With MPICH 5.0.2 a receive from any rank takes it, and never returns."""
+    """The question waits there for seconds.
+
+    With MPICH 5.0.2 a receive from any rank takes it, and never returns.
+    """
     late = four_hosts.job(four_hosts.mpirun(1, [sys.executable, "-c", LATE], hosts=["h1", "h2"]))
     assert late.wait(30) == 0, late.output
     assert late.output.count("sum 2.0") == 2
 
 
 def test_a_slow_link_is_named(four_hosts):
-    """1 MB of gradients; a host that gets and sends 8 Mbit/s. Its rank computes as fast as the others."""
+    """1 MB of gradients; a host that gets and sends 8 Mbit/s.
+
+    Its rank computes as fast as the others.
+    """
     four_hosts.limit(3, "8mbit")
     options = ["--steps", 1000, "--backend", "mpi", "--hidden", 8000, "--quiet"]
     one = four_hosts.job(four_hosts.mpirun(1, [sys.executable, outside.JOB, *options]))
     one.wait_for(
-        r"rank 2 on h3 is slow: of late [\d.]+ MB took [\d.]+ s to rank [013], \d+x as long as from others", 90
+        r"rank 2 on h3 is slow: of late [\d.]+ MB took [\d.]+ s to rank [013], \d+x as long as "
+        r"from others",
+        90,
     )
     one.end()
 
@@ -197,7 +230,11 @@ def test_a_host_dies_without_a_word_and_comes_back(four_hosts):
     assert unknown.wait() == 255 and "Could not resolve" in unknown.output
     four_hosts.start_host(3)
     again = four_hosts.job(
-        ["ssh", "h3", f"hostname; {sys.executable} -c 'import socket; socket.create_server((\"\", 7001))'"]
+        [
+            "ssh",
+            "h3",
+            f"hostname; {sys.executable} -c 'import socket; socket.create_server((\"\", 7001))'",
+        ]
     )
     assert again.wait() == 0 and again.output == "h3"
     assert switch() == before and before.startswith("02:00:")  # or who knows h0 by it would lose it

@@ -1,4 +1,6 @@
-"""Runs of `odyssey launch` over four hosts that die, are cut off, are asked to stop, or are not there."""
+"""Runs of `odyssey launch` over four hosts that die, are cut off, are asked to stop, or are not
+there.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def clean(job):
 
 def start(four_hosts, run, steps=40, settings=(), what=None, ms=100):
     options = ["--steps", steps, "--step-ms", ms, "--checkpoint-every", 5]
-    return four_hosts.job(outside.launch_command(4, run, *options, settings=[*HOSTS, *settings]), faults=what)
+    return four_hosts.job(
+        outside.launch_command(4, run, *options, settings=[*HOSTS, *settings]), faults=what
+    )
 
 
 def attempts(one):
-    """Which attempt wrote which lines of steps: the numbers of steps, one list for each time that they began anew."""
+    """Which attempt wrote which lines of steps: the numbers of steps, one list for each time
+    that they began anew.
+    """
     runs = [[]]
     for step, _, _ in one.steps():
         if runs[-1] and step <= runs[-1][-1]:
@@ -52,8 +58,11 @@ def lost(one, four_hosts, tmp_path, act, clean):
     began = time.monotonic()
     act(3)
     one.wait_for(r"restarting from step \d+ on 3 ranks without h3")
-    assert time.monotonic() - began < 25  # detected within 10 s, asked whether it is there within another 10 s
-    noticed = [at for at, line in one.lines if re.search("no sign of life from h3|h3 was cut off", line)]
+    # detected within 10 s, asked whether it is there within another 10 s
+    assert time.monotonic() - began < 25
+    noticed = [
+        at for at, line in one.lines if re.search("no sign of life from h3|h3 was cut off", line)
+    ]
     assert noticed and noticed[0] - began < 10
     assert one.wait(90) == 0, one.output
     assert one.weights == clean(40)
@@ -70,7 +79,8 @@ def test_a_host_that_is_cut_off_neither_writes_nor_lives_on(four_hosts, tmp_path
     assert [p for p in four_hosts.processes(3, one) if p.role in ("rank", "watcher")] == []
     four_hosts.heal(3)
     left = [line for line in one.left(10) if line.startswith("process")]
-    if outside.open_mpi():  # its daemon there has lost the others, and nothing to say that would tell it so
+    # its daemon there has lost the others, and nothing to say that would tell it so
+    if outside.open_mpi():
         assert {p.role for p in one.outside.processes()} <= {"proxy", "other"}
     else:
         assert left == []
@@ -109,7 +119,9 @@ def test_a_request_to_stop_reaches_all_hosts(four_hosts, tmp_path, clean):
 def test_a_rank_is_killed_on_its_host(four_hosts, tmp_path, clean):
     one = start(four_hosts, tmp_path / "run", steps=20, what=faults.kill(rank=2, at_step=8), ms=20)
     assert one.wait(60) == 0, one.output
-    assert re.search(r"rank 2 on host h3 was killed by SIGKILL.*; restarting from step 5 on 4 ranks", one.output)
+    assert re.search(
+        r"rank 2 on host h3 was killed by SIGKILL.*; restarting from step 5 on 4 ranks", one.output
+    )
     assert one.weights == clean(20)
     assert one.left() == []
 
@@ -119,7 +131,9 @@ def test_a_rank_is_killed_on_its_host(four_hosts, tmp_path, clean):
 def test_a_host_that_is_not_there_is_named_in_time(four_hosts, tmp_path, host):
     if host == "h3":
         four_hosts.kill_host(3)
-    words = outside.launch_command(2, tmp_path / "run", "--steps", 5, settings=["--hosts", f"h1:1,{host}:1"])
+    words = outside.launch_command(
+        2, tmp_path / "run", "--steps", 5, settings=["--hosts", f"h1:1,{host}:1"]
+    )
     one = four_hosts.job(words)
     began = time.monotonic()
     one.wait_for(f"attempt 1: host .*{host}.* does not answer")
@@ -134,14 +148,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 
 @pytest.fixture(params=[None, "50000-50999"])
 def ports(request, four_hosts, tmp_path):
-    """The firewall of docs/clusters.md, on h1 and h2, also with fewer ports: the first and the last."""
+    """The firewall of docs/clusters.md, on h1 and h2, also with fewer ports: the first and the
+    last.
+    """
     if shutil.which("nft") is None:
         pytest.skip("needs nft (package nftables)")
 
     def on(*words, ok=True):
         said = []
         for host in (1, 2):
-            done = subprocess.run(four_hosts.on(host, *words), capture_output=True, text=True, timeout=30)
+            done = subprocess.run(
+                four_hosts.on(host, *words), capture_output=True, text=True, timeout=30
+            )
             if "Operation not supported" in done.stderr:
                 pytest.skip("this kernel has no nftables")
             assert done.returncode == 0 or not ok, done.stderr
@@ -151,10 +169,17 @@ def ports(request, four_hosts, tmp_path):
     (rules,) = re.findall(r"^```nft\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     (written,) = re.findall(r"dport (\d+-\d+)", rules)
     if request.param:
-        assert f'sysctl -w net.ipv4.ip_local_port_range="{request.param.replace("-", " ")}"' in PAGE.read_text()
+        assert (
+            f'sysctl -w net.ipv4.ip_local_port_range="{request.param.replace("-", " ")}"'
+            in PAGE.read_text()
+        )
     used = request.param or written
     file = tmp_path / "odyssey.nft"
-    file.write_text(rules.replace("10.0.0.11", "10.77.0.1").replace("10.0.0.12", "10.77.0.2").replace(written, used))
+    file.write_text(
+        rules.replace("10.0.0.11", "10.77.0.1")
+        .replace("10.0.0.12", "10.77.0.2")
+        .replace(written, used)
+    )
     picked = "/proc/sys/net/ipv4/ip_local_port_range"
     assert on("cat", picked) == [f"{written.replace('-', chr(9))}\n"] * 2
     on("sh", "-c", f"echo {used.replace('-', ' ')} > {picked}")
@@ -169,7 +194,10 @@ def ports(request, four_hosts, tmp_path):
 def test_the_page_of_two_plain_machines_behind_its_firewall(four_hosts, ports, tmp_path, launch):
     def reached(source, port):
         """Whether one who listens on a port of h2 hears from a host."""
-        code = f"import socket; s = socket.create_server(('', {port})); s.settimeout(3); print('on', flush=True); "
+        code = (
+            f"import socket; s = socket.create_server(('', {port})); s.settimeout(3); "
+            "print('on', flush=True); "
+        )
         code += "s.accept()"
         listens = four_hosts.job([sys.executable, "-c", code], host=2)
         listens.wait_for("^on$")
@@ -195,6 +223,9 @@ def test_the_page_of_two_plain_machines_behind_its_firewall(four_hosts, ports, t
     one = four_hosts.job(["sh", "-ec", said], host=1)
     assert one.wait(120) == 0, one.output
     alone = launch.train(*train)
-    assert re.search("weights [0-9a-f]{16}", one.output)[0] == re.search("weights [0-9a-f]{16}", alone.stdout)[0]
+    assert (
+        re.search("weights [0-9a-f]{16}", one.output)[0]
+        == re.search("weights [0-9a-f]{16}", alone.stdout)[0]
+    )
     assert "on 4 ranks" in one.output
     assert "watched" not in one.output and one.left() == []

@@ -14,7 +14,8 @@ from beds import faults, outside
 
 MPI = "--mpi=pmix" if outside.open_mpi() else "--mpi=pmi2"
 UNDER_SRUN = pytest.mark.skipif(
-    MPI == "--mpi=pmix" and not list(Path("/usr/lib").glob("**/libpmix.so")), reason="needs libpmix.so (libpmix-dev)"
+    MPI == "--mpi=pmix" and not list(Path("/usr/lib").glob("**/libpmix.so")),
+    reason="needs libpmix.so (libpmix-dev)",
 )
 
 
@@ -24,9 +25,10 @@ SPOILED = "mpi/pmi2: invalid client request"
 def under_srun(slurm, *command):
     """A job under srun whose ranks have taken a step.
 
-    SLURM's daemon reads a request of MPICH's PMI with one `read`, whole or not, and takes the rest for the next one
-    (src/plugins/mpi/pmi2/pmi1.c: "TODO: read until newline"). It says so, the ranks wait in MPI_Init for ever, and
-    nothing of odyssey has run yet: only then, and only after these words, the job is started again.
+    SLURM's daemon reads a request of MPICH's PMI with one `read`, whole or not, and takes the rest
+    for the next one (src/plugins/mpi/pmi2/pmi1.c: "TODO: read until newline"). It says so, the
+    ranks wait in MPI_Init for ever, and nothing of odyssey has run yet: only then, and only after
+    these words, the job is started again.
     """
     for _ in range(3):
         one = slurm.job(["srun", *command])
@@ -51,7 +53,16 @@ def test_same_bits_under_srun_and_alone(slurm, job):
 
 @pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
 def test_mpirun_in_an_allocation(slurm, job):
-    options = [sys.executable, "-m", "odyssey.train", "--steps", 3, "--global-batch-size", 96, "--no-eval"]
+    options = [
+        sys.executable,
+        "-m",
+        "odyssey.train",
+        "--steps",
+        3,
+        "--global-batch-size",
+        96,
+        "--no-eval",
+    ]
     options.append("--no-progress")
     alone = job(options)
     three = slurm.job(["salloc", "-N3", *slurm.hosts.mpirun(1, options, hosts=["h1", "h2", "h3"])])
@@ -71,7 +82,8 @@ def test_srun_ends_a_step_when_a_rank_is_killed(slurm):
     assert one.weights is None
 
 
-# Longer than its srun: that may end before SLURM misses a node, and a job that has ended is not requeued.
+# Longer than its srun: that may end before SLURM misses a node, and a job that has ended is not
+# requeued.
 COUNTS = """
 echo run ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST
 srun sh -c 'trap "echo $SLURM_PROCID was asked to end; exit 1" TERM; sleep 1000 & wait'
@@ -102,16 +114,22 @@ def test_a_node_dies(slurm):
 
 
 def submitted(slurm, run, nodes, steps, what=faults.none, ms=100):
-    """(number of the job, the run's directory) of `odyssey launch` in a batch script that SLURM may start again."""
+    """(number of the job, the run's directory) of `odyssey launch` in a batch script that SLURM
+    may start again.
+    """
     options = ["--steps", steps, "--step-ms", ms, "--checkpoint-every", 5]
     script = "exec " + shlex.join(outside.launch_command(nodes, run, *options))
-    return slurm.submit(script, f"-N{nodes}", f"-n{nodes}", "--requeue", environment=what.environment())[0]
+    return slurm.submit(
+        script, f"-N{nodes}", f"-n{nodes}", "--requeue", environment=what.environment()
+    )[0]
 
 
 def ended(slurm, number, run, timeout):
     """Waits for the job to be over and gives the hash of the weights and what was printed."""
     over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
-    slurm.wait_for(lambda: slurm.state(number) in over, timeout, f"end of {number}: {slurm.output(number)}")
+    slurm.wait_for(
+        lambda: slurm.state(number) in over, timeout, f"end of {number}: {slurm.output(number)}"
+    )
     said = slurm.output(number)
     assert slurm.state(number) == "COMPLETED", said
     return json.loads((run / "DONE.json").read_text())["weights_sha256"], said
@@ -128,7 +146,10 @@ def clean(job, steps):
 def test_launch_restarts_after_a_rank_was_killed(slurm, job, tmp_path):
     number = submitted(slurm, tmp_path / "run", 4, 20, faults.kill(rank=2, at_step=8), ms=20)
     weights, said = ended(slurm, number, tmp_path / "run", 150)
-    assert "rank 2 on host h3 was killed by SIGKILL" in said and "restarting from step 5 on 4 ranks" in said
+    assert (
+        "rank 2 on host h3 was killed by SIGKILL" in said
+        and "restarting from step 5 on 4 ranks" in said
+    )
     assert weights == clean(job, 20)
 
 
@@ -162,7 +183,15 @@ def test_launch_survives_the_death_of_a_node(slurm, job, tmp_path):
 def test_a_written_script_is_requeued_at_its_time_limit(slurm, job, tmp_path):
     """Two at once, tasks of an array, with a limit of a minute for a training of more than that."""
     script = tmp_path / "job.sh"
-    words = ["slurm", "-N2", "--time=1", "--warn=10", "--array=0-1", "--name=two", f"--scratch={tmp_path}/scratch"]
+    words = [
+        "slurm",
+        "-N2",
+        "--time=1",
+        "--warn=10",
+        "--array=0-1",
+        "--name=two",
+        f"--scratch={tmp_path}/scratch",
+    ]
     words += [outside.JOB, "--steps", 130, "--step-ms", 500, "--checkpoint-every", 10]
     made = job([sys.executable, "-m", "odyssey", *words])
     assert made.wait() == 0, made.output
@@ -172,7 +201,9 @@ def test_a_written_script_is_requeued_at_its_time_limit(slurm, job, tmp_path):
     assert said.wait(20) == 0, said.output
     number = said.output.split()[-1]
     slurm.wait_for(
-        lambda: slurm.ask("squeue", "-h", "-t", "RUNNING", "-o", "%A").count("\n") == 1, 60, "two jobs at once"
+        lambda: slurm.ask("squeue", "-h", "-t", "RUNNING", "-o", "%A").count("\n") == 1,
+        60,
+        "two jobs at once",
     )
     over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
@@ -180,7 +211,9 @@ def test_a_written_script_is_requeued_at_its_time_limit(slurm, job, tmp_path):
         words = slurm.ask("scontrol", "show", "job", number).split()
         return [word.partition("=")[2] for word in words if word.startswith("JobState=")]
 
-    slurm.wait_for(lambda: len(states()) == 2 and all(state in over for state in states()), 420, "end of both")
+    slurm.wait_for(
+        lambda: len(states()) == 2 and all(state in over for state in states()), 420, "end of both"
+    )
     outputs = [(tmp_path / f"two-{number}-{task}.out").read_text() for task in (0, 1)]
     assert states() == ["COMPLETED"] * 2, outputs
     expected = clean(job, 130)
@@ -195,7 +228,19 @@ def test_a_written_script_is_requeued_at_its_time_limit(slurm, job, tmp_path):
 @pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
 def test_a_written_script_that_is_cancelled_stays_so(slurm, job, tmp_path):
     made = job(
-        [sys.executable, "-m", "odyssey", "slurm", "-N2", "--name=one", outside.JOB, "--steps", 9000, "--step-ms", 20]
+        [
+            sys.executable,
+            "-m",
+            "odyssey",
+            "slurm",
+            "-N2",
+            "--name=one",
+            outside.JOB,
+            "--steps",
+            9000,
+            "--step-ms",
+            20,
+        ]
     )
     assert made.wait() == 0
     (tmp_path / "job.sh").write_text(made.output)

@@ -1,4 +1,6 @@
-"""What a type checker finds in a user's program: the package says of which types its names are (py.typed)."""
+"""What a type checker finds in a user's program: the package says of which types its names are
+(py.typed).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def test_wrong_arguments_are_found_and_results_have_types(checker, tmp_path):
     (tmp_path / "user.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text("[mypy]\n")
     root = Path(odyssey.__file__).parents[1]
-    words = ["--no-incremental", "--config-file", "mypy.ini"] if checker == "mypy" else ["--pythonpath", sys.executable]
+    words = (
+        ["--no-incremental", "--config-file", "mypy.ini"]
+        if checker == "mypy"
+        else ["--pythonpath", sys.executable]
+    )
     environment = {**os.environ, "MYPYPATH": str(root)}
     if checker == "pyright":
         (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{root}"]}}')
@@ -65,7 +71,9 @@ def test_wrong_arguments_are_found_and_results_have_types(checker, tmp_path):
         env=environment,
     )
     for number, line in enumerate(PROGRAM.splitlines(), 1):
-        told = "\n".join(t for t in done.stdout.splitlines() if re.search(rf"user\.py:{number}\b", t))
+        told = "\n".join(
+            t for t in done.stdout.splitlines() if re.search(rf"user\.py:{number}\b", t)
+        )
         code, _, meant = line.partition("  # ")
         if meant == "wrong":
             assert "error" in told, (line, done.stdout, done.stderr)

@@ -1,9 +1,11 @@
-"""Models that people use, trained on one process, on two to four, killed, and gone on with on others: the same bits?
+"""Models that people use, trained on one process, on two to four, killed, and gone on with on
+others: the same bits?
 
     scripts/verify-torch [--models cnn gpt resnet18 vit] [--only fp32]
 
-A row of the table for each model and precision: `odyssey verify` on three layouts, a rank killed under `odyssey
-launch`, a training stopped on two ranks that goes on on three, and a fault planted on rank 1, which verify must find.
+A row of the table for each model and precision: `odyssey verify` on three layouts, a rank killed
+under `odyssey launch`, a training stopped on two ranks that goes on on three, and a fault planted
+on rank 1, which verify must find.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def run(*words: object, ranks: int = 0, fails: bool = False) -> str:
     """What a command prints, on standard output and error; it must succeed, or fail."""
     beside = Path(sys.executable).parent / "mpirun"
     before = [str(beside) if beside.exists() else "mpirun", "-n", str(ranks)] if ranks else []
-    done = subprocess.run([*before, sys.executable, *map(str, words)], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [*before, sys.executable, *map(str, words)], capture_output=True, text=True, timeout=1200
+    )
     assert bool(done.returncode) == fails, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
@@ -38,7 +42,18 @@ def sha(text: str) -> str:
 
 def verify(*training: str, layouts: tuple[str, ...], fails: bool = False) -> str:
     """`odyssey verify` of three steps."""
-    words = ["-m", "odyssey", "verify", "--steps", "3", "--layouts", *layouts, "--script", PROGRAM[0], PROGRAM[1]]
+    words = [
+        "-m",
+        "odyssey",
+        "verify",
+        "--steps",
+        "3",
+        "--layouts",
+        *layouts,
+        "--script",
+        PROGRAM[0],
+        PROGRAM[1],
+    ]
     return run(*words, *training, fails=fails)
 
 
@@ -51,7 +66,21 @@ def row(model: str, precision: str, folder: Path) -> list[str]:
     values = re.search(r"([\d,]+) values in 3 steps", found).group(1)
 
     job = folder / "run"
-    words = ["-m", "odyssey", "launch", "-n", "2", "--run-dir", job, *PROGRAM, *training, "--every", "2", "--die", "4"]
+    words = [
+        "-m",
+        "odyssey",
+        "launch",
+        "-n",
+        "2",
+        "--run-dir",
+        job,
+        *PROGRAM,
+        *training,
+        "--every",
+        "2",
+        "--die",
+        "4",
+    ]
     said = run(*words)
     done = json.loads((job / "DONE.json").read_text())
     assert done["attempt"] == 2 and done["weights_sha256"] == alone, said
@@ -71,9 +100,14 @@ def main() -> int:
     parser.add_argument("--only", choices=["fp32", "bf16"], help="one precision")
     given = parser.parse_args()
     print(
-        "| model | precision | values compared on each of 2, 3, 4 ranks | of these differ | differ after a kill", end=""
+        "| model | precision | values compared on each of 2, 3, 4 ranks | of these differ | "
+        "differ after a kill",
+        end="",
     )
-    print(" | differ after going on on 3 ranks | planted fault, found at |\n" + "|---" * 7 + "|", flush=True)
+    print(
+        " | differ after going on on 3 ranks | planted fault, found at |\n" + "|---" * 7 + "|",
+        flush=True,
+    )
     for model in given.models:
         for precision in [given.only] if given.only else ["fp32", "bf16"]:
             with tempfile.TemporaryDirectory(prefix="odyssey-models-") as folder:

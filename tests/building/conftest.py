@@ -1,4 +1,6 @@
-"""A stand-in for the kernel sources, small enough to compile in two seconds, and processes that build it."""
+"""A stand-in for the kernel sources, small enough to compile in two seconds, and processes that
+build it.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,12 @@ def tree(tmp_path, monkeypatch):
     (root / "shared").mkdir()
     (root / "mojo" / "capi.mojo").write_text(SOURCE)
     (tmp_path / "tmp").mkdir()
-    for name in ("ODYSSEY_KERNELS", "ODYSSEY_TARGET_CPU", "ODYSSEY_TARGET_ACCELERATOR", "XDG_CACHE_HOME"):
+    for name in (
+        "ODYSSEY_KERNELS",
+        "ODYSSEY_TARGET_CPU",
+        "ODYSSEY_TARGET_ACCELERATOR",
+        "XDG_CACHE_HOME",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ODYSSEY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -116,7 +123,9 @@ def entries(tmp_path):
     """What is in the cache, without the lock files and the parts of libraries."""
 
     def names():
-        found = (path for path in (tmp_path / "cache" / "kernels").glob("*") if path.suffix != ".lock")
+        found = (
+            path for path in (tmp_path / "cache" / "kernels").glob("*") if path.suffix != ".lock"
+        )
         return sorted(path.name for path in found if not (path / "part.o").exists())
 
     return names
@@ -124,20 +133,24 @@ def entries(tmp_path):
 
 @pytest.fixture
 def start(tree):
-    """Start a process that asks for the library of the stand-in; `compiler` replaces the compiler's command, `linker`
-    the function that links."""
+    """Start a process that asks for the library of the stand-in; `compiler` replaces the
+    compiler's command, `linker` the function that links.
+    """
     running = []
 
-    def run(compiler: str | None = None, linker: str | None = None, **environment: str) -> subprocess.Popen[str]:
-        script = "import sys; from pathlib import Path; from odyssey.build import compiler, library as build\n"
+    def run(
+        compiler: str | None = None, linker: str | None = None, **environment: str
+    ) -> subprocess.Popen[str]:
+        script = (
+            "import sys; from pathlib import Path; from odyssey.build import compiler, "
+            "library as build\n"
+        )
         script += f"build.source_root = lambda: Path({str(tree)!r})\n"
         if compiler is not None:
             script += f"compiler.mojo_command = lambda: [sys.executable, '-c', {compiler!r}]\n"
             if linker is not None:
                 script += f"compiler.link = {linker}\n"
-        script += (
-            "try: print(build.library_path())\nexcept build.BuildError as error: sys.exit(f'BuildError {error}')\n"
-        )
+        script += "try: print(build.library_path())\nexcept build.BuildError as error: sys.exit(f'BuildError {error}')\n"
         process = subprocess.Popen(
             [sys.executable, "-c", script],
             stdout=subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""Looks at the code of each GPU kernel, compiled for GPUs that are not here: that it is there, and for NVIDIA's that it
-assembles, and what it takes then.
+"""Looks at the code of each GPU kernel, compiled for GPUs that are not here: that it is there,
+and for NVIDIA's that it assembles, and what it takes then.
 
 What it is not: a test of what the code computes.
 """
@@ -29,9 +29,10 @@ class Kernel(NamedTuple):
     """The code of one kernel for one accelerator.
 
     Attributes:
-        entry: its name in the code. text: the code. source: file below the root and name of the function, such as
-        ("mojo/kernels/gpu/pool.mojo", "_maxpool_forward"), None if the code does not say. usage: what it takes of an
-        NVIDIA GPU, None for others.
+        entry: its name in the code. text: the code. source: file below the root and name of the
+            function, such as
+        ("mojo/kernels/gpu/pool.mojo", "_maxpool_forward"), None if the code does not say. usage:
+        what it takes of an NVIDIA GPU, None for others.
     """
 
     entry: str
@@ -40,12 +41,14 @@ class Kernel(NamedTuple):
     usage: ptx.Usage | None = None
 
 
-def check_accelerators(report: Callable[[str], None], accelerators: Sequence[str], table: bool = False) -> int:
+def check_accelerators(
+    report: Callable[[str], None], accelerators: Sequence[str], table: bool = False
+) -> int:
     """Compiles the GPU kernels for each accelerator, one reported line each; how many failed.
 
-    One fails if it does not compile, or if NVIDIA's assembler refuses a kernel. Kernels of the sources that are not in
-    the code are named: some are for one kind of GPU, and what nothing reaches is compiled for none. table: a line for
-    each kernel as well.
+    One fails if it does not compile, or if NVIDIA's assembler refuses a kernel. Kernels of the
+    sources that are not in the code are named: some are for one kind of GPU, and what nothing
+    reaches is compiled for none. table: a line for each kernel as well.
     """
     root = build.source_root()
     everything = launched(root)
@@ -61,7 +64,8 @@ def check_accelerators(report: Callable[[str], None], accelerators: Sequence[str
             reached |= here
             size = sum(len(kernel.text) for kernel in result)
             report(
-                f"{name:<22} {seconds:6.1f} s  {size / 1024:8.0f} KiB  {len(result)} kernels from {len(here)} "
+                f"{name:<22} {seconds:6.1f} s  {size / 1024:8.0f} KiB  {len(result)} kernels "
+                f"from {len(here)} "
                 f"functions{_worst(result)}{f'; without {_names(everything - here)}' if everything - here else ''}"
             )
             if table:
@@ -79,8 +83,9 @@ def _names(functions: Iterable[tuple[str, str]]) -> str:
 def _compiled(
     root: Path, accelerators: Iterable[str], directory: Path
 ) -> Iterable[tuple[str, list[Kernel] | BuildError, float]]:
-    """(name, kernels or what went wrong, seconds) of each, in order; as many at a time as there are cores, at most 2: a
-    compiler takes some GiB."""
+    """(name, kernels or what went wrong, seconds) of each, in order; as many at a time as there
+    are cores, at most 2: a compiler takes some GiB.
+    """
 
     def one(name: str) -> tuple[str, list[Kernel] | BuildError, float]:
         start = time.perf_counter()
@@ -106,9 +111,16 @@ def kernels(root: Path, accelerator: str, directory: Path) -> list[Kernel]:
     directory.mkdir()
     output = directory / "gpu.s"
     cpu = compiler.portable_cpu()
-    options = ["-g1"]  # tables of lines, from which a kernel's function is known; the code is the same
+    # tables of lines, from which a kernel's function is known; the code is the same
+    options = ["-g1"]
     compiler.compile_kernels(
-        root, Path(sources.GPU_ROOT), output, cpu, accelerator=accelerator, emit="asm", flags=options
+        root,
+        Path(sources.GPU_ROOT),
+        output,
+        cpu,
+        accelerator=accelerator,
+        emit="asm",
+        flags=options,
     )
     known = sorted(launched(root))
     found = []
@@ -122,7 +134,9 @@ def kernels(root: Path, accelerator: str, directory: Path) -> list[Kernel]:
 
 
 def of_library(path: Path) -> list[Kernel]:
-    """The kernels in a library for NVIDIA's GPUs: their PTX lies in it as text. Assembled; by name.
+    """The kernels in a library for NVIDIA's GPUs: their PTX lies in it as text.
+
+    Assembled; by name.
 
     Raises:
         BuildError: one does not assemble.
@@ -145,11 +159,13 @@ def _entries(text: str, suffix: str) -> list[str]:
     return [form[1] for form in found if form]
 
 
-def _source(root: Path, entry: str, text: str, known: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
+def _source(
+    root: Path, entry: str, text: str, known: Iterable[tuple[str, str]]
+) -> tuple[str, str] | None:
     """Which of the known functions (file, name) a kernel is; None if it is none of them.
 
-    The compiler makes an entry's name from the module and the function, but cuts it short: of those that fit, it is the
-    one around the first line of its file that the code names.
+    The compiler makes an entry's name from the module and the function, but cuts it short: of those
+    that fit, it is the one around the first line of its file that the code names.
     """
     fit = [(file, name) for file, name in known if _fits(entry, _module(file), name)]
     if len(fit) < 2:
@@ -177,12 +193,17 @@ def _lines(text: str, file: str) -> list[int]:
     """Numbers of the lines of a file that the code names, in the code's order."""
     files = re.findall(r'^\s*\.file\s+(\d+)((?:\s+"[^"]*")+)', text, re.MULTILINE)
     own = {number for number, names in files if re.split(r'[/"]', names.rstrip('"'))[-1] == file}
-    return [int(line) for number, line in re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE) if number in own]
+    return [
+        int(line)
+        for number, line in re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE)
+        if number in own
+    ]
 
 
 def launched(root: Path) -> set[tuple[str, str]]:
-    """The kernels that the sources launch, as (file, function): what stands in `enqueue_function[...]`, or what is put
-    in for it where that is a parameter."""
+    """The kernels that the sources launch, as (file, function): what stands in
+    `enqueue_function[...]`, or what is put in for it where that is a parameter.
+    """
     texts = {}
     for path in sorted((root / sources.FOLDER).rglob("*.mojo")):
         texts[path.relative_to(root).as_posix()] = re.sub(r"#.*", "", path.read_text())
@@ -196,7 +217,14 @@ def launched(root: Path) -> set[tuple[str, str]]:
             if alias := re.search(rf"\bcomptime {name}\s*=\s*(\w+)", text):
                 name = alias[1]
             places = [file, *texts]
-            home = next((other for other in places if re.search(rf"^def {name}\b", texts[other], re.MULTILINE)), file)
+            home = next(
+                (
+                    other
+                    for other in places
+                    if re.search(rf"^def {name}\b", texts[other], re.MULTILINE)
+                ),
+                file,
+            )
             found.add((home, name))
     return found
 
@@ -206,7 +234,11 @@ def lines(found: Iterable[Kernel]) -> list[str]:
     rows = [f"    {'regs':>4} {'shared':>7} {'stack':>6} {'spilled':>8}  kernel"]
     for kernel in found:
         use = kernel.usage
-        numbers = f"{use.registers:>4} {use.shared:>7} {use.stack:>6} {use.spilled:>8}" if use else f"{'-':>28}"
+        numbers = (
+            f"{use.registers:>4} {use.shared:>7} {use.stack:>6} {use.spilled:>8}"
+            if use
+            else f"{'-':>28}"
+        )
         rows.append(f"    {numbers}  {kernel.entry}")
     return rows
 
@@ -215,5 +247,9 @@ def _worst(found: Iterable[Kernel]) -> str:
     usages = [kernel.usage for kernel in found if kernel.usage]
     if not usages:
         return ""
-    most = max(use.registers for use in usages), max(use.shared for use in usages), sum(use.spilled for use in usages)
+    most = (
+        max(use.registers for use in usages),
+        max(use.shared for use in usages),
+        sum(use.spilled for use in usages),
+    )
     return ", assembled: at most {} registers, {} bytes shared; {} bytes spilled".format(*most)

@@ -1,4 +1,7 @@
-"""The kernel build: what is compiled, what is cached, what a user reads. Several processes: test_concurrency.py."""
+"""The kernel build: what is compiled, what is cached, what a user reads.
+
+Several processes: test_concurrency.py.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,9 @@ def test_an_edit_compiles_the_parts_that_import_it(family_tree, compiles, capfd)
     (kernels / "nobody.mojo").write_text("nonsense, which nobody imports\n")
     assert answers() == (42, 21, 23) and compiles == []
     (kernels / "two.mojo").write_text("def two() -> Int32:\n    return zork\n")
-    with pytest.raises(BuildError, match=r"(?m)^mojo/kernels/two.mojo:2:12: error: .*zork") as caught:
+    with pytest.raises(
+        BuildError, match=r"(?m)^mojo/kernels/two.mojo:2:12: error: .*zork"
+    ) as caught:
         build.library_path()
     assert str(build.cache_dir()) not in str(caught.value)
 
@@ -127,9 +132,14 @@ def test_an_edit_compiles_the_parts_that_import_it(family_tree, compiles, capfd)
 def test_what_a_file_imports(text, files):
     kernels = "mojo/kernels/"
     names = "__init__.mojo a.mojo b.mojo deep/__init__.mojo deep/c.mojo".split()
-    texts = {kernels + name: b"" for name in names} | {"mojo/other.mojo": b"", kernels + "x.mojo": text.encode()}
+    texts = {kernels + name: b"" for name in names} | {
+        "mojo/other.mojo": b"",
+        kernels + "x.mojo": text.encode(),
+    }
     texts[kernels + "deep/c.mojo"] = b"from ...other import z"
-    wanted = {str(os.path.normpath(kernels + name)) for name in files.split()} | {kernels + "x.mojo"}
+    wanted = {str(os.path.normpath(kernels + name)) for name in files.split()} | {
+        kernels + "x.mojo"
+    }
     if "deep/c.mojo" in files:
         wanted.add("mojo/other.mojo")
     assert set(sources.imported(texts, kernels + "x.mojo")) - {kernels + "__init__.mojo"} == wanted
@@ -141,7 +151,10 @@ def test_every_source_of_the_kernels_is_in_a_part():
     assert set().union(*parts) == set(texts) and not any(map(sources.for_gpus, texts))
     table = texts["mojo/runtime/ops.mojo"].decode()
     for name in sources.roots(texts)[1:]:
-        assert f'"odyssey_{Path(name).stem}"' in table and f"def odyssey_{Path(name).stem}(" in texts[name].decode()
+        assert (
+            f'"odyssey_{Path(name).stem}"' in table
+            and f"def odyssey_{Path(name).stem}(" in texts[name].decode()
+        )
 
 
 def test_what_is_kept_under_a_key_is_of_the_sources_that_the_key_says(tree, monkeypatch):
@@ -170,7 +183,9 @@ def test_a_truncated_library_is_compiled_again(tree):
 
 
 def test_failed_compile_leaves_no_entry_and_says_why(tree, entries):
-    (tree / "mojo" / "capi.mojo").write_text('@export\ndef od_answer() abi("C") -> Int32:\n    return zork\n')
+    (tree / "mojo" / "capi.mojo").write_text(
+        '@export\ndef od_answer() abi("C") -> Int32:\n    return zork\n'
+    )
     with pytest.raises(BuildError) as caught:
         build.library_path()
     assert "zork" in str(caught.value)
@@ -180,7 +195,11 @@ def test_failed_compile_leaves_no_entry_and_says_why(tree, entries):
 
 
 def test_long_compiler_output_keeps_its_first_error_and_its_last_note():
-    text = "a.mojo:1:1: warning: w\n" + "".join(f"a.mojo:{i}:1: error: e{i}\n" for i in range(500)) + "note: the reason"
+    text = (
+        "a.mojo:1:1: warning: w\n"
+        + "".join(f"a.mojo:{i}:1: error: e{i}\n" for i in range(500))
+        + "note: the reason"
+    )
     lines = compiler._trim(text).splitlines()
     assert len(lines) == 40
     assert lines[0].endswith("error: e0")
@@ -188,7 +207,9 @@ def test_long_compiler_output_keeps_its_first_error_and_its_last_note():
 
 
 def test_unknown_cpu_names_a_near_one(tree, entries, monkeypatch):
-    monkeypatch.setenv("ODYSSEY_TARGET_CPU", "x86-64-v5" if build.host_cpu().startswith("x86") else "generik")
+    monkeypatch.setenv(
+        "ODYSSEY_TARGET_CPU", "x86-64-v5" if build.host_cpu().startswith("x86") else "generik"
+    )
     with pytest.raises(BuildError, match=r"did you mean .*(x86-64-v4|generic)") as caught:
         build.library_path()
     assert "\n" not in str(caught.value)
@@ -197,7 +218,9 @@ def test_unknown_cpu_names_a_near_one(tree, entries, monkeypatch):
 
 def test_no_c_compiler(tree, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "tmp"))
-    with pytest.raises(BuildError, match=r"no C compiler \(cc, gcc or clang\).*apt-get install gcc"):
+    with pytest.raises(
+        BuildError, match=r"no C compiler \(cc, gcc or clang\).*apt-get install gcc"
+    ):
         build.library_path()
 
 
@@ -242,7 +265,7 @@ def test_read_only_sources_are_left_alone(tree):
             path.chmod(0o755)
 
 
-# -- where the cache is -----------------------------------------------------------------------------------------------
+# -- where the cache is ----------------------------------------------------------------------------
 
 
 def test_cache_directory(monkeypatch, tmp_path):
@@ -287,7 +310,7 @@ def test_a_fallback_that_is_a_link_is_refused(tree, unwritable, tmp_path):
         build.library_path()
 
 
-# -- prebuilt libraries -----------------------------------------------------------------------------------------------
+# -- prebuilt libraries ----------------------------------------------------------------------------
 
 
 def test_prebuilt_directory_and_file(tree, tmp_path, monkeypatch, entries):
@@ -306,7 +329,10 @@ def test_prebuilt_directory_and_file(tree, tmp_path, monkeypatch, entries):
 def test_runtime_libraries_are_the_installed_ones(monkeypatch):
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
     paths = build.runtime_libraries()
-    assert [path.name.split(".")[0] for path in paths] == ["libKGENCompilerRTShared", "libAsyncRTMojoBindings"]
+    assert [path.name.split(".")[0] for path in paths] == [
+        "libKGENCompilerRTShared",
+        "libAsyncRTMojoBindings",
+    ]
     assert all(path.is_absolute() and path.is_file() for path in paths)
 
 
@@ -317,7 +343,7 @@ def test_runtime_libraries_missing(monkeypatch):
         build.runtime_libraries()
 
 
-# -- the target -------------------------------------------------------------------------------------------------------
+# -- the target ------------------------------------------------------------------------------------
 
 AVX2 = set("fpu sse4_2 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 AVX512 = AVX2 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
@@ -402,14 +428,19 @@ native.Library(sys.argv[1], [str(path) for path in library.runtime_libraries()])
 """
 
 
-@pytest.mark.skipif("amx" not in build.host_cpu(), reason="this machine has no AMX that may be used")
+@pytest.mark.skipif(
+    "amx" not in build.host_cpu(), reason="this machine has no AMX that may be used"
+)
 def test_a_process_that_is_refused_tiles_multiplies_pairs(launch):
     refused = launch.python("-c", REFUSED, build.cached_library(build.host_cpu()))
     assert refused.stdout.strip() == "x86-64-v4+avx512bf16 ['amx_bf16']", refused.stderr
-    assert "which Linux does not let this process use; set ODYSSEY_TARGET_CPU=x86-64-v4" in refused.stderr
+    assert (
+        "which Linux does not let this process use; set ODYSSEY_TARGET_CPU=x86-64-v4"
+        in refused.stderr
+    )
 
 
-# -- kernels for GPUs -------------------------------------------------------------------------------------------------
+# -- kernels for GPUs ------------------------------------------------------------------------------
 
 
 def test_a_library_for_a_gpu(gpu_tree, entries, capfd, monkeypatch):
@@ -438,12 +469,16 @@ def test_gpu_sources_are_not_the_cpu_librarys(gpu_tree):
 
 
 def test_no_gpu_and_none_named(tree, no_gpus):
-    with pytest.raises(DeviceError, match="no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say to sm_90"):
+    with pytest.raises(
+        DeviceError, match="no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say to sm_90"
+    ):
         build.gpu_library_path()
 
 
 def test_an_unknown_accelerator_names_a_near_one(gpu_tree, entries):
-    with pytest.raises(BuildError, match=r"knows no accelerator 'sm_91' .*did you mean .*sm_90") as caught:
+    with pytest.raises(
+        BuildError, match=r"knows no accelerator 'sm_91' .*did you mean .*sm_90"
+    ) as caught:
         build.gpu_library_path("sm_91")
     assert "\n" not in str(caught.value)
     assert entries() == []
@@ -452,5 +487,7 @@ def test_an_unknown_accelerator_names_a_near_one(gpu_tree, entries):
 def test_a_prebuilt_library_without_one_for_gpus(tree, tmp_path, monkeypatch):
     (tmp_path / "libodyssey.so").touch()
     monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path / "libodyssey.so"))
-    with pytest.raises(BuildError, match=r"no file .*libodyssey-sm_90.so; make it with .* --target sm_90`"):
+    with pytest.raises(
+        BuildError, match=r"no file .*libodyssey-sm_90.so; make it with .* --target sm_90`"
+    ):
         build.gpu_library_path("sm_90")

@@ -1,4 +1,6 @@
-"""Several processes want the kernels at the same time: one compiles, the others use what it made."""
+"""Several processes want the kernels at the same time: one compiles, the others use what it
+made.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +48,27 @@ def test_processes_compile_each_part_once(start, family_tree, tmp_path):
 
 
 def test_killed_builder_is_taken_over(start, entries):
-    """A builder stops in the middle; the one that waits says for whom, and goes on when it is killed."""
+    """A builder stops in the middle; the one that waits says for whom, and goes on when it is
+    killed.
+    """
     stuck = start(STUCK)
     wait_for(lambda: any(".tmp-" in name for name in entries()))
     left = entries()
     heir = start()
-    assert heir.stderr.readline() == f"odyssey: waiting for process {stuck.pid} to compile the kernels\n"
+    assert (
+        heir.stderr.readline()
+        == f"odyssey: waiting for process {stuck.pid} to compile the kernels\n"
+    )
     stuck.kill()
     out, err = heir.communicate(timeout=120)
     assert out.endswith("libodyssey.so\n"), err
     assert entries() != left and len(entries()) == 1 and ".tmp-" not in entries()[0]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc; the kernel ends it on Linux only")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="looks into /proc; the kernel ends it on Linux only",
+)
 def test_a_killed_builder_takes_its_compiler_along(start, entries):
     stuck = start(STUCK)
     wait_for(lambda: any(".tmp-" in name for name in entries()) and children(stuck.pid))
@@ -69,7 +79,9 @@ def test_a_killed_builder_takes_its_compiler_along(start, entries):
 
 
 def children(pid: int) -> list[str]:
-    return " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    return " ".join(
+        path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")
+    ).split()
 
 
 def test_ranks_other_than_the_first_wait_in_silence(start, entries):

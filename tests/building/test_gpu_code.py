@@ -1,4 +1,5 @@
-"""The real kernels for GPUs, compiled for three kinds of them: the code is there, assembles, and keeps in registers.
+"""The real kernels for GPUs, compiled for three kinds of them: the code is there, assembles, and
+keeps in registers.
 
 `pytest -s` prints what each kernel takes. What the code computes: tests/gpu.
 """
@@ -27,7 +28,8 @@ def test_the_library_for_sm_90_assembles_and_spills_nothing(monkeypatch):
     assert {ptx.target(kernel.text) for kernel in found} == {"sm_90a"}
     assert all(kernel.usage for kernel in found)
     assert [kernel.entry for kernel in found if kernel.usage.spilled > SPILLED] == []
-    assert max(kernel.usage.shared for kernel in found) <= 48 << 10  # what a block may have without being asked for
+    # what a block may have without being asked for
+    assert max(kernel.usage.shared for kernel in found) <= 48 << 10
 
 
 def test_every_kernel_compiles_for_sm_80_and_gfx942():
@@ -38,6 +40,8 @@ def test_every_kernel_compiles_for_sm_80_and_gfx942():
     assert failures == 0, lines
     assert [line.split()[0] for line in lines][:2] == ["sm_80", "gfx942"]
     for line, absent in zip(lines, (set(), NVIDIA_ONLY), strict=False):
-        kernels, functions = map(int, re.search(r"(\d+) kernels from (\d+) functions", line).groups())
+        kernels, functions = map(
+            int, re.search(r"(\d+) kernels from (\d+) functions", line).groups()
+        )
         assert kernels > ENOUGH and functions >= 30, line
         assert set(re.findall(r"(\w+) \(mojo/", line)) <= absent, line

@@ -32,7 +32,11 @@ class Nvml:
         return lambda *arguments: 999 if name == self.fails else self.answer(name, *arguments)
 
     def answer(self, name, *arguments):
-        of = self.listed[arguments[0].value - 1] if arguments and isinstance(arguments[0], ctypes.c_void_p) else None
+        of = (
+            self.listed[arguments[0].value - 1]
+            if arguments and isinstance(arguments[0], ctypes.c_void_p)
+            else None
+        )
         if name == "nvmlInit_v2":
             self.open += 1
         elif name == "nvmlShutdown":
@@ -46,14 +50,21 @@ class Nvml:
         elif name == "nvmlSystemGetDriverVersion":
             arguments[0].value = b"580.65.06"
         else:
-            arguments[1].value = {"nvmlDeviceGetName": of[0], "nvmlDeviceGetUUID": of[3]}[name].encode()
+            arguments[1].value = {"nvmlDeviceGetName": of[0], "nvmlDeviceGetUUID": of[3]}[
+                name
+            ].encode()
         return 0
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A machine with these GPUs of NVIDIA's; `kfd` is where AMD's would be."""
-    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ODYSSEY_TARGET_ACCELERATOR"):
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ODYSSEY_TARGET_ACCELERATOR",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpus, "KFD", tmp_path / "nodes")
 
@@ -79,7 +90,9 @@ def test_nvidia(machine, monkeypatch):
     assert gpus.accelerator() == "gfx942"
 
 
-@pytest.mark.parametrize("fails", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetCudaComputeCapability"])
+@pytest.mark.parametrize(
+    "fails", ["nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetCudaComputeCapability"]
+)
 def test_a_driver_that_does_not_answer_has_no_gpus(machine, fails):
     nvml = machine(("H200", 9, 0, "GPU-aaaa-1"), fails=fails)
     assert gpus.found() == () and gpus.accelerator() is None
@@ -117,7 +130,9 @@ def test_what_a_process_may_see(setting, chosen):
 
 def test_amd(machine, tmp_path, monkeypatch):
     machine()
-    for number, text in enumerate(("gfx_target_version 0", "gfx_target_version 90402\nunique_id 255", "x")):
+    for number, text in enumerate(
+        ("gfx_target_version 0", "gfx_target_version 90402\nunique_id 255", "x")
+    ):
         (tmp_path / "nodes" / str(number)).mkdir(parents=True)
         (tmp_path / "nodes" / str(number) / "properties").write_text(f"simd_count 1\n{text}\n")
     (tmp_path / "nodes" / "2" / "properties").write_text("gfx_target_version 90010\n")
@@ -153,14 +168,22 @@ def test_what_the_doctor_says(machine, monkeypatch, tmp_path):
     machine()
     assert doctor.gpus() == doctor.Check("gpus", doctor.OK, "none: CPU workers are used")
     machine(("H200", 9, 0, "a"), ("H200", 9, 0, "b"), ("A100", 8, 0, "c"))
-    monkeypatch.setattr(build, "cached", lambda accelerator: tmp_path / f"libodyssey-{accelerator}.so")
+    monkeypatch.setattr(
+        build, "cached", lambda accelerator: tmp_path / f"libodyssey-{accelerator}.so"
+    )
     said = f"2 x H200 (sm_90), 1 x A100 (sm_80), kernels {tmp_path}/libodyssey-sm_90.so"
     assert doctor.gpus() == doctor.Check("gpus", doctor.OK, said)
     monkeypatch.setattr(build, "cached", lambda accelerator: None)
     found = doctor.gpus()
-    assert found.state == doctor.WARN and "`odyssey build --target sm_90` does it now" in found.line()
+    assert (
+        found.state == doctor.WARN and "`odyssey build --target sm_90` does it now" in found.line()
+    )
     monkeypatch.setattr(gpus, "DRIVER", 999)
-    assert doctor.gpus().line().endswith("1 x A100 (sm_80), driver 580.65.06; install driver 999 or newer")
+    assert (
+        doctor.gpus()
+        .line()
+        .endswith("1 x A100 (sm_80), driver 580.65.06; install driver 999 or newer")
+    )
     monkeypatch.setattr(gpus, "DRIVER", 1)
     monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path))
     assert "no file" in doctor.gpus().line() and doctor.gpus().state == doctor.WARN
@@ -183,10 +206,20 @@ int nvmlDeviceGetCudaComputeCapability(void *h, int *a, int *b)
 def test_a_library_in_c_is_called_as_it_is_declared(tmp_path):
     """Handles are pointers of 64 bits; nvmlDeviceGetUUID is missing."""
     (tmp_path / "nvml.c").write_text(FAKE)
-    subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", tmp_path / gpus.NVML, tmp_path / "nvml.c"], check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(Path(gpus.__file__).parents[1])}
+    subprocess.run(
+        ["cc", "-w", "-shared", "-fPIC", "-o", tmp_path / gpus.NVML, tmp_path / "nvml.c"],
+        check=True,
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
+    }
+    environment |= {
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "PYTHONPATH": str(Path(gpus.__file__).parents[1]),
+    }
     script = "from odyssey.build import gpus\n"
     script += "print(*(f'{g.name} {g.accelerator} {g.driver}' for g in gpus.found()), sep=';')"
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("Chip sm_100 580.1;Chip sm_103 580.1\n", "")

@@ -1,4 +1,6 @@
-"""Linear layers fetch what they will read next: the instructions are in the code for each kind of processor."""
+"""Linear layers fetch what they will read next: the instructions are in the code for each kind
+of processor.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 NAMES = {X86: ("prefetcht0", "prefetcht1"), ARM: ("pldl1keep", "pldl2keep")}
 
 
-@pytest.mark.parametrize(("triple", "cpu"), [(X86, "x86-64-v3"), (X86, "x86-64-v4"), (ARM, "generic")])
+@pytest.mark.parametrize(
+    ("triple", "cpu"), [(X86, "x86-64-v3"), (X86, "x86-64-v4"), (ARM, "generic")]
+)
 def test_kernels_of_linear_layers_fetch_ahead(triple, cpu, tmp_path):
     shutil.copytree(build.source_root() / "mojo" / "kernels", tmp_path / "mojo" / "kernels")
     (tmp_path / "mojo" / "probe.mojo").write_text(PROBE)
     code = tmp_path / "probe.s"
-    compiler.compile_kernels(tmp_path, Path("mojo/probe.mojo"), code, cpu, emit="asm", triple=triple)
+    compiler.compile_kernels(
+        tmp_path, Path("mojo/probe.mojo"), code, cpu, emit="asm", triple=triple
+    )
     text = code.read_text()
 
     def fetches(function: str) -> list[int]:
@@ -47,8 +53,10 @@ def test_kernels_of_linear_layers_fetch_ahead(triple, cpu, tmp_path):
         body = text[start : text.index(f".size\t{function}", start)]
         return [body.count(name) for name in NAMES[triple]]
 
-    assert fetches("probe_forward")[1] >= 6  # a tile of each width fetches weights of the next panel
+    # a tile of each width fetches weights of the next panel
+    assert fetches("probe_forward")[1] >= 6
     assert fetches("probe_input")[1] >= 6
     assert fetches("probe_input")[0] >= 3  # packing fetches the rows after the next ones
     elsewhere = fetches("probe_forward")[0] + fetches("probe_input")[0]
-    assert text.count(NAMES[triple][0]) - elsewhere >= 90  # x of the next group and dy of the tile after the next
+    # x of the next group and dy of the tile after the next
+    assert text.count(NAMES[triple][0]) - elsewhere >= 90

@@ -1,4 +1,6 @@
-"""What is in the kernels' cache is used only if nobody else can have put it there, and every byte is as compiled."""
+"""What is in the kernels' cache is used only if nobody else can have put it there, and every
+byte is as compiled.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from odyssey.errors import BuildError
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 NOBODY = 65534
 
-# A compiler that makes what the tree's sources say, and counts: the real one takes two seconds a time.
+# A compiler that makes what the tree's sources say, and counts: the real one takes two seconds a
+# time.
 FAKE = """
 import pathlib, sys
 pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_bytes(bytes(range(256)) * 40)
@@ -95,8 +98,13 @@ def test_any_damage_is_compiled_anew_or_changes_nothing(fake, capfd):
             assert harmless and record.read_bytes() != record_before and lines == [], case
         else:
             assert fake() == before + 1
-            assert lines[0].startswith(f"odyssey: {path.parent} is damaged: ") and len(lines) == 1, lines
-        assert sorted(entry.name for entry in path.parent.iterdir()) == ["build.json", "libodyssey.so"]
+            assert (
+                lines[0].startswith(f"odyssey: {path.parent} is damaged: ") and len(lines) == 1
+            ), lines
+        assert sorted(entry.name for entry in path.parent.iterdir()) == [
+            "build.json",
+            "libodyssey.so",
+        ]
 
 
 def test_another_entry_s_library_is_not_taken(fake, tree, capfd):
@@ -108,7 +116,9 @@ def test_another_entry_s_library_is_not_taken(fake, tree, capfd):
     capfd.readouterr()
     assert build.cached() is None
     build.library_path()
-    assert "build.json is of another library; the kernels are compiled anew" in capfd.readouterr().err
+    assert (
+        "build.json is of another library; the kernels are compiled anew" in capfd.readouterr().err
+    )
     assert fake() == 3
 
 
@@ -128,11 +138,17 @@ def test_a_damaged_part_is_compiled_anew_and_a_foreign_one_refused(tree, fake, m
     """Parts are code that will run, and are looked at as libraries are."""
     calls, compiled = [], compiler.compile_kernels
     monkeypatch.setattr(
-        compiler, "compile_kernels", lambda *given, **named: (calls.append(1), compiled(*given, **named))
+        compiler,
+        "compile_kernels",
+        lambda *given, **named: (calls.append(1), compiled(*given, **named)),
     )
     entry = build.library_path().parent
     (part,) = entry.parent.glob("*/part.o")
-    for damage in (lambda: part.write_bytes(CODE[:-1]), lambda: part.write_bytes(CODE[1:] + b"x"), part.unlink):
+    for damage in (
+        lambda: part.write_bytes(CODE[:-1]),
+        lambda: part.write_bytes(CODE[1:] + b"x"),
+        part.unlink,
+    ):
         shutil.rmtree(entry)
         damage()
         assert bytes_loaded() == part.read_bytes() == CODE
@@ -141,7 +157,8 @@ def test_a_damaged_part_is_compiled_anew_and_a_foreign_one_refused(tree, fake, m
     shutil.rmtree(entry)
     part.chmod(0o777)
     with pytest.raises(
-        BuildError, match=f"{part} is refused: everybody may write to it, and compiled kernels are code"
+        BuildError,
+        match=f"{part} is refused: everybody may write to it, and compiled kernels are code",
     ):
         build.open_library()
     assert not entry.exists()
@@ -151,8 +168,13 @@ def refused(path, why: str) -> None:
     with pytest.raises(BuildError) as caught:
         build.open_library()
     said = str(caught.value)
-    assert said.startswith(f"[build] {path} is refused: {why}, and compiled kernels are code that runs; ")
-    assert said.endswith("set ODYSSEY_CACHE_DIR to a directory that only you can write to") and "\n" not in said
+    assert said.startswith(
+        f"[build] {path} is refused: {why}, and compiled kernels are code that runs; "
+    )
+    assert (
+        said.endswith("set ODYSSEY_CACHE_DIR to a directory that only you can write to")
+        and "\n" not in said
+    )
     with pytest.raises(BuildError):
         build.cached()
 
@@ -175,7 +197,9 @@ def test_what_others_may_write_is_refused(fake, level, mode):
             pytest.skip("only root gives a file to any group")
         os.chown(place, -1, NOBODY)
     place.chmod(mode)
-    refused(place, "everybody may write to it" if mode == 0o777 else f"group {NOBODY} may write to it")
+    refused(
+        place, "everybody may write to it" if mode == 0o777 else f"group {NOBODY} may write to it"
+    )
     assert fake() == 1
 
 
@@ -216,15 +240,23 @@ def test_one_s_own_is_used_whatever_the_umask(fake):
         assert bytes_loaded() == CODE and fake() == 1
     finally:
         assert os.umask(mask) == 0
-    assert not any(place.stat().st_mode & 0o022 for place in (path, *[path.parents[i] for i in range(3)]))
+    assert not any(
+        place.stat().st_mode & 0o022 for place in (path, *[path.parents[i] for i in range(3)])
+    )
 
 
 def test_whom_a_mode_lets_in(monkeypatch):
     def found(mode, uid=None, gid=1):
-        return os.stat_result((mode, 0, 0, 1, os.geteuid() if uid is None else uid, gid, 0, 0, 0, 0))
+        return os.stat_result(
+            (mode, 0, 0, 1, os.geteuid() if uid is None else uid, gid, 0, 0, 0, 0)
+        )
 
     regular, directory = stat.S_IFREG, stat.S_IFDIR
-    assert files.foreign(found(regular | 0o755)) is files.foreign(found(regular | 0o755, uid=0)) is None
+    assert (
+        files.foreign(found(regular | 0o755))
+        is files.foreign(found(regular | 0o755, uid=0))
+        is None
+    )
     assert files.foreign(found(directory | 0o1777, uid=0)) is None  # /tmp
     assert files.foreign(found(regular | 0o1777)) == "everybody may write to it"
     assert files.foreign(found(directory | 0o1777, uid=NOBODY)) == f"it belongs to user {NOBODY}"
@@ -243,12 +275,15 @@ def test_what_was_looked_at_is_what_is_loaded(tree):
     library = ctypes.CDLL(found.to_load())
     assert library.od_answer() == 42
     named = [line.split()[-1] for line in open("/proc/self/maps") if "libodyssey" in line]
-    assert set(named) >= {str(entry.with_name("moved") / "libodyssey.so")}  # as debuggers and profilers see it
+    # as debuggers and profilers see it
+    assert set(named) >= {str(entry.with_name("moved") / "libodyssey.so")}
     found.close()
 
 
 def test_the_name_that_is_loaded_can_be_opened_from_outside(fake):
-    """dladdr gives it to whoever writes a stack trace, and symbolizers are processes of their own."""
+    """dladdr gives it to whoever writes a stack trace, and symbolizers are processes of their
+    own.
+    """
     found = build.open_library()
     script = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
     assert subprocess.check_output([sys.executable, "-c", script, found.to_load()]) == CODE

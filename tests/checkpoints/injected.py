@@ -1,7 +1,9 @@
-"""Runs in a process with inject.c preloaded: lets every write-side call of a save go wrong, one after the other.
+"""Runs in a process with inject.c preloaded: lets every write-side call of a save go wrong, one
+after the other.
 
-`python injected.py LIBRARY FOLDER` prints JSON: for each call and each way of going wrong what was raised, what lay in
-the directory, and what was found there afterwards. What is right is decided in test_faults.py.
+`python injected.py LIBRARY FOLDER` prints JSON: for each call and each way of going wrong what was
+raised, what lay in the directory, and what was found there afterwards. What is right is decided in
+test_faults.py.
 """
 
 from __future__ import annotations
@@ -28,14 +30,24 @@ WORD = "/saved-here/"
 
 def snapshot(step: int, change: int = 0) -> Snapshot:
     """Two small files; everything depends on the two numbers."""
-    arrays = {"parameters": {"w": np.full(100, step + change / 16, np.float32)}, "optimizer": {"m": np.full(9, step)}}
+    arrays = {
+        "parameters": {"w": np.full(100, step + change / 16, np.float32)},
+        "optimizer": {"m": np.full(9, step)},
+    }
     return Snapshot(step, arrays, {"cursor": 64 * step, "change": change})
 
 
 def state(store: Store) -> dict[str, Any]:
-    """What is in the directory, and what is found there. `whole`: every number is that of the same snapshot."""
+    """What is in the directory, and what is found there.
+
+    `whole`: every number is that of the same snapshot.
+    """
     found, refused = store.newest()
-    what = {"entries": sorted(os.listdir(store.folder)), "refused": [one.reason for one in refused], "step": None}
+    what = {
+        "entries": sorted(os.listdir(store.folder)),
+        "refused": [one.reason for one in refused],
+        "step": None,
+    }
     if found is not None:
         right = snapshot(found.step, found.values["change"])
         whole = found.values == right.values and all(
@@ -59,7 +71,10 @@ class Injector:
 
     def disarm(self) -> list[str]:
         """The names of the calls there were."""
-        return [self.library.inject_name(number).decode() for number in range(self.library.inject_disarm())]
+        return [
+            self.library.inject_name(number).decode()
+            for number in range(self.library.inject_disarm())
+        ]
 
     def fresh(self) -> Path:
         """A directory with the checkpoints of steps 1 and 2."""
@@ -70,7 +85,9 @@ class Injector:
             store.save(snapshot(2))
         return folder
 
-    def fail(self, save: Callable[[Store], Any], call: int, action: int, error: int = 0) -> dict[str, Any]:
+    def fail(
+        self, save: Callable[[Store], Any], call: int, action: int, error: int = 0
+    ) -> dict[str, Any]:
         """One save in which one call goes wrong."""
         with Store(self.fresh()) as store:
             self.arm(call, action, error)
@@ -85,7 +102,9 @@ class Injector:
             return {"calls": names, "raised": raised, **after, "next": state(store)}
 
     def kill(self, save: Callable[[Store], Any], call: int, action: int) -> dict[str, Any]:
-        """A process that opens the directory, saves, and is killed before or after one call of it."""
+        """A process that opens the directory, saves, and is killed before or after one call of
+        it.
+        """
         folder = self.fresh()
         child = os.fork()
         if child == 0:
@@ -113,7 +132,12 @@ def main() -> None:
     for name, save in saves.items():
         calls = injector.fail(save, -1, COUNT)["calls"]
         failed = [
-            {"call": call, "name": calls[call], "error": error, **injector.fail(save, call, FAIL, number)}
+            {
+                "call": call,
+                "name": calls[call],
+                "error": error,
+                **injector.fail(save, call, FAIL, number),
+            }
             for error, number in (ERRORS.items() if name == "new" else [("EIO", errno.EIO)])
             for call in range(len(calls))
         ]

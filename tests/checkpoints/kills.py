@@ -1,9 +1,12 @@
-"""Kills a process that saves checkpoints, with SIGKILL, at random moments, again and again; see scripts/kill-saves.
+"""Kills a process that saves checkpoints, with SIGKILL, at random moments, again and again; see
+scripts/kill-saves.
 
-With --ranks N the checkpoints are in parts: N processes of mpirun write them, and one of them, any one, is killed.
+With --ranks N the checkpoints are in parts: N processes of mpirun write them, and one of them, any
+one, is killed.
 
-After each kill the newest checkpoint must be valid, hold the numbers of one step only, and be at least as new as the
-last one whose save had returned; then the next process opens the directory and goes on from it.
+After each kill the newest checkpoint must be valid, hold the numbers of one step only, and be at
+least as new as the last one whose save had returned; then the next process opens the directory and
+goes on from it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ def snapshot(step: int) -> Snapshot:
     """Every number depends on the step."""
     parameters = np.full(FLOATS, step, np.float32)
     parameters[::7] += 0.5
-    arrays = {"parameters": {"a": parameters[:1000], "b": parameters[1000:]}, "optimizer": {"m": -parameters}}
+    arrays = {
+        "parameters": {"a": parameters[:1000], "b": parameters[1000:]},
+        "optimizer": {"m": -parameters},
+    }
     return Snapshot(step, arrays, {"cursor": 128 * step})
 
 
@@ -54,8 +60,9 @@ def save_for_ever(folder: Path, attempt: int, done: int) -> None:
 
 
 def parts_for_ever(folder: Path, attempt: int) -> None:
-    """A rank of several, each of which writes its part: leaves its number beside the checkpoints, and rank 0 the steps
-    whose saves have returned."""
+    """A rank of several, each of which writes its part: leaves its number beside the
+    checkpoints, and rank 0 the steps whose saves have returned.
+    """
     from odyssey import comm
     from odyssey.checkpoints.header import ElementRun
     from odyssey.checkpoints.snapshot import TensorSlice
@@ -72,21 +79,37 @@ def parts_for_ever(folder: Path, attempt: int) -> None:
         for stem, some in whole.arrays.items():
             for name, array in some.items():
                 lo, hi = (array.size * (world.rank + i) // world.size for i in (0, 1))
-                pieces.append(TensorSlice(stem, name, array.shape, ElementRun(lo, hi - lo, hi - lo, 1), array, 0))
+                pieces.append(
+                    TensorSlice(
+                        stem, name, array.shape, ElementRun(lo, hi - lo, hi - lo, 1), array, 0
+                    )
+                )
         assert checkpoint_parts.save(world, store, Snapshot(step, {}, whole.values, pieces=pieces))
         if store is not None:
             with (folder.parent / "returned").open("ab") as file:
                 file.write(step.to_bytes(8, "little"))
 
 
-def one_rank_killed(folder: Path, attempt: int, wait: float, ranks: int, victim: int) -> dict[str, Any]:
+def one_rank_killed(
+    folder: Path, attempt: int, wait: float, ranks: int, victim: int
+) -> dict[str, Any]:
     """As one_kill, of one rank of several."""
     beside = Path(sys.executable).parent / "mpirun"
     said = folder.parent / "returned"
     said.unlink(missing_ok=True)
-    words = [beside if beside.exists() else "mpirun", "-n", ranks, sys.executable, __file__, "--work", attempt]
+    words = [
+        beside if beside.exists() else "mpirun",
+        "-n",
+        ranks,
+        sys.executable,
+        __file__,
+        "--work",
+        attempt,
+    ]
     job = subprocess.Popen(
-        [*map(str, words), "--folder", str(folder.parent)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*map(str, words), "--folder", str(folder.parent)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     while not said.exists() and job.poll() is None:
         time.sleep(0.01)
@@ -101,7 +124,9 @@ def one_rank_killed(folder: Path, attempt: int, wait: float, ranks: int, victim:
 
 def moment(folder: Path) -> str:
     """What the kill interrupted, by what lies aside."""
-    asides = [(parsed, folder / name) for name in os.listdir(folder) if (parsed := Aside.parse(name))]
+    asides = [
+        (parsed, folder / name) for name in os.listdir(folder) if (parsed := Aside.parse(name))
+    ]
     if not asides:
         return "between saves"
     aside, path = asides[0]
@@ -134,7 +159,10 @@ def one_kill(folder: Path, attempt: int, wait: float) -> dict[str, Any]:
     os.close(reading)
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status) or not data:
-        return {"ok": False, "why": f"the process ended by itself, or saved nothing: status {status}"}
+        return {
+            "ok": False,
+            "why": f"the process ended by itself, or saved nothing: status {status}",
+        }
     return judged(folder, int.from_bytes(data[len(data) // 8 * 8 - 8 :][:8], "little"))
 
 
@@ -151,16 +179,26 @@ def judged(folder: Path, returned: int) -> dict[str, Any]:
         for name, array in some.items()
     )
     if not whole or found.step < returned:
-        return {"ok": False, "why": f"step {found.step} is there, {returned} was saved, whole: {whole}", "moment": when}
+        return {
+            "ok": False,
+            "why": f"step {found.step} is there, {returned} was saved, whole: {whole}",
+            "moment": when,
+        }
     return {"ok": True, "moment": when, "ahead": found.step - returned}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200, help="kills (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
-    parser.add_argument("--longest", type=float, default=0.03, help="seconds until the kill, at most (0.03)")
-    parser.add_argument("--ranks", type=int, default=0, help="that write a checkpoint in parts (one process, whole)")
+    parser.add_argument(
+        "--longest", type=float, default=0.03, help="seconds until the kill, at most (0.03)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="that write a checkpoint in parts (one process, whole)"
+    )
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)  # a rank of this attempt
     parser.add_argument("--folder", type=Path, help="where to save (a temporary directory)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -175,7 +213,9 @@ def main() -> int:
         for number in range(options.count):
             wait = dice.uniform(0, options.longest)
             if options.ranks:
-                result = one_rank_killed(folder, number + 1, wait, options.ranks, dice.randrange(options.ranks))
+                result = one_rank_killed(
+                    folder, number + 1, wait, options.ranks, dice.randrange(options.ranks)
+                )
             else:
                 result = one_kill(folder, number + 1, wait)
             moments[result.get("moment", "none")] += 1
@@ -185,10 +225,19 @@ def main() -> int:
         left = [name for name in os.listdir(folder) if Aside.parse(name)]
     resumable = options.count - len(lost)
     if options.json:
-        facts = {"kills": options.count, "resumable": resumable, "moments": moments, "lost": lost, "left": left}
+        facts = {
+            "kills": options.count,
+            "resumable": resumable,
+            "moments": moments,
+            "lost": lost,
+            "left": left,
+        }
         json.dump({**facts, "seconds": time.monotonic() - began}, sys.stdout)
     else:
-        print(f"{options.count} kills, {resumable} resumable, {len(left)} directories left aside after the next start")
+        print(
+            f"{options.count} kills, {resumable} resumable, {len(left)} directories left aside "
+            "after the next start"
+        )
         for name, times in moments.most_common():
             print(f"{times:6} {name}")
         for one in lost:

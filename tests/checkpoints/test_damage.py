@@ -1,5 +1,6 @@
-"""Checkpoints that were altered, cut, mixed up or put together by somebody: each is refused by name, and the one before
-it is used."""
+"""Checkpoints that were altered, cut, mixed up or put together by somebody: each is refused by
+name, and the one before it is used.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from odyssey.checkpoints.header import encode_header, make_header
 from odyssey.checkpoints.manifest import parse_manifest
 from odyssey.errors import ConfigError
 
-FILES = ("manifest.json", "optimizer.safetensors", "parameters.safetensors", "residuals.safetensors")
+FILES = (
+    "manifest.json",
+    "optimizer.safetensors",
+    "parameters.safetensors",
+    "residuals.safetensors",
+)
 
 
 def snapshot(step: int) -> Snapshot:
@@ -32,8 +38,15 @@ def snapshot(step: int) -> Snapshot:
     return Snapshot(
         step,
         {
-            "parameters": {"conv1.weight": array(6, 1, 5, 5), "fc1.weight": array(40, 100), "fc1.bias": array(40)},
-            "optimizer": {"momentum/fc1.weight": array(40, 100), "t": np.array(step, dtype=np.int64)},
+            "parameters": {
+                "conv1.weight": array(6, 1, 5, 5),
+                "fc1.weight": array(40, 100),
+                "fc1.bias": array(40),
+            },
+            "optimizer": {
+                "momentum/fc1.weight": array(40, 100),
+                "t": np.array(step, dtype=np.int64),
+            },
             "residuals": {"rank0/fc1.weight": array(500)},
         },
         {"cursor": 128 * step},
@@ -50,7 +63,9 @@ def store(tmp_path):
 
 
 def refused(store: Store) -> str:
-    """Why step 120 is refused; checks that step 100 is used then, and that both ways of reading agree."""
+    """Why step 120 is refused; checks that step 100 is used then, and that both ways of reading
+    agree.
+    """
     found, [refusal] = store.newest()
     assert found is not None and found.step == 100
     assert refusal.path == store.path_of(120)
@@ -63,7 +78,10 @@ def refused(store: Store) -> str:
 
 
 def tensor_at(path: Path, at: int) -> str | None:
-    """Which tensor the byte `at` of a file belongs to; None for the header. Found without the code under test."""
+    """Which tensor the byte `at` of a file belongs to; None for the header.
+
+    Found without the code under test.
+    """
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8:start]).items():
@@ -80,7 +98,9 @@ def test_600_flipped_bits_are_found_and_named(store):
     for number in range(600):
         path = store.path_of(120) / FILES[number % len(FILES)]
         good = path.read_bytes()
-        header = 8 + int.from_bytes(good[:8], "little") if path.suffix == ".safetensors" else len(good)
+        header = (
+            8 + int.from_bytes(good[:8], "little") if path.suffix == ".safetensors" else len(good)
+        )
         at = dice.randrange(header if number % 8 >= 4 else len(good))  # half of them in headers
         tensor = None if path.name == "manifest.json" else tensor_at(path, at)
         bad = bytearray(good)
@@ -93,12 +113,22 @@ def test_600_flipped_bits_are_found_and_named(store):
         named[tensor] = named.get(tensor, 0) + 1
         path.write_bytes(good)
     assert store.newest()[1] == []
-    assert named.pop(None) > 300 and set(named) > {"conv1.weight", "fc1.weight", "momentum/fc1.weight"}
+    assert named.pop(None) > 300 and set(named) > {
+        "conv1.weight",
+        "fc1.weight",
+        "momentum/fc1.weight",
+    }
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path):
     with Store(tmp_path) as store:
-        values = {"exponent": 1e-05, "escape": "é", "big": 1e300, "zero": -0.0, "list": [[], {}, None, True]}
+        values = {
+            "exponent": 1e-05,
+            "escape": "é",
+            "big": 1e300,
+            "zero": -0.0,
+            "list": [[], {}, None, True],
+        }
         path = store.save(Snapshot(1, {"parameters": {"w": np.ones(1, "f4")}}, values))
     good = (path / "manifest.json").read_bytes()
     assert parse_manifest(good).values == values
@@ -144,28 +174,42 @@ def test_a_file_of_another_step_is_found_and_named(store, name):
 
 
 def test_files_that_changed_places_are_found(store):
-    one, other = store.path_of(120) / "optimizer.safetensors", store.path_of(120) / "residuals.safetensors"
+    one, other = (
+        store.path_of(120) / "optimizer.safetensors",
+        store.path_of(120) / "residuals.safetensors",
+    )
     one.rename(one.parent / "aside")
     other.rename(one)
     (one.parent / "aside").rename(other)
-    assert refused(store) == f"optimizer.safetensors: it has {one.stat().st_size} bytes, not {other.stat().st_size}"
+    assert (
+        refused(store)
+        == f"optimizer.safetensors: it has {one.stat().st_size} bytes, not {other.stat().st_size}"
+    )
 
 
 def test_files_of_the_same_size_that_changed_places_are_found(tmp_path):
-    arrays = {stem: {"w": np.full(4, number, np.float32)} for number, stem in enumerate(("parameters", "optimizer"))}
+    arrays = {
+        stem: {"w": np.full(4, number, np.float32)}
+        for number, stem in enumerate(("parameters", "optimizer"))
+    }
     with Store(tmp_path) as store:
         path = store.save(Snapshot(1, arrays))
         (path / "parameters.safetensors").rename(path / "aside")
         (path / "optimizer.safetensors").rename(path / "parameters.safetensors")
         (path / "aside").rename(path / "optimizer.safetensors")
-        with pytest.raises(CheckpointError, match=r"parameters\.safetensors: w does not match its SHA-256"):
+        with pytest.raises(
+            CheckpointError, match=r"parameters\.safetensors: w does not match its SHA-256"
+        ):
             store.load(path)
 
 
 def test_a_whole_checkpoint_under_another_name_is_refused(store):
     shutil.rmtree(store.path_of(120))
     store.path_of(100).rename(store.path_of(120))
-    assert store.newest() == (None, [(store.path_of(120), "manifest.json is that of step_00000100")])
+    assert store.newest() == (
+        None,
+        [(store.path_of(120), "manifest.json is that of step_00000100")],
+    )
     kept = store.path_of(120).rename(store.folder / "best")
     assert store.load(kept).step == 100, "a name that says no step is no contradiction"
 
@@ -195,7 +239,8 @@ def test_two_damaged_ones_are_both_named(store):
     found, refusals = store.newest()
     assert found is None
     assert [refusal.message(None) for refusal in refusals] == [
-        f"[checkpoint] step_00000{step} is refused: manifest.json is missing; no other is there" for step in (120, 100)
+        f"[checkpoint] step_00000{step} is refused: manifest.json is missing; no other is there"
+        for step in (120, 100)
     ]
 
 
@@ -230,15 +275,27 @@ def test_one_that_is_replaced_while_it_is_read_is_no_damage(store, monkeypatch):
     assert found is not None and found.step == 120 and refusals == []
 
 
-# --- manifests and headers that somebody made -------------------------------------------------------------------------
+# --- manifests and headers that somebody made -----------------------------------------------------
 
 
-def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), name: object = "a") -> dict:
-    return {"name": name, "dtype": dtype, "shape": shape, "data_offsets": offsets, "sha256": "0" * 64}
+def entry(
+    dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), name: object = "a"
+) -> dict:
+    return {
+        "name": name,
+        "dtype": dtype,
+        "shape": shape,
+        "data_offsets": offsets,
+        "sha256": "0" * 64,
+    }
 
 
 BAD = {
-    "field more": ([{**entry(), "x": 1}], 8, "a tensor has the entries name dtype shape data_offsets sha256"),
+    "field more": (
+        [{**entry(), "x": 1}],
+        8,
+        "a tensor has the entries name dtype shape data_offsets sha256",
+    ),
     "field less": ([{"name": "a", "dtype": "F32"}], 8, "a tensor has the entries"),
     "no object": ([[]], 0, "a tensor has the entries"),
     "dtype": ([entry("F33")], 8, "dtype 'F33' is none of"),
@@ -271,7 +328,14 @@ BAD = {
 @pytest.mark.parametrize(("tensors", "size", "reason"), BAD.values(), ids=BAD.keys())
 def test_tensors_that_cannot_be_are_refused(tensors, size, reason):
     file = {"name": "a.safetensors", "size": size, "header_sha256": "0" * 64, "tensors": tensors}
-    text = {"format": "odyssey checkpoint", "version": 1, "step": 1, "attempt": 0, "values": {}, "files": [file]}
+    text = {
+        "format": "odyssey checkpoint",
+        "version": 1,
+        "step": 1,
+        "attempt": 0,
+        "values": {},
+        "files": [file],
+    }
     with pytest.raises(CheckpointError, match=reason) as raised:
         parse_manifest(json.dumps({**text, "sha256": "0" * 64}).encode())
     assert len(str(raised.value)) < 400 and str(raised.value).isprintable()
@@ -293,7 +357,10 @@ def test_a_header_that_is_not_that_of_the_manifests_tensors_is_refused(tmp_path,
     """Also where somebody has made all digests anew."""
     with Store(tmp_path) as store:
         path = store.save(Snapshot(1, {"parameters": {"w": np.ones((2, 2), "f4")}}))
-    manifest, file = parse_manifest((path / "manifest.json").read_bytes()), path / "parameters.safetensors"
+    manifest, file = (
+        parse_manifest((path / "manifest.json").read_bytes()),
+        path / "parameters.safetensors",
+    )
     data, length = file.read_bytes(), int.from_bytes(file.read_bytes()[:8], "little")
     text = HEADERS[what](data[8 : 8 + length])
     header = len(text).to_bytes(8, "little") + text
@@ -302,14 +369,17 @@ def test_a_header_that_is_not_that_of_the_manifests_tensors_is_refused(tmp_path,
     made = made._replace(size=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest())
     (path / "manifest.json").write_bytes(manifest._replace(files=(made,)).encoded())
     with pytest.raises(
-        CheckpointError, match=r"parameters\.safetensors: (header and tensors fill|its header does not)"
+        CheckpointError,
+        match=r"parameters\.safetensors: (header and tensors fill|its header does not)",
     ):
         store.load(path)
 
 
 def test_the_library_reads_what_is_written():
     arrays = {"a/b.c-d_1": np.zeros((2, 3), "f8"), "e": np.zeros(0, "u1"), "x": np.array(True)}
-    made, tensors = make_header({name: (array.dtype, array.shape) for name, array in arrays.items()})
+    made, tensors = make_header(
+        {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    )
     assert len(made) % 8 == 0 and made == encode_header(tensors)
     found = dict(safetensors.deserialize(made + bytes(49)))
     assert {name: (one["dtype"], tuple(one["shape"])) for name, one in found.items()} == {
@@ -317,7 +387,7 @@ def test_the_library_reads_what_is_written():
     }
 
 
-# --- signatures -------------------------------------------------------------------------------------------------------
+# --- signatures -----------------------------------------------------------------------------------
 
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -329,7 +399,9 @@ def test_with_a_key_only_what_was_signed_with_it_is_used(tmp_path):
             store.save(snapshot(1))
         assert signed.newest()[0].step == 1
     reasons = {
-        (folder, key): [one.reason for one in Store(tmp_path / folder, owner=False, key=key).newest()[1]]
+        (folder, key): [
+            one.reason for one in Store(tmp_path / folder, owner=False, key=key).newest()[1]
+        ]
         for folder in ("signed", "plain")
         for key in (None, KEY, OTHER)
     }

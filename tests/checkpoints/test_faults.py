@@ -1,6 +1,7 @@
 """Saves that go wrong: calls of the system that fail, a full disk, and SIGKILL at any moment.
 
-Whatever happens, a checkpoint is there whole or not at all, the one before it is as it was, and nothing stays aside.
+Whatever happens, a checkpoint is there whole or not at all, the one before it is as it was, and
+nothing stays aside.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def injected(tmp_path_factory) -> dict[str, Any]:
         pytest.skip("injecting faults needs Linux and a C compiler")
     folder = tmp_path_factory.mktemp("injected")
     library = folder / "inject.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, HERE / "inject.c", "-ldl"], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, HERE / "inject.c", "-ldl"],
+        check=True,
+        timeout=60,
+    )
     environment = {**os.environ, "LD_PRELOAD": str(library)}
     command = [sys.executable, HERE / "injected.py", library, folder]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -40,7 +45,12 @@ SAVES = ("new", "replaced", "later")
 def good(state: dict[str, Any], *steps: int) -> bool:
     """Whether these checkpoints are there and nothing else, and the last is found."""
     names = [".lock", *(f"step_{step:08d}" for step in steps)]
-    return state["entries"] == names and state["step"] == steps[-1] and state["whole"] and not state["refused"]
+    return (
+        state["entries"] == names
+        and state["step"] == steps[-1]
+        and state["whole"]
+        and not state["refused"]
+    )
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -57,22 +67,39 @@ def test_each_call_that_fails_is_reported_and_nothing_is_torn(injected, save):
     assert len(cases) == (4 if save == "new" else 1) * len(injected[save]["calls"])
     new = 2 if save == "replaced" else 3
     kept = (1, 2) if save == "replaced" else (1, 2, 3)
-    in_place = len(injected[save]["calls"]) - (1 if save == "replaced" else 2)  # the call after which the name is there
+    # the call after which the name is there
+    in_place = len(injected[save]["calls"]) - (1 if save == "replaced" else 2)
     for case in cases:
-        where = f"{case['error']} in {case['name']} {case['call']}: {case['raised']}, {case['entries']}"
+        where = (
+            f"{case['error']} in {case['name']} {case['call']}: {case['raised']}, {case['entries']}"
+        )
         assert case["raised"] is not None and case["raised"]["kind"] == "OutputError", where
         text = case["raised"]["text"]
-        strerror = {"EIO": "Input/output", "ENOSPC": "No space left", "EROFS": "Read-only", "EDQUOT": "quota exceeded"}
-        assert text.startswith(f"[checkpoint] step_0000000{new} ") and strerror[case["error"]] in text, where
+        strerror = {
+            "EIO": "Input/output",
+            "ENOSPC": "No space left",
+            "EROFS": "Read-only",
+            "EDQUOT": "quota exceeded",
+        }
+        assert (
+            text.startswith(f"[checkpoint] step_0000000{new} ") and strerror[case["error"]] in text
+        ), where
         if case["call"] < in_place:
             assert good(case, 1, 2) and case["change"] == 0, where
-            assert "cannot be saved in " in text and "those before it are as they were" in text, where
+            assert "cannot be saved in " in text and "those before it are as they were" in text, (
+                where
+            )
         elif case["name"] == "fsync":
             assert "a power failure may lose it" in text, where
-            left = [name for name in case["entries"] if name.startswith(".step")]  # the one that was replaced
-            assert case["step"] == new and case["whole"] and len(left) == (save == "replaced"), where
+            # the one that was replaced
+            left = [name for name in case["entries"] if name.startswith(".step")]
+            assert case["step"] == new and case["whole"] and len(left) == (save == "replaced"), (
+                where
+            )
         else:
-            assert good(case, *kept) and "is saved, but an older one cannot be removed" in text, where
+            assert good(case, *kept) and "is saved, but an older one cannot be removed" in text, (
+                where
+            )
         follow = [name for name in case["next"]["entries"] if not name.startswith(".step")]
         assert case["next"]["step"] == 4 and case["next"]["whole"] and len(follow) == 3, where
 
@@ -81,7 +108,10 @@ def test_each_call_that_fails_is_reported_and_nothing_is_torn(injected, save):
 def test_a_disk_that_takes_half_of_a_write_gets_the_other_half(injected, save):
     cases = injected[save]["short"]
     assert len(cases) == 5
-    assert all(case["raised"] is None and good(case, *((1, 2) if save == "replaced" else (2, 3))) for case in cases)
+    assert all(
+        case["raised"] is None and good(case, *((1, 2) if save == "replaced" else (2, 3)))
+        for case in cases
+    )
 
 
 @pytest.mark.parametrize("save", SAVES)
@@ -114,12 +144,24 @@ def test_sigkill_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (
-        result["kills"] == result["resumable"] == 12 and result["lost"] == [] and sum(result["moments"].values()) == 12
+        result["kills"] == result["resumable"] == 12
+        and result["lost"] == []
+        and sum(result["moments"].values()) == 12
     )
 
 
 def test_sigkill_of_any_rank_while_a_checkpoint_is_written_in_parts(tmp_path):
-    words = [sys.executable, HERE / "kills.py", "--ranks", "3", "--count", "3", "--json", "--folder", tmp_path]
+    words = [
+        sys.executable,
+        HERE / "kills.py",
+        "--ranks",
+        "3",
+        "--count",
+        "3",
+        "--json",
+        "--folder",
+        tmp_path,
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     found = json.loads(done.stdout)
     assert found["resumable"] == 3 and not found["left"], found
@@ -150,7 +192,9 @@ with Store(sys.argv[1]) as store:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a small disk")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root can mount a small disk"
+)
 def test_a_full_disk_is_reported_and_the_next_save_that_fits_works(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -164,7 +208,8 @@ def test_a_full_disk_is_reported_and_the_next_save_that_fits_works(tmp_path):
     assert (
         said
         == [
-            f"[checkpoint] step_00000003 cannot be saved in {disk}/checkpoints: parameters.safetensors: "
+            f"[checkpoint] step_00000003 cannot be saved in {disk}/checkpoints: "
+            "parameters.safetensors: "
             "No space left on device; those before it are as they were"
         ]
         * 2

@@ -21,8 +21,17 @@ def run(tmp_path):
     """A run's directory with three checkpoints, of which the middle one is damaged."""
     with Store(tmp_path / "checkpoints", keep=3, attempt=2) as store:
         for step in (10, 20, 30):
-            arrays = {"parameters": {"w": np.full((2, 3), step, np.float32)}, "optimizer": {"t": np.array(step)}}
-            store.save(Snapshot(step, arrays, {"cursor": 64 * step, "configuration": {"lr": 0.1, "name": "a\x1b[2Jb"}}))
+            arrays = {
+                "parameters": {"w": np.full((2, 3), step, np.float32)},
+                "optimizer": {"t": np.array(step)},
+            }
+            store.save(
+                Snapshot(
+                    step,
+                    arrays,
+                    {"cursor": 64 * step, "configuration": {"lr": 0.1, "name": "a\x1b[2Jb"}},
+                )
+            )
     (store.path_of(20) / "optimizer.safetensors").write_bytes(b"")
     return tmp_path
 
@@ -58,7 +67,13 @@ def test_json_has_everything(run):
     said = inspect(run, "--json")
     assert said.exit_code == 65
     one, bad, last = json.loads(said.stdout)["checkpoints"]
-    assert (one["step"], one["attempt"], one["valid"], one["signed"], bad["valid"]) == (10, 2, True, False, False)
+    assert (one["step"], one["attempt"], one["valid"], one["signed"], bad["valid"]) == (
+        10,
+        2,
+        True,
+        False,
+        False,
+    )
     assert bad["reason"] == "optimizer.safetensors: it has 0 bytes, not 72"
     assert last["values"]["configuration"] == {"lr": 0.1, "name": "a\x1b[2Jb"}
     assert last["files"][0]["tensors"][0]["shape"] == [2, 3]
@@ -82,7 +97,9 @@ def test_a_key_file_is_an_option_or_in_the_environment(tmp_path, monkeypatch):
         file.chmod(0o600)
         said = inspect(path, "--key-file", file)
         assert said.exit_code == (65 if number else 0)
-        assert ("is not signed with the key" if number else "signed yes, with this key") in said.output
+        assert (
+            "is not signed with the key" if number else "signed yes, with this key"
+        ) in said.output
     monkeypatch.setenv("ODYSSEY_CHECKPOINT_KEY_FILE", str(tmp_path / "o"))
     assert inspect(path).exit_code == 65
 

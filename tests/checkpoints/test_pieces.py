@@ -1,4 +1,6 @@
-"""An array is read in pieces, and ranges of it from any place: also where a range ends within a piece."""
+"""An array is read in pieces, and ranges of it from any place: also where a range ends within a
+piece.
+"""
 
 from __future__ import annotations
 

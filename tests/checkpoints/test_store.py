@@ -1,4 +1,6 @@
-"""A directory of checkpoints in ordinary use: saved, found, kept, replaced, shared by several processes."""
+"""A directory of checkpoints in ordinary use: saved, found, kept, replaced, shared by several
+processes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def snapshot(step: int = 1, **values) -> Snapshot:
                 "conv1.weight": random.standard_normal((6, 1, 5, 5), dtype=np.float32),
                 "conv1.bias": random.standard_normal(6, dtype=np.float32),
             },
-            "optimizer": {"momentum/conv1.weight": random.standard_normal((6, 1, 5, 5), dtype=np.float32)},
+            "optimizer": {
+                "momentum/conv1.weight": random.standard_normal((6, 1, 5, 5), dtype=np.float32)
+            },
         },
         {"cursor": 128 * step, "seed": 7, **values},
     )
@@ -51,7 +55,9 @@ def same(one: Snapshot, other: Snapshot) -> bool:
         and all(
             a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
             for stem in one.arrays
-            for a, b in ((one.arrays[stem][name], other.arrays[stem][name]) for name in one.arrays[stem])
+            for a, b in (
+                (one.arrays[stem][name], other.arrays[stem][name]) for name in one.arrays[stem]
+            )
         )
     )
 
@@ -76,18 +82,25 @@ DTYPES = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uin
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 1, 1, 1, 1, 1, 2)])
 def test_every_dtype_and_shape_comes_back_and_the_library_of_the_format_reads_it(tmp_path, shape):
-    arrays = {dtype: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype) for dtype in DTYPES}
+    arrays = {
+        dtype: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype) for dtype in DTYPES
+    }
     given = Snapshot(0, {"residuals": arrays})
     with Store(tmp_path) as store:
         path = store.save(given)
         assert same(store.load(path), given)
     read = library.load_file(path / "residuals.safetensors")
-    assert all(read[name].tobytes() == arrays[name].tobytes() and read[name].dtype == name for name in DTYPES)
+    assert all(
+        read[name].tobytes() == arrays[name].tobytes() and read[name].dtype == name
+        for name in DTYPES
+    )
 
 
 def test_arrays_that_are_not_contiguous_and_shared_memory_are_saved_as_they_look(tmp_path):
     arena = np.arange(24, dtype=np.float32).reshape(4, 6)
-    given = Snapshot(3, {"parameters": {"turned": arena.T, "every-second": arena[::2, ::2], "whole": arena}})
+    given = Snapshot(
+        3, {"parameters": {"turned": arena.T, "every-second": arena[::2, ::2], "whole": arena}}
+    )
     with Store(tmp_path) as store:
         assert same(store.load(store.save(given)), given)
         store.save_later(Snapshot(4, given.arrays))
@@ -113,7 +126,7 @@ def test_files_and_directories_are_for_their_owner_only(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-# --- keep ----------------------------------------------------------------------------------------------------------
+# --- keep -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [2, 3])
@@ -142,7 +155,7 @@ def test_keeping_one_is_refused(tmp_path):
         Store(tmp_path, keep=1)
 
 
-# --- the same step again --------------------------------------------------------------------------------------------
+# --- the same step again --------------------------------------------------------------------------
 
 
 def test_the_same_again_is_left(tmp_path):
@@ -181,12 +194,15 @@ def test_a_damaged_one_is_replaced_whatever_it_is(tmp_path, what):
 def test_an_earlier_attempt_does_not_replace_what_a_later_one_wrote(tmp_path):
     with Store(tmp_path, attempt=2) as store:
         store.save(snapshot(1))
-    with Store(tmp_path, attempt=1) as store, pytest.raises(OutputError, match="attempt 2 has written it"):
+    with (
+        Store(tmp_path, attempt=1) as store,
+        pytest.raises(OutputError, match="attempt 2 has written it"),
+    ):
         store.save(snapshot(1, ranks=3))
     assert same(Store(tmp_path, owner=False).newest()[0], snapshot(1))
 
 
-# --- what is not saved ----------------------------------------------------------------------------------------------
+# --- what is not saved ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -243,7 +259,7 @@ def test_a_store_for_reading_does_not_write(tmp_path):
             store.save_later(snapshot())
 
 
-# --- in the background ----------------------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path, monkeypatch):
@@ -268,7 +284,9 @@ def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("call", ["wait", "save", "save_later", "close"])
-def test_what_went_wrong_in_the_background_is_raised_at_the_next_call_and_once(tmp_path, monkeypatch, call):
+def test_what_went_wrong_in_the_background_is_raised_at_the_next_call_and_once(
+    tmp_path, monkeypatch, call
+):
     def fail(*_):
         raise OSError(28, "No space left on device", "parameters.safetensors")
 
@@ -276,7 +294,10 @@ def test_what_went_wrong_in_the_background_is_raised_at_the_next_call_and_once(t
     with monkeypatch.context() as patched:
         patched.setattr(stores, "place", fail)
         store.save_later(snapshot(1))
-        with pytest.raises(OutputError, match="step_00000001 cannot be saved .*parameters.safetensors: No space left"):
+        with pytest.raises(
+            OutputError,
+            match="step_00000001 cannot be saved .*parameters.safetensors: No space left",
+        ):
             getattr(store, call)(*([snapshot(2)] if "save" in call else []))
     if call != "close":
         store.save_later(snapshot(3))
@@ -295,27 +316,33 @@ store = Store(sys.argv[1])
 store.save_later(Snapshot(1, {{"parameters": {{str(i): np.full(1_000_000, i, np.float32) for i in range(4)}}}}))
 {end}
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == {"pass": 0, "sys.exit(3)": 3, "raise ValueError": 1}[end]
     assert done.stderr == "" or end.startswith("raise")
     found, refused = Store(tmp_path, owner=False).newest()
     assert refused == [] and found is not None and found.arrays["parameters"]["3"][-1] == 3
 
 
-# --- who may write --------------------------------------------------------------------------------------------------
+# --- who may write --------------------------------------------------------------------------------
 
 
 def test_a_second_job_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     with Store(tmp_path, attempt=3) as store:
-        with pytest.raises(OutputError, match=rf"is in use by pid {os.getpid()} on \S+ \(attempt 3\); wait"):
+        with pytest.raises(
+            OutputError, match=rf"is in use by pid {os.getpid()} on \S+ \(attempt 3\); wait"
+        ):
             Store(tmp_path, attempt=3)
         store.save(snapshot(1))
         assert same(Store(tmp_path, owner=False).newest()[0], snapshot(1))
     Store(tmp_path).close()
 
 
-def test_another_process_is_refused_while_one_lives_and_not_after_it_was_killed(tmp_path, monkeypatch):
+def test_another_process_is_refused_while_one_lives_and_not_after_it_was_killed(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
     reading, writing = os.pipe()
     child = os.fork()
@@ -345,7 +372,10 @@ def test_a_later_attempt_takes_over_from_one_that_hangs(tmp_path):
     hanging.save(snapshot(1))
     with Store(tmp_path, attempt=2) as store:
         store.save(snapshot(2))
-        with pytest.raises(OutputError, match=r"is held by pid \d+ on \S+ \(attempt 2\) now, not by .*\(attempt 1\)"):
+        with pytest.raises(
+            OutputError,
+            match=r"is held by pid \d+ on \S+ \(attempt 2\) now, not by .*\(attempt 1\)",
+        ):
             hanging.save(snapshot(3))
         hanging.close()
         store.save(snapshot(4))
@@ -430,7 +460,8 @@ def test_who_reads_while_another_process_writes_sees_whole_checkpoints_only(tmp_
         finally:
             os._exit(1)
     try:
-        reader, seen, until = Store(tmp_path, owner=False), [0], time.monotonic() + 300  # each save is flushed
+        # each save is flushed
+        reader, seen, until = Store(tmp_path, owner=False), [0], time.monotonic() + 300
         while len(set(seen)) < 30 and time.monotonic() < until:
             found, refused = reader.newest()
             assert refused == []
@@ -448,7 +479,7 @@ def _again(found: Snapshot) -> dict:
     return {"again": True} if "again" in found.values else {}
 
 
-# --- places ---------------------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcode ☃", "new\nline", "-dash", "quote'\"$(x)"])
@@ -477,7 +508,10 @@ def test_links_to_directories_work_and_links_inside_do_not(tmp_path):
         file.symlink_to(tmp_path / "elsewhere")
         found, [refused] = store.newest()
         assert found.step == 1
-        assert "parameters.safetensors cannot be opened: Too many levels of symbolic links" in refused.reason
+        assert (
+            "parameters.safetensors cannot be opened: Too many levels of symbolic links"
+            in refused.reason
+        )
         (tmp_path / "real" / "step_00000003").symlink_to(store.path_of(1))
         assert store.newest()[1][0].path.name == "step_00000003"
 
@@ -509,13 +543,18 @@ def test_a_directory_of_somebody_else_that_all_can_write_is_refused(tmp_path):
         os.chown(path, 12345, -1)
         path.chmod(0o777)
         found, [refused] = store.newest()
-        assert found.step == 1 and refused.reason == "it belongs to user 12345 and everybody may write to it"
+        assert (
+            found.step == 1
+            and refused.reason == "it belongs to user 12345 and everybody may write to it"
+        )
         with pytest.raises(CheckpointError, match="belongs to user 12345"):
             store.load(path)
 
 
 def _as_nobody(folder: Path, action) -> str:
-    """What the error of `action` says in a process without root's rights; they pass every permission."""
+    """What the error of `action` says in a process without root's rights; they pass every
+    permission.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -548,7 +587,10 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     said = _as_nobody(folder, lambda: Store(folder))
     assert said == f"[files] {folder} cannot be written to; name another, or change its permissions"
     said = _as_nobody(folder, lambda: Store(folder / "deeper"))
-    assert said == f"[files] {folder}/deeper cannot be used as a directory: Permission denied; name another"
+    assert (
+        said
+        == f"[files] {folder}/deeper cannot be used as a directory: Permission denied; name another"
+    )
 
 
 @pytest.mark.parametrize("gone", ["directory", "all above it", "lock"])
@@ -572,7 +614,10 @@ def test_what_somebody_removed_is_made_anew(tmp_path, monkeypatch, gone, later):
         store.wait()
         with pytest.raises(OutputError, match="is in use by pid"):
             Store(folder)
-    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_00000002", "step_00000003"]
+    assert [path.name for path in sorted(folder.glob("step_*"))] == [
+        "step_00000002",
+        "step_00000003",
+    ]
     assert len(told) == 1
 
 

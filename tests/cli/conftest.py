@@ -1,4 +1,6 @@
-"""A trainer that trains nothing, in place of the real one: these tests are about the command line alone."""
+"""A trainer that trains nothing, in place of the real one: these tests are about the command
+line alone.
+"""
 
 from __future__ import annotations
 
@@ -112,21 +114,36 @@ def fake(monkeypatch):
         "comm": types.SimpleNamespace(world=world, met=lambda: record.met),
         "comm.cores": types.SimpleNamespace(default_threads=lambda ranks: 2),
         "train.preflight": types.SimpleNamespace(at_start=lambda *a, **k: []),
-        "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
+        "nn": types.SimpleNamespace(
+            models=types.SimpleNamespace(build=record.call("model", "model"))
+        ),
         "optim": types.SimpleNamespace(
             BY_NAME={name: record.optimizer(name, kind) for name, kind in optim.BY_NAME.items()},
             schedule=record.call("schedule", "schedule"),
         ),
-        "data": types.SimpleNamespace(opened=record.call("opened", Set()), DataLoader=lambda *a, **k: range(469)),
-        "train.trainer": types.SimpleNamespace(DistributedTrainer=Trainer, write_weights=write_weights),
+        "data": types.SimpleNamespace(
+            opened=record.call("opened", Set()), DataLoader=lambda *a, **k: range(469)
+        ),
+        "train.trainer": types.SimpleNamespace(
+            DistributedTrainer=Trainer, write_weights=write_weights
+        ),
     }
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, f"odyssey.{name}", module)
         home, _, last = f"odyssey.{name}".rpartition(".")
-        monkeypatch.setattr(__import__("importlib").import_module(home), last, module, raising=False)
-    # a rank that cannot join the others ends after a while whatever it does then: here it would be the tests
+        monkeypatch.setattr(
+            __import__("importlib").import_module(home), last, module, raising=False
+        )
+    # a rank that cannot join the others ends after a while whatever it does then: here it would be
+    # the tests
     monkeypatch.setattr("odyssey.base.exits._end_in", lambda seconds, code: None)
-    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
+    for name in (
+        "PMI_RANK",
+        "PMIX_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_RANK",
+        "SLURM_PROCID",
+    ):
         monkeypatch.delenv(name, raising=False)
     return record
 

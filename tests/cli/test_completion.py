@@ -29,7 +29,11 @@ def test_a_script_for_each_shell(launch, shell):
 )
 def test_what_is_answered(launch, words, answer):
     count = len(words.split()) - 1
-    launch.environment |= {"_ODYSSEY_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(count)}
+    launch.environment |= {
+        "_ODYSSEY_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(count),
+    }
     assert launch("odyssey").stdout == answer
 
 

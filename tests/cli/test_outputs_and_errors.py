@@ -113,7 +113,9 @@ def test_only_rank_0_writes_and_prints(odyssey_command, fake, tmp_path):
 
 @pytest.mark.parametrize("option", ["--json", "--save-weights"])
 @pytest.mark.parametrize("name", ["", "none/out", "file/out"])
-def test_output_that_cannot_be_written_stops_before_training(odyssey_command, fake, tmp_path, option, name):
+def test_output_that_cannot_be_written_stops_before_training(
+    odyssey_command, fake, tmp_path, option, name
+):
     (tmp_path / "file").touch()
     done = odyssey_command("train", option, tmp_path / name)
     assert done.code == 73
@@ -124,9 +126,13 @@ def test_output_that_cannot_be_written_stops_before_training(odyssey_command, fa
 def test_failed_run_leaves_the_old_files(odyssey_command, fake, tmp_path):
     fake.error = NumericsError("[train] the loss is NaN in step 7; lower --lr")
     (tmp_path / "out.json").write_text("old")
-    done = odyssey_command("train", "--json", tmp_path / "out.json", "--save-weights", tmp_path / "w")
+    done = odyssey_command(
+        "train", "--json", tmp_path / "out.json", "--save-weights", tmp_path / "w"
+    )
     assert done.code == 65
-    assert done.err.splitlines()[-1] == "odyssey: error: [train] the loss is NaN in step 7; lower --lr"
+    assert (
+        done.err.splitlines()[-1] == "odyssey: error: [train] the loss is NaN in step 7; lower --lr"
+    )
     assert os.listdir(tmp_path) == ["out.json"]
     assert (tmp_path / "out.json").read_text() == "old"
 
@@ -144,7 +150,7 @@ def test_json_to_a_device(odyssey_command):
     assert not os.path.isfile("/dev/null")
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("error", "code"), [(BuildError("b"), 69), (ConfigError("c"), 64)])
@@ -192,7 +198,9 @@ def test_error_of_all_ranks_is_printed_by_the_first(odyssey_command, fake, rank,
     assert fake.world.aborted == []
 
 
-@pytest.mark.parametrize(("rank", "line"), [(0, "odyssey: error: all\n"), (3, "odyssey: [rank 3] error: all\n")])
+@pytest.mark.parametrize(
+    ("rank", "line"), [(0, "odyssey: error: all\n"), (3, "odyssey: [rank 3] error: all\n")]
+)
 def test_error_of_all_ranks_that_some_do_not_have(odyssey_command, fake, rank, line):
     fake.world.rank, fake.world.size = rank, 4
     fake.error = ConfigError("all")
@@ -224,15 +232,20 @@ def test_error_of_one_rank_before_mpi_ends_all(odyssey_command, fake, monkeypatc
 
 def test_notice_is_printed_once(odyssey_command, fake):
     fake.notice = "no GPU found: 4 CPU workers are used"
-    assert odyssey_command("train", "--no-progress").err == "odyssey: no GPU found: 4 CPU workers are used\n"
+    assert (
+        odyssey_command("train", "--no-progress").err
+        == "odyssey: no GPU found: 4 CPU workers are used\n"
+    )
 
 
-# -- `odyssey build` --------------------------------------------------------------------------------------------------
+# -- `odyssey build` -------------------------------------------------------------------------------
 
 
 def test_build_prints_the_path(odyssey_command, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(build, "cached_library", lambda *target: seen.append(target) or tmp_path / f"{len(seen)}.so")
+    monkeypatch.setattr(
+        build, "cached_library", lambda *target: seen.append(target) or tmp_path / f"{len(seen)}.so"
+    )
     done = odyssey_command("build", "--target-cpu", "x86-64", "--target", "nvidia:sm_90a")
     assert (done.code, done.out) == (0, f"{tmp_path / '1.so'}\n{tmp_path / '2.so'}\n")
     assert seen == [("x86-64",), ("x86-64", "sm_90")]
@@ -246,19 +259,28 @@ def test_build_prints_the_path(odyssey_command, monkeypatch, tmp_path):
 def test_build_makes_a_folder(odyssey_command, monkeypatch, tmp_path):
     seen = []
     made = SimpleNamespace(files={"libodyssey.so": (4 << 20, "1f"), "odyssey": (1 << 19, "2e")})
-    monkeypatch.setattr(pack, "pack", lambda output, **kwargs: seen.append((output, kwargs)) or made)
+    monkeypatch.setattr(
+        pack, "pack", lambda output, **kwargs: seen.append((output, kwargs)) or made
+    )
     monkeypatch.chdir(tmp_path)
-    done = odyssey_command("build", "--target", "sm_90", "--target", "sm_80", "--output", "x", "--with-dependencies")
+    done = odyssey_command(
+        "build", "--target", "sm_90", "--target", "sm_80", "--output", "x", "--with-dependencies"
+    )
     assert (done.code, done.out) == (0, f"{tmp_path / 'x'}\n")
     assert done.err == "odyssey: 4.5 MiB in 2 files\n"
-    assert seen == [(pathlib.Path("x"), {"target_cpu": None, "accelerators": ("sm_90", "sm_80"), "dependencies": True})]
+    assert seen == [
+        (
+            pathlib.Path("x"),
+            {"target_cpu": None, "accelerators": ("sm_90", "sm_80"), "dependencies": True},
+        )
+    ]
 
 
 def test_dependencies_go_into_a_folder(odyssey_command):
     assert odyssey_command("build", "--with-dependencies").code == 64
 
 
-# -- progress ---------------------------------------------------------------------------------------------------------
+# -- progress --------------------------------------------------------------------------------------
 
 RECORD = {
     "epoch": 2,
@@ -285,7 +307,8 @@ def test_piped_progress_is_one_plain_line_per_epoch():
     drive(progress.make(False, stream))
     lines = stream.getvalue().splitlines()
     assert lines[1] == (
-        "epoch 2/2  train loss 0.0500  train accuracy 98.00 %  test loss 0.0400  test accuracy 99.05 %  "
+        "epoch 2/2  train loss 0.0500  train accuracy 98.00 %  test loss 0.0400  test accuracy "
+        "99.05 %  "
         "61,234 samples/s  1.0 s"
     )
     assert len(lines) == 2
@@ -293,7 +316,10 @@ def test_piped_progress_is_one_plain_line_per_epoch():
 
 
 def test_piped_progress_without_a_test_set():
-    assert progress.epoch_line({"epoch": 1, "train_loss": 1.0, "test_loss": None}, 1) == "epoch 1/1  train loss 1.0000"
+    assert (
+        progress.epoch_line({"epoch": 1, "train_loss": 1.0, "test_loss": None}, 1)
+        == "epoch 1/1  train loss 1.0000"
+    )
 
 
 def test_terminal_progress_is_one_live_line(monkeypatch):

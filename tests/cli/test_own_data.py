@@ -1,4 +1,6 @@
-"""Data of a user's own from the command line alone: stopped, and gone on with on other ranks, with the same bits."""
+"""Data of a user's own from the command line alone: stopped, and gone on with on other ranks,
+with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,34 @@ def table(root):
 @pytest.mark.parametrize(("made", "more"), [(pictures, ("--num-workers", 1)), (table, ())])
 def test_it_is_stopped_and_goes_on_on_other_ranks(launch, made, more):
     name, path, *options = made(launch.folder)
-    words = ["--dataset", name, "--data-dir", path, *options, "--model", "mlp", "--epochs", 3, "--shard-size", 4]
-    words += ["--global-batch-size", 16, "--schedule", "constant", "--warmup-steps", 0, "--no-progress"]
+    words = [
+        "--dataset",
+        name,
+        "--data-dir",
+        path,
+        *options,
+        "--model",
+        "mlp",
+        "--epochs",
+        3,
+        "--shard-size",
+        4,
+    ]
+    words += [
+        "--global-batch-size",
+        16,
+        "--schedule",
+        "constant",
+        "--warmup-steps",
+        0,
+        "--no-progress",
+    ]
     whole = launch.result(*words)
     stopped = launch.result(*words, "--checkpoint-dir", "kept", "--steps", 6, ranks=2)
-    assert stopped["steps"] == 6 < whole["steps"] and stopped["weights_sha256"] != whole["weights_sha256"]
+    assert (
+        stopped["steps"] == 6 < whole["steps"]
+        and stopped["weights_sha256"] != whole["weights_sha256"]
+    )
     again = launch.result(*words, *more, "--checkpoint-dir", "kept", "--zero", 2, ranks=3)
     assert again["weights_sha256"] == whole["weights_sha256"]
     kept = [n for n in whole["history"][-1] if n.startswith(("train_", "test_"))]
@@ -48,7 +73,10 @@ def test_it_is_stopped_and_goes_on_on_other_ranks(launch, made, more):
     for mine, theirs in zip(again["history"], whole["history"], strict=True):
         assert [mine[n] for n in kept] == [theirs[n] for n in kept]
     first, last = whole["history"][0], whole["history"][-1]
-    assert last["test_loss"] < first["test_loss"] and whole["metrics"] == options[options.index("--metrics") + 1]
+    assert (
+        last["test_loss"] < first["test_loss"]
+        and whole["metrics"] == options[options.index("--metrics") + 1]
+    )
 
 
 def cifar10(root):
@@ -63,20 +91,51 @@ def cifar10(root):
 
 @pytest.mark.parametrize(
     "made",
-    [pytest.param(cifar10, marks=pytest.mark.long), lambda root: f"image-folder:{pictures(root)[1]}"],
+    [
+        pytest.param(cifar10, marks=pytest.mark.long),
+        lambda root: f"image-folder:{pictures(root)[1]}",
+    ],
     ids=["cifar10", "folder"],
 )
 def test_resnet18_on_pictures(launch, made):
-    words = ["--model", "resnet18", "--dataset", made(launch.folder), "--steps", 2, "--no-eval", "--no-progress"]
-    words += ["--global-batch-size", 4, "--shard-size", 2, *(["--image-size", 12] if made is not cifar10 else [])]
+    words = [
+        "--model",
+        "resnet18",
+        "--dataset",
+        made(launch.folder),
+        "--steps",
+        2,
+        "--no-eval",
+        "--no-progress",
+    ]
+    words += [
+        "--global-batch-size",
+        4,
+        "--shard-size",
+        2,
+        *(["--image-size", 12] if made is not cifar10 else []),
+    ]
     alone, two = launch.result(*words), launch.result(*words, ranks=2)
-    assert alone["weights_sha256"] == two["weights_sha256"] and alone["dataset"] in ("cifar10", "image-folder")
+    assert alone["weights_sha256"] == two["weights_sha256"] and alone["dataset"] in (
+        "cifar10",
+        "image-folder",
+    )
 
 
 def test_gpt_on_a_text_and_its_bits_per_character(launch):
     text = launch.folder / "own.txt"
     text.write_text("ein Text, der sich wiederholt: äöü. " * 60)
-    words = ["--model", "gpt-mini", "--sequence-length", 16, "--steps", 3, "--no-progress", "--run-dir", "run"]
+    words = [
+        "--model",
+        "gpt-mini",
+        "--sequence-length",
+        16,
+        "--steps",
+        3,
+        "--no-progress",
+        "--run-dir",
+        "run",
+    ]
     found = launch.result("--dataset", f"text:{text}", *words)
     bits = found["test_loss"] / math.log(2)
     assert found["bits_per_character"] == pytest.approx(bits)
@@ -91,22 +150,44 @@ def test_gpt_on_a_text_and_its_bits_per_character(launch):
     [
         (
             ("--metrics", "far"),
-            "[train] there is no metric 'far'; give one of accuracy, mae, mse, top5 (any number), or in",
+            "[train] there is no metric 'far'; give one of accuracy, mae, mse, top5 (any "
+            "number), or in",
         ),
         (
             ("--metrics", "accuracy"),
             "[train] the metric accuracy: [loss] a target of float32 (32,); it must be integers",
         ),
-        (("--model", "lenet5"), "[model] lenet5 takes images (C, H, W) of at least 12 x 12; the samples are (4,)"),
+        (
+            ("--model", "lenet5"),
+            "[model] lenet5 takes images (C, H, W) of at least 12 x 12; the samples are (4,)",
+        ),
         (
             ("--sequence-length", 8),
-            "[train] --sequence-length applies only to --dataset shakespeare or text, not csv; remove it",
+            "[train] --sequence-length applies only to --dataset shakespeare or text, not csv; "
+            "remove it",
         ),
-        (("--image-size", 8), "[train] --image-size applies only to --dataset image-folder, not csv; remove it"),
+        (
+            ("--image-size", 8),
+            "[train] --image-size applies only to --dataset image-folder, not csv; remove it",
+        ),
         (("--target", "prize"), "has no column 'prize'; its columns are a, price, b, c, d"),
     ],
 )
 def test_what_is_wrong_is_one_line(launch, words, message):
     name, path, *options = table(launch.folder)
-    done = launch.train("--dataset", name, "--data-dir", path, *options, "--model", "mlp", "--steps", 1, "-q", *words)
-    assert done.returncode in (64, 65) and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
+    done = launch.train(
+        "--dataset",
+        name,
+        "--data-dir",
+        path,
+        *options,
+        "--model",
+        "mlp",
+        "--steps",
+        1,
+        "-q",
+        *words,
+    )
+    assert (
+        done.returncode in (64, 65) and done.stderr.count("\n") == 1 and message in done.stderr
+    ), done.stderr

@@ -18,11 +18,17 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 
 def run(*command, **environment):
     return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=60, env={**ENVIRONMENT, **environment}
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**ENVIRONMENT, **environment},
     )
 
 
-@pytest.mark.parametrize("module", [("odyssey.train",), ("odyssey", "train"), ("odyssey.cli", "train")])
+@pytest.mark.parametrize(
+    "module", [("odyssey.train",), ("odyssey", "train"), ("odyssey.cli", "train")]
+)
 def test_the_same_command_in_every_way(module):
     done = run(sys.executable, "-m", *module, "--epochs", "0")
     assert done.returncode == 64
@@ -33,7 +39,8 @@ def test_the_same_command_in_every_way(module):
 
 def test_a_mistyped_option_answers_at_once_and_imports_nothing_heavy():
     code = (
-        "import sys\nfrom odyssey import cli\nprint([m for m in ('mpi4py', 'rich', 'max', 'mojo') if m in sys.modules])"
+        "import sys\nfrom odyssey import cli\nprint([m for m in ('mpi4py', 'rich', 'max', "
+        "'mojo') if m in sys.modules])"
     )
     assert run(sys.executable, "-c", code).stdout == "[]\n"
     times = []
@@ -49,7 +56,8 @@ def test_garbage_is_collected_again_when_the_training_begins():
     code = (
         "import gc, runpy, sys\n"
         "seen = []\n"
-        "sys.argv[1:] = '--steps 1 --model mlp --global-batch-size 64 --no-eval --no-progress'.split()\n"
+        "sys.argv[1:] = '--steps 1 --model mlp --global-batch-size 64 --no-eval "
+        "--no-progress'.split()\n"
         "from odyssey import trainer\n"
         "fit = trainer.DistributedTrainer.fit\n"
         "def spied(*given, **more):\n"
@@ -70,7 +78,9 @@ def test_garbage_is_collected_again_when_the_training_begins():
 
 
 def test_closed_pipe_is_no_traceback():
-    done = run("bash", "-c", f"set -o pipefail; '{sys.executable}' -m odyssey train --help | head -c 0")
+    done = run(
+        "bash", "-c", f"set -o pipefail; '{sys.executable}' -m odyssey train --help | head -c 0"
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -90,7 +100,11 @@ def test_closed_pipe_is_no_traceback():
 )
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_standard_output_that_takes_nothing(rest, code, said, unbuffered):
-    done = run("bash", "-c", f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} '{sys.executable}' -m odyssey {rest}")
+    done = run(
+        "bash",
+        "-c",
+        f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} '{sys.executable}' -m odyssey {rest}",
+    )
     assert done.returncode == code
     assert (
         (done.stderr.startswith(f"odyssey: error: {said}") and done.stderr.count("\n") == 1)
@@ -103,18 +117,28 @@ def test_a_reader_that_has_gone_is_no_difference(tmp_path):
     read, write = os.pipe()
     os.close(read)
     words = [sys.executable, "-m", "odyssey", "inspect", tmp_path]
-    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT)
+    done = subprocess.run(
+        words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("command", ["inspect x", "launch train", "train --steps 1 --no-eval --checkpoint-dir x"])
+@pytest.mark.parametrize(
+    "command", ["inspect x", "launch train", "train --steps 1 --no-eval --checkpoint-dir x"]
+)
 def test_a_removed_current_directory_is_one_line(command, tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
-    done = run("bash", "-c", f"cd '{gone}' && rmdir '{gone}' && exec '{sys.executable}' -m odyssey {command}")
+    done = run(
+        "bash",
+        "-c",
+        f"cd '{gone}' && rmdir '{gone}' && exec '{sys.executable}' -m odyssey {command}",
+    )
     assert done.returncode == 64
-    assert re.fullmatch(r"odyssey: error: .*the current directory has been removed; .*\n", done.stderr), done.stderr
+    assert re.fullmatch(
+        r"odyssey: error: .*the current directory has been removed; .*\n", done.stderr
+    ), done.stderr
 
 
 def mpiexec():

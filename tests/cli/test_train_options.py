@@ -30,9 +30,17 @@ def test_defaults_are_the_recipe(odyssey_command, fake):
         (recipe["schedule"],),
         {"total_steps": 469 * recipe["epochs"], "warmup_steps": recipe["warmup_steps"]},
     )
-    assert fake.calls["model"] == (("lenet5",), {"sample_shape": (1, 28, 28), "classes": 10, "seed": 0})
+    assert fake.calls["model"] == (
+        ("lenet5",),
+        {"sample_shape": (1, 28, 28), "classes": 10, "seed": 0},
+    )
     made = fake.calls["trainer"]
-    assert (made["shard_size"], made["threads"], made["num_gpus"], made["device"]) == (None, None, None, "auto")
+    assert (made["shard_size"], made["threads"], made["num_gpus"], made["device"]) == (
+        None,
+        None,
+        None,
+        "auto",
+    )
     assert (made["reduction"], made["execution"], made["progress"]) == ("tree", "replay", None)
     assert made["comm"] is fake.world
 
@@ -56,10 +64,19 @@ def test_no_eval_loads_no_test_set(odyssey_command, fake):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["val_loss"], "names 'val_loss'; choose from test_loss, test_accuracy, train_loss, train_accuracy"),
+        (
+            ["val_loss"],
+            "names 'val_loss'; choose from test_loss, test_accuracy, train_loss, train_accuracy",
+        ),
         (["test_loss", "--no-eval"], "names 'test_loss'; choose from train_loss, train_accuracy"),
-        (["test_accuracy", "--metrics", "top2, mae"], "choose from test_loss, test_top2, test_mae, train_loss"),
-        (["test_loss:soon"], "is 'test_loss:soon'; give FIGURE[:PATIENCE[:MIN_DELTA]], such as test_loss:3:0.01"),
+        (
+            ["test_accuracy", "--metrics", "top2, mae"],
+            "choose from test_loss, test_top2, test_mae, train_loss",
+        ),
+        (
+            ["test_loss:soon"],
+            "is 'test_loss:soon'; give FIGURE[:PATIENCE[:MIN_DELTA]], such as test_loss:3:0.01",
+        ),
         (["test_loss:3:0.1:min"], "is 'test_loss:3:0.1:min'; give FIGURE"),
         (["test_loss:-1"], "[EarlyStopping] patience is -1; it must be"),
         (["test_loss:2:nan"], "[EarlyStopping] min_delta is nan; it must be"),
@@ -67,30 +84,59 @@ def test_no_eval_loads_no_test_set(odyssey_command, fake):
 )
 def test_early_stopping_by_a_figure_that_is_there(odyssey_command, fake, tmp_path, words, says):
     done = odyssey_command("train", "--no-progress", "--early-stopping", *words)
-    assert done.code == 64 and says in done.err and done.err.count("\n") == 1 and "fit" not in fake.calls
+    assert (
+        done.code == 64
+        and says in done.err
+        and done.err.count("\n") == 1
+        and "fit" not in fake.calls
+    )
 
 
-def test_early_stopping_reaches_fit_and_keeps_the_best_where_there_are_checkpoints(odyssey_command, fake, tmp_path):
+def test_early_stopping_reaches_fit_and_keeps_the_best_where_there_are_checkpoints(
+    odyssey_command, fake, tmp_path
+):
     file = tmp_path / "run.toml"
     file.write_text('early-stopping = "test_accuracy: 5 :0.01"\n')
     odyssey_command("train", "--no-progress", "--config", str(file))
     (early,) = fake.calls["saving"]["callbacks"]
-    assert (early.monitor, early.patience, early.min_delta, early.mode) == ("test_accuracy", 5, 0.01, "max")
-    odyssey_command("train", "--no-progress", "--early-stopping", "train_loss", "--checkpoint-dir", str(tmp_path / "c"))
+    assert (early.monitor, early.patience, early.min_delta, early.mode) == (
+        "test_accuracy",
+        5,
+        0.01,
+        "max",
+    )
+    odyssey_command(
+        "train",
+        "--no-progress",
+        "--early-stopping",
+        "train_loss",
+        "--checkpoint-dir",
+        str(tmp_path / "c"),
+    )
     early, best = fake.calls["saving"]["callbacks"]
     assert (early.patience, early.mode, best.monitor, best.mode) == (3, "min", "train_loss", "min")
 
 
 def test_options_reach_the_trainer(odyssey_command, fake):
     done = odyssey_command(
-        *"train --model mlp -n 2 --threads 3 --reduction mpi --execution eager --device cpu --shard-size 16".split(),
-        *"--seed 7 --optimizer adamw --lr 0.002 --schedule constant --warmup-steps 5 --no-progress".split(),
+        *"train --model mlp -n 2 --threads 3 --reduction mpi --execution eager --device cpu "
+        "--shard-size 16".split(),
+        *"--seed 7 --optimizer adamw --lr 0.002 --schedule constant --warmup-steps 5 "
+        "--no-progress".split(),
     )
     assert done.code == 0
     made = fake.calls["trainer"]
-    assert (made["num_gpus"], made["threads"], made["reduction"], made["execution"]) == (2, 3, "mpi", "eager")
+    assert (made["num_gpus"], made["threads"], made["reduction"], made["execution"]) == (
+        2,
+        3,
+        "mpi",
+        "eager",
+    )
     assert (made["device"], made["shard_size"], made["seed"]) == ("cpu", 16, 7)
-    assert fake.calls["AdamW"][1] == {"lr": 0.002, "weight_decay": OPTIMIZERS["adamw"]["weight_decay"]}
+    assert fake.calls["AdamW"][1] == {
+        "lr": 0.002,
+        "weight_decay": OPTIMIZERS["adamw"]["weight_decay"],
+    }
     assert fake.calls["schedule"][1]["warmup_steps"] == 5
 
 
@@ -189,7 +235,7 @@ def test_help_and_version(odyssey_command):
     assert done.code == 64 and done.err.count("\n") == 1
 
 
-# -- the configuration file -------------------------------------------------------------------------------------------
+# -- the configuration file ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,7 +249,10 @@ def config(tmp_path):
 
 
 def test_config_gives_values_and_the_command_line_goes_before(odyssey_command, fake, config):
-    path = config('model = "mlp"\nglobal-batch-size = 256\nshard_size = 16\neval = false\nno-progress = true\nlr = 1\n')
+    path = config(
+        'model = "mlp"\nglobal-batch-size = 256\nshard_size = 16\neval = false\nno-progress = '
+        "true\nlr = 1\n"
+    )
     done = odyssey_command("train", "--shard-size", "64", "--config", path)
     assert done.code == 0
     assert fake.calls["model"][0] == ("mlp",)
@@ -248,9 +297,15 @@ def test_wrong_config_is_one_line_and_64(odyssey_command, config, text, says):
 
 
 @pytest.mark.parametrize("attempt", [None, "1"])
-def test_a_started_rank_leaves_what_is_the_launcher_s(odyssey_command, fake, config, monkeypatch, tmp_path, attempt):
-    """`odyssey launch` has read ranks and directory, here or on its command line, which goes before the file."""
-    monkeypatch.setattr(train.launchers, "launched", lambda: types.SimpleNamespace(size=2, mpi=False))
+def test_a_started_rank_leaves_what_is_the_launcher_s(
+    odyssey_command, fake, config, monkeypatch, tmp_path, attempt
+):
+    """`odyssey launch` has read ranks and directory, here or on its command line, which goes
+    before the file.
+    """
+    monkeypatch.setattr(
+        train.launchers, "launched", lambda: types.SimpleNamespace(size=2, mpi=False)
+    )
     path = config(f'ranks = 4\nrun-dir = "{tmp_path / "other"}"\nseed = 7\n')
     if attempt:
         monkeypatch.setenv(runs.ATTEMPT, attempt)
@@ -264,17 +319,24 @@ def test_a_started_rank_leaves_what_is_the_launcher_s(odyssey_command, fake, con
 
 @pytest.mark.parametrize(("key", "option"), [("ranks = 4", "-n"), ("run-dir = 'r'", "--run-dir")])
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
-def test_a_launcher_refuses_what_the_file_of_ranks_says_too_late(odyssey_command, config, key, option, form):
+def test_a_launcher_refuses_what_the_file_of_ranks_says_too_late(
+    odyssey_command, config, key, option, form
+):
     path = config(f"seed = 7\n{key}\n")
     done = odyssey_command("launch", "-n", 2, "train", "--seed", 1, *form.format(path).split())
     assert done.code == 64 and done.err.count("\n") == 1
-    assert f"has {key.split()[0]}, which is too late" in done.err and f"`odyssey launch {option}`" in done.err
+    assert (
+        f"has {key.split()[0]}, which is too late" in done.err
+        and f"`odyssey launch {option}`" in done.err
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["--config"], ["--seed", "7"]])
 def test_a_launcher_starts_what_has_no_such_file(odyssey_command, monkeypatch, words):
     started = []
-    monkeypatch.setattr("odyssey.launch.DistributedLauncher.launch", lambda self, *given: started.append(given) or 0)
+    monkeypatch.setattr(
+        "odyssey.launch.DistributedLauncher.launch", lambda self, *given: started.append(given) or 0
+    )
     assert odyssey_command("launch", "-n", 2, "train", *words).code == 0
     assert started == [("train", *words)]
 
@@ -306,10 +368,14 @@ def test_what_ranks_are_started_with(words, left):
         ("train --lrr 1", "Did you mean"),
         ("launch --elastik 1:2 x.py", "Did you mean"),
         ("train -q -v", "--quiet and --verbose are both given"),
-        ("train --batch-size 8 --global-batch-size 8", "--batch-size and --global-batch-size are both given"),
+        (
+            "train --batch-size 8 --global-batch-size 8",
+            "--batch-size and --global-batch-size are both given",
+        ),
         (
             "train -n 2 --batch-size 64",
-            "on 2 workers is not clear; give --global-batch-size 128 (64 samples on each) or --global-batch-size 64",
+            "on 2 workers is not clear; give --global-batch-size 128 (64 samples on each) or "
+            "--global-batch-size 64",
         ),
         ("train --ranks 4 --batch-size 32", "--global-batch-size 128"),
     ],

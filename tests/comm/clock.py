@@ -1,5 +1,6 @@
-"""For the programs that tests of this folder run as ranks: how long something took, and how much of that a busy machine
-took from this thread; and files by which ranks tell each other that they are done, when their communicator is broken.
+"""For the programs that tests of this folder run as ranks: how long something took, and how much
+of that a busy machine took from this thread; and files by which ranks tell each other that
+they are done, when their communicator is broken.
 
 What it is not: part of the tests' own process.
 """
@@ -11,7 +12,9 @@ from pathlib import Path
 
 
 def starved() -> float:
-    """Seconds for which this thread could have run and had no core, since it began; 0 where the system does not say."""
+    """Seconds for which this thread could have run and had no core, since it began; 0 where the
+    system does not say.
+    """
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -25,7 +28,10 @@ class Stopwatch:
         self._begun, self._starved = time.monotonic(), starved()
 
     def __str__(self) -> str:
-        return f"{time.monotonic() - self._begun:.1f} s ({starved() - self._starved:.1f} s without a core)"
+        return (
+            f"{time.monotonic() - self._begun:.1f} s ({starved() - self._starved:.1f} s "
+            "without a core)"
+        )
 
 
 #: What tests look for: seconds, and those without a core.

@@ -1,7 +1,8 @@
-"""What every communicator must do, written once: each case is run on every rank of a group, over every backend.
+"""What every communicator must do, written once: each case is run on every rank of a group, over
+every backend.
 
-A case is a function of a communicator; it asserts on its own rank and leaves the group in step. test_backends.py runs
-them on threads, contract_ranks.py under a launcher.
+A case is a function of a communicator; it asserts on its own rank and leaves the group in step.
+test_backends.py runs them on threads, contract_ranks.py under a launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def case(function):
 
 
 def array(dtype: np.dtype, shape, rank: int) -> np.ndarray:
-    """Small numbers that differ by rank and element, exact in every dtype, also when multiplied over 4 ranks."""
+    """Small numbers that differ by rank and element, exact in every dtype, also when multiplied
+    over 4 ranks.
+    """
     x = (np.arange(int(np.prod(shape))) + rank) % 3 + 1
     return cast(x.reshape(shape), dtype)
 
@@ -44,7 +47,11 @@ def number(x: np.ndarray) -> np.ndarray:
 
 
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.tobytes() == np.ascontiguousarray(b).tobytes()
+    )
 
 
 def everyone(c: Communicator, dtype, shape) -> list[np.ndarray]:
@@ -57,7 +64,7 @@ def combined(c: Communicator, dtype, shape, op: str) -> np.ndarray:
     return cast(x, dtype)
 
 
-# --- place -----------------------------------------------------------------------------------------------------------
+# --- place ----------------------------------------------------------------------------------------
 
 
 @case
@@ -77,7 +84,7 @@ def barriers(c):
     assert request.wait() is None and request.wait() is None and request.test()
 
 
-# --- one to all, all to one ------------------------------------------------------------------------------------------
+# --- one to all, all to one -----------------------------------------------------------------------
 
 
 @case
@@ -94,7 +101,9 @@ def reduce_with_every_op_dtype_and_root(c):
     for dtype, op in itertools.product(DTYPES.values(), NUMPY):
         for root in range(c.size):
             result = c.reduce(array(dtype, (2, 3), c.rank), op, root)
-            assert result is None if c.rank != root else equal(result, combined(c, dtype, (2, 3), op)), (dtype, op)
+            assert (
+                result is None if c.rank != root else equal(result, combined(c, dtype, (2, 3), op))
+            ), (dtype, op)
     for shape in SHAPES:
         a = array(np.dtype("float32"), shape, c.rank)
         result = c.reduce(a, "sum", c.size - 1, out=a)
@@ -126,7 +135,10 @@ def means_of_floats_only(c):
                     call(a, "mean")
             continue
         x = np.sum(np.stack([number(b) for b in everyone(c, dtype, (4,))]), axis=0)
-        wanted = cast(x / x.dtype.type(c.size) if dtype.itemsize > 2 else np.float32(x) / np.float32(c.size), dtype)
+        wanted = cast(
+            x / x.dtype.type(c.size) if dtype.itemsize > 2 else np.float32(x) / np.float32(c.size),
+            dtype,
+        )
         for op in ("mean", "average", "avg", ReduceOp.MEAN, ReduceOp.AVERAGE):
             assert equal(c.all_reduce(a, op), wanted), dtype
         root = c.reduce(a, "mean", 0)
@@ -180,7 +192,7 @@ def gather_and_all_gather(c):
     assert c.all_gather(out[c.rank], out) is out and equal(out, wanted)  # a row of out itself
 
 
-# --- all to all ------------------------------------------------------------------------------------------------------
+# --- all to all -----------------------------------------------------------------------------------
 
 
 @case
@@ -248,7 +260,12 @@ def all_gather_v_fills_in_place(c):
             assert c.all_gather_v(a, order) is None
             assert equal(a, wanted)
     c.all_gather_v(np.zeros(0), [(0, 0)] * c.size)
-    for wrong in ([(0, 1)] * (c.size + 1), [(0, 9)] * c.size, [(2, 1)] * c.size, [(0, 2)] + [(1, 2)] * c.size):
+    for wrong in (
+        [(0, 1)] * (c.size + 1),
+        [(0, 9)] * c.size,
+        [(2, 1)] * c.size,
+        [(0, 2)] + [(1, 2)] * c.size,
+    ):
         with pytest.raises(ShapeError, match="without overlap"):
             c.all_gather_v(np.zeros(3), wrong)
 
@@ -261,7 +278,7 @@ def all_gather_each_takes_any_lengths(c):
             assert all(map(equal, c.all_gather_each(own[c.rank]), own))
 
 
-# --- one to one ------------------------------------------------------------------------------------------------------
+# --- one to one -----------------------------------------------------------------------------------
 
 
 def neighbours(c):
@@ -282,8 +299,16 @@ def messages_of_every_dtype_around_a_ring(c):
 @case
 def messages_keep_their_order_and_their_tags(c):
     after, before = neighbours(c)
-    sends = [c.send(np.array([100 * tag + i]), after, tag, wait=False) for i in range(3) for tag in (0, 5)]
-    receives = {(tag, i): c.recv(np.zeros(1, np.int64), before, tag, wait=False) for tag in (5, 0) for i in range(3)}
+    sends = [
+        c.send(np.array([100 * tag + i]), after, tag, wait=False)
+        for i in range(3)
+        for tag in (0, 5)
+    ]
+    receives = {
+        (tag, i): c.recv(np.zeros(1, np.int64), before, tag, wait=False)
+        for tag in (5, 0)
+        for i in range(3)
+    }
     for (tag, i), request in reversed(receives.items()):
         assert request.wait().tolist() == [100 * tag + i]
         assert request.wait() is request.wait() and request.test()
@@ -318,9 +343,17 @@ def messages_to_oneself(c):
 @case
 def messages_that_do_not_fit_are_errors(c):
     after, before = neighbours(c)
-    for wrong in (np.zeros(4), np.zeros(2), np.zeros(3, np.float32), np.zeros(3, np.int64), np.zeros(0)):
+    for wrong in (
+        np.zeros(4),
+        np.zeros(2),
+        np.zeros(3, np.float32),
+        np.zeros(3, np.int64),
+        np.zeros(0),
+    ):
         request = c.send(np.ones(3), after, wait=False)
-        with pytest.raises(CollectiveError, match=r"sends 3 elements of float64.*contract\.py:\d+") as caught:
+        with pytest.raises(
+            CollectiveError, match=r"sends 3 elements of float64.*contract\.py:\d+"
+        ) as caught:
             c.recv(wrong, before)
         assert f"rank {c.ranks[before]} sends" in str(caught.value) and not wrong.any()
         request.wait()
@@ -343,7 +376,7 @@ def wrong_peers_and_tags_are_refused(c):
             c.send(np.zeros(1), 0, tag)
 
 
-# --- arrays ----------------------------------------------------------------------------------------------------------
+# --- arrays ---------------------------------------------------------------------------------------
 
 
 @case
@@ -409,12 +442,15 @@ def out_may_overlap(c):
 def megabytes(c):
     n = 1_000_003
     a = np.arange(n, dtype=np.float32) % 7 + c.rank
-    assert equal(c.all_reduce(a), np.float32(c.size) * (np.arange(n, dtype=np.float32) % 7) + sum(range(c.size)))
+    assert equal(
+        c.all_reduce(a),
+        np.float32(c.size) * (np.arange(n, dtype=np.float32) % 7) + sum(range(c.size)),
+    )
     assert equal(c.broadcast(a, c.size - 1), np.arange(n, dtype=np.float32) % 7 + c.size - 1)
     assert (c.all_gather(np.full(n, c.rank, np.uint8)) == np.arange(c.size)[:, None]).all()
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 @case
@@ -440,7 +476,11 @@ def every_call_may_be_waited_for_later(c):
     assert got["broadcast"].tolist() == [0, 0] and got["all_reduce"].tolist() == [total] * 3
     assert got["reduce"] is None if r else got["reduce"].tolist() == [n] * 3
     assert got["scatter"].tolist() == [2 * r, 2 * r + 1]
-    assert got["gather"] is None if r != n - 1 else got["gather"][:, 0].tolist() == list(range(1, n + 1))
+    assert (
+        got["gather"] is None
+        if r != n - 1
+        else got["gather"][:, 0].tolist() == list(range(1, n + 1))
+    )
     assert got["all_gather"][:, 0].tolist() == list(range(1, n + 1))
     assert got["reduce_scatter"].tolist() == [[2 * r, 2 * r + 1]]
     assert got["all_to_all"].tolist() == [[2 * r + p, 2 * r + 1 + p] for p in range(n)]
@@ -453,7 +493,8 @@ def requests_complete_out_of_order(c):
     requests = [c.all_reduce(np.full(i + 1, i + c.rank), wait=False) for i in range(20)]
     between = c.all_gather(np.array([c.rank]))  # a blocking call while others are under way
     assert between.ravel().tolist() == list(range(c.size))
-    order = range(20) if c.rank % 2 else reversed(range(20))  # each rank waits in an order of its own
+    # each rank waits in an order of its own
+    order = range(20) if c.rank % 2 else reversed(range(20))
     for i in order:
         result = requests[i].wait()
         assert result.tolist() == [sum(i + p for p in range(c.size))] * (i + 1)
@@ -468,7 +509,8 @@ def requests_complete_out_of_order(c):
 def requests_own_their_buffers(c):
     requests = [c.all_reduce(np.full(50_000, float(i)), wait=False) for i in range(5)]
     gc.collect()
-    other = [np.full(50_000, -1.0) for _ in range(10)]  # would take the place of buffers that were let go
+    # would take the place of buffers that were let go
+    other = [np.full(50_000, -1.0) for _ in range(10)]
     for i, request in enumerate(requests):
         assert (request.wait() == i * c.size).all()
     assert all((o == -1).all() for o in other)
@@ -476,10 +518,13 @@ def requests_own_their_buffers(c):
 
 @case
 def calls_made_again_and_again(c):
-    """Persistent calls: each time with what is in the arrays then; several under way, and other calls between them."""
+    """Persistent calls: each time with what is in the arrays then; several under way, and other
+    calls between them.
+    """
     n, r = c.size, c.rank
     for dtype, piece in ((np.float32, 3), (np.float64, 40_000), (np.uint16, 1)):
-        counts = [0 if p == n - 1 and n > 1 else piece + p for p in range(n)]  # so much goes to rank p, from all
+        # so much goes to rank p, from all
+        counts = [0 if p == n - 1 and n > 1 else piece + p for p in range(n)]
         send, receive = np.zeros(sum(counts), dtype), np.zeros(counts[r] * n, dtype)
         ranges = [(10 * p, 10 * p + (p % 2 == 0) * piece % 10) for p in range(n)]
         whole = np.zeros(10 * n, dtype)
@@ -492,14 +537,19 @@ def calls_made_again_and_again(c):
             for request in reversed(requests) if turn % 2 else requests:
                 request.wait()
             assert requests[0].test() and requests[2].wait() is None
-            assert receive.tolist() == [r + 10 * p + turn for p in range(n) for _ in range(counts[r])]
+            assert receive.tolist() == [
+                r + 10 * p + turn for p in range(n) for _ in range(counts[r])
+            ]
             for p, (a, b) in enumerate(ranges):
                 assert (whole[a:b] == p + turn).all() and (whole[b : 10 * p + 10] == r + turn).all()
     with pytest.raises(ShapeError, match="send_counts are"):
         c.all_to_all_v_init(send, [len(send) + 1] * n, receive, [counts[r]] * n)
     both = np.zeros(4 * n, np.float32)
-    for refused in (both[::2], both[1 : 2 * n + 1], both.tolist()):  # of a copy only the first values would be sent
-        with pytest.raises(ShapeError, match="send must be a C-contiguous array, apart from receive"):
+    # of a copy only the first values would be sent
+    for refused in (both[::2], both[1 : 2 * n + 1], both.tolist()):
+        with pytest.raises(
+            ShapeError, match="send must be a C-contiguous array, apart from receive"
+        ):
             c.all_to_all_v_init(refused, [1] * n, both[: 2 * n], [1] * n)
     with pytest.raises(ShapeError, match="ranges are"):
         c.all_gather_v_init(whole, [(0, len(whole) + 1)] * n)
@@ -510,7 +560,11 @@ def calls_made_again_and_again(c):
 
 def groups(world: Communicator) -> dict[str, Communicator]:
     """What the cases run on: all ranks, those of the same parity, each alone."""
-    return {"world": world, "split": world.split(world.rank % 2, key=-world.rank), "single": world.split(world.rank)}
+    return {
+        "world": world,
+        "split": world.split(world.rank % 2, key=-world.rank),
+        "single": world.split(world.rank),
+    }
 
 
 def run(world: Communicator, report) -> None:
@@ -530,7 +584,9 @@ def run(world: Communicator, report) -> None:
 
 @case
 def a_receive_that_was_started_lets_its_sender_go_on(c):
-    """Every rank posts a receive, then sends in a way that waits: a ring of long messages, too long to be buffered."""
+    """Every rank posts a receive, then sends in a way that waits: a ring of long messages, too
+    long to be buffered.
+    """
     x = np.full(300_000, c.rank, np.float32)
     got = np.zeros_like(x)
     if c.size == 1:

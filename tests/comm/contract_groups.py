@@ -9,11 +9,13 @@ from contract import case, neighbours
 from odyssey.comm import bfloat16
 from odyssey.errors import CollectiveError, ConfigError
 
-# --- calls that differ -----------------------------------------------------------------------------------------------
+# --- calls that differ ----------------------------------------------------------------------------
 
 
 def different(c, mine, theirs, *, words=()):
-    """`theirs` on the last rank, `mine` on the others: an error on all, naming both; and the group goes on."""
+    """`theirs` on the last rank, `mine` on the others: an error on all, naming both; and the
+    group goes on.
+    """
     if c.size == 1:
         return
     last = c.size - 1
@@ -31,7 +33,12 @@ def another_operation(c):
     a = np.ones(4)
     different(c, lambda: c.all_reduce(a), lambda: c.broadcast(a), words=("all_reduce", "broadcast"))
     different(c, lambda: c.barrier(), lambda: c.all_gather(a), words=("barrier", "all_gather"))
-    different(c, lambda: c.gather(a), lambda: c.all_reduce(a, wait=False).wait(), words=("gather", "all_reduce"))
+    different(
+        c,
+        lambda: c.gather(a),
+        lambda: c.all_reduce(a, wait=False).wait(),
+        words=("gather", "all_reduce"),
+    )
     assert (a == 1).all()
 
 
@@ -43,16 +50,30 @@ def another_dtype(c):
         lambda: c.all_reduce(np.ones(4, np.float64)),
         words=("int64", "float64"),
     )
-    different(c, lambda: c.broadcast(np.ones(4, np.uint16)), lambda: c.broadcast(np.zeros(4, bfloat16)))
+    different(
+        c, lambda: c.broadcast(np.ones(4, np.uint16)), lambda: c.broadcast(np.zeros(4, bfloat16))
+    )
 
 
 @case
 def another_shape(c):
-    different(c, lambda: c.all_reduce(np.ones(4)), lambda: c.all_reduce(np.ones(5)), words=("(4,)", "(5,)"))
-    different(c, lambda: c.all_gather(np.ones((2, 3))), lambda: c.all_gather(np.ones((3, 2))), words=("(2,3)", "(3,2)"))
+    different(
+        c,
+        lambda: c.all_reduce(np.ones(4)),
+        lambda: c.all_reduce(np.ones(5)),
+        words=("(4,)", "(5,)"),
+    )
+    different(
+        c,
+        lambda: c.all_gather(np.ones((2, 3))),
+        lambda: c.all_gather(np.ones((3, 2))),
+        words=("(2,3)", "(3,2)"),
+    )
     different(c, lambda: c.broadcast(np.ones(2)), lambda: c.broadcast(np.ones(200_000)))
     rows = c.size * 2
-    different(c, lambda: c.reduce_scatter(np.ones(rows)), lambda: c.reduce_scatter(np.ones(2 * rows)))
+    different(
+        c, lambda: c.reduce_scatter(np.ones(rows)), lambda: c.reduce_scatter(np.ones(2 * rows))
+    )
 
 
 @case
@@ -60,8 +81,15 @@ def another_op_or_root(c):
     a = np.ones(4)
     different(c, lambda: c.all_reduce(a), lambda: c.all_reduce(a, "max"), words=("sum", "max"))
     different(c, lambda: c.all_reduce(a), lambda: c.all_reduce(a, "mean"), words=("sum", "mean"))
-    different(c, lambda: c.broadcast(a, 0), lambda: c.broadcast(a, c.size - 1), words=("root 0", f"root {c.size - 1}"))
-    different(c, lambda: c.reduce(a, root=0), lambda: c.reduce(a, root=1), words=("root 0", "root 1"))
+    different(
+        c,
+        lambda: c.broadcast(a, 0),
+        lambda: c.broadcast(a, c.size - 1),
+        words=("root 0", f"root {c.size - 1}"),
+    )
+    different(
+        c, lambda: c.reduce(a, root=0), lambda: c.reduce(a, root=1), words=("root 0", "root 1")
+    )
 
 
 @case
@@ -105,7 +133,7 @@ def a_wrong_start_form_fails_when_waited_for(c):
     assert good.wait().tolist() == [c.size] * 4
 
 
-# --- groups ----------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 @case
@@ -127,7 +155,11 @@ def split_by_color_and_key(c):
         made.close()
     whole.close()  # nothing happens
     if c.name in ("mpi", "shm") and c.size > 1:
-        for use in (whole.barrier, lambda: whole.all_reduce(np.ones(3, np.float32)), lambda: whole.send(np.ones(3), 0)):
+        for use in (
+            whole.barrier,
+            lambda: whole.all_reduce(np.ones(3, np.float32)),
+            lambda: whole.send(np.ones(3), 0),
+        ):
             with pytest.raises(CollectiveError, match="was closed; make a new one"):
                 use()
     c.barrier()  # the others go on
@@ -166,7 +198,9 @@ def groups_of_groups(c):
 
 @case
 def groups_work_at_the_same_time(c):
-    """Each half makes calls of its own, of different kinds and numbers, mixed with calls of the whole."""
+    """Each half makes calls of its own, of different kinds and numbers, mixed with calls of the
+    whole.
+    """
     half = c.split(c.rank % 2)
     pending = c.all_reduce(np.ones(3), wait=False)
     for i in range(3 if c.rank % 2 else 5):

@@ -1,4 +1,5 @@
-"""Run under a launcher by test_backends.py: every case of the contract; writes what each did on this rank.
+"""Run under a launcher by test_backends.py: every case of the contract; writes what each did on
+this rank.
 
 Arguments: backend, folder of the results.
 """
@@ -21,7 +22,11 @@ results: dict[str, str] = {}
 
 
 def report(group: str, title: str, error: BaseException | None) -> None:
-    text = "" if error is None else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = (
+        ""
+        if error is None
+        else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    )
     results[f"{group} {title}"] = text
     (folder / f"{world.rank}.json").write_text(json.dumps(results))
 

@@ -1,6 +1,8 @@
-"""Run under a launcher by test_ends.py: the last rank misbehaves in a way that is named in the argument.
+"""Run under a launcher by test_ends.py: the last rank misbehaves in a way that is named in the
+argument.
 
-Prints one line per rank that gets an error. What each rank did is in the lines; that the job ends at all is the point.
+Prints one line per rank that gets an error. What each rank did is in the lines; that the job ends
+at all is the point.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ assert world.all_reduce(a)[0] == world.size
 
 
 def attempt(function, of: range = range(0)) -> None:
-    """Tells the error of this rank, and lets the ranks `of` tell theirs before it ends all. The deadline is set only
-    here: a busy machine starts the ranks seconds apart."""
+    """Tells the error of this rank, and lets the ranks `of` tell theirs before it ends all.
+
+    The deadline is set only here: a busy machine starts the ranks seconds apart.
+    """
     os.environ["ODYSSEY_TIMEOUT"] = limit
     watch = clock.Stopwatch()
     try:
@@ -53,7 +57,8 @@ elif which == "raises":
 elif which == "waits for a message":
     if not last:
         attempt(lambda: world.recv(a, world.size - 1))
-elif which == "unfinished":  # a request that was started and never waited for, whose partners never come
+# a request that was started and never waited for, whose partners never come
+elif which == "unfinished":
     if last:
         world.all_reduce(a, wait=False)
 elif which == "unfinished, and exits":  # with a code, while the others wait for something else
@@ -89,7 +94,8 @@ elif which == "cores":  # waits 2 s for the last rank, and counts what it used m
     used = time.process_time() - used
     world.all_reduce(a, wait=False).wait()
     print(f"rank {world.rank} used {used:.3f} s\n", end="", flush=True)
-elif which.startswith("again"):  # calls that are made again and again, whose data do not wait for headers
+# calls that are made again and again, whose data do not wait for headers
+elif which.startswith("again"):
     n = world.size
     big = np.zeros(300_000 * n, np.float32)
     more = int(which == "again, other counts" and world.rank == 0)

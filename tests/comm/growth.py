@@ -1,8 +1,10 @@
-"""How what a rank sends grows with the ranks: communicators of threads that count, and what is done with them.
+"""How what a rank sends grows with the ranks: communicators of threads that count, and what is
+done with them.
 
-`counted(ranks, function)` runs a function on so many ranks; it gives what each has counted, by the name of the part
-(`part`) in which it was. Words are counted as backend "mpi" sends them; data as what goes from this rank to others. A
-sum of the library (`all_reduce` of a few numbers) counts as log2 messages of its array.
+`counted(ranks, function)` runs a function on so many ranks; it gives what each has counted, by the
+name of the part (`part`) in which it was. Words are counted as backend "mpi" sends them; data as
+what goes from this rank to others. A sum of the library (`all_reduce` of a few numbers) counts as
+log2 messages of its array.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Counting(mock.MockCommunicator):
                 gives = call.routes(self.rank, self.size, unit)[0]
                 data = [b - a for p, (a, b) in enumerate(gives) if p != self.rank]
             sent = [n for n in data if n]
-            here.counts[here.part] += Count(1, words(self.size), WORD * words(self.size), len(sent), sum(sent))
+            here.counts[here.part] += Count(
+                1, words(self.size), WORD * words(self.size), len(sent), sum(sent)
+            )
         return super()._begin(call)
 
     def _send(self, array, dest, tag, envelope):
@@ -100,7 +104,12 @@ def largest(counts: list[dict[str, Count]]) -> dict[str, Count]:
     """The most of any rank, by part."""
     names = {name for one in counts for name in one}
     return {
-        name: Count(*(max(column) for column in zip(*(one.get(name, Count()) for one in counts), strict=True)))
+        name: Count(
+            *(
+                max(column)
+                for column in zip(*(one.get(name, Count()) for one in counts), strict=True)
+            )
+        )
         for name in sorted(names)
     }
 
@@ -111,7 +120,9 @@ def train_in_steps(comm) -> None:
     x = np.random.default_rng(0).standard_normal((32 * comm.size, 6)).astype(np.float32)
     loader = data.DataLoader(data.arrays(x, np.arange(len(x)) % 3), batch_size=8 * comm.size)
     model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
-    trainer = DistributedTrainer(model, optim.Adam(lr=0.01), comm=comm, shard_size=8, device="cpu", threads=1)
+    trainer = DistributedTrainer(
+        model, optim.Adam(lr=0.01), comm=comm, shard_size=8, device="cpu", threads=1
+    )
 
     def next_part(context) -> None:
         here.part = f"step {context.steps + 1}"
@@ -120,7 +131,9 @@ def train_in_steps(comm) -> None:
 
 
 def train(comm, settings: dict[str, Any], folder: Path | None = None) -> None:
-    """A training of two steps: what is counted of the second, of an evaluation, a digest, a checkpoint and a resume."""
+    """A training of two steps: what is counted of the second, of an evaluation, a digest, a
+    checkpoint and a resume.
+    """
     nn.manual_seed(1)
     x = np.random.default_rng(0).standard_normal((8 * comm.size, 6)).astype(np.float32)
     loader = data.DataLoader(data.arrays(x, np.arange(len(x)) % 3), batch_size=len(x))

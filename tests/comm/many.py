@@ -1,4 +1,6 @@
-"""Run under mpirun by test_call_checks.py: calls of many ranks, alike, different on one, and many in flight."""
+"""Run under mpirun by test_call_checks.py: calls of many ranks, alike, different on one, and
+many in flight.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,25 @@ def refused(function) -> str:
 
 
 requests = [world.all_reduce(np.full(3, float(rank + i)), wait=False) for i in range(4)]
-again = world.all_to_all_v_init(np.full(n, rank, np.float32), [1] * n, into := np.zeros(n, np.float32), [1] * n)
+again = world.all_to_all_v_init(
+    np.full(n, rank, np.float32), [1] * n, into := np.zeros(n, np.float32), [1] * n
+)
 for _ in range(2):
     again.start().wait()
     assert into.tolist() == list(range(n))
 for i, request in reversed(list(enumerate(requests))):
     assert (request.wait() == sum(range(n)) + i * n).all()
-assert world.scatter(np.arange(2 * n).reshape(n, 2) if rank == 1 else None, 1).tolist() == [2 * rank, 2 * rank + 1]
+assert world.scatter(np.arange(2 * n).reshape(n, 2) if rank == 1 else None, 1).tolist() == [
+    2 * rank,
+    2 * rank + 1,
+]
 counts = [(rank + p) % 3 for p in range(n)]
 received = np.zeros(sum(counts))
 world.all_to_all_v(np.full(sum(counts), float(rank)), counts, received, counts)
 assert received.tolist() == [float(p) for p, c in enumerate(counts) for _ in range(c)]
 
-# An all-gather in rounds, again and again: ranges of any lengths, some of them empty, two calls under way at once.
+# An all-gather in rounds, again and again: ranges of any lengths, some of them empty, two calls
+# under way at once.
 aside = world.group(range(n))
 lengths = [(5 * p) % 4 for p in range(n)]
 ends = np.cumsum(lengths).tolist()
@@ -52,7 +60,9 @@ for turn in range(6):
         assert aside.all_reduce(np.ones(1))[0] == n
     for k in (1, 0) if turn % 2 else (0, 1):
         gathers[k].wait()
-        expected = np.concatenate([np.full(c, 100 * turn + 10 * k + p) for p, c in enumerate(lengths)])
+        expected = np.concatenate(
+            [np.full(c, 100 * turn + 10 * k + p) for p, c in enumerate(lengths)]
+        )
         assert (arrays[k] == expected).all(), (turn, k, arrays[k], expected)
     if rank % 2 == 0:
         assert aside.all_reduce(np.ones(1))[0] == n

@@ -1,4 +1,7 @@
-"""Run under mpirun by test_shm.py: what the shared-memory backend does beyond the contract. Argument: the case."""
+"""Run under mpirun by test_shm.py: what the shared-memory backend does beyond the contract.
+
+Argument: the case.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,18 @@ from odyssey.comm.calls import ReduceOp, tree_reduce
 from odyssey.core import native
 from odyssey.errors import CollectiveError, ConfigError
 
-COUNTS = (1, 15, 16, 17, 1000, shm.DIRECT // 4, shm.DIRECT // 4 + 1, 61_706, shm.SLOT // 4, 3 * shm.SLOT // 4 + 1_001)
+COUNTS = (
+    1,
+    15,
+    16,
+    17,
+    1000,
+    shm.DIRECT // 4,
+    shm.DIRECT // 4 + 1,
+    61_706,
+    shm.SLOT // 4,
+    3 * shm.SLOT // 4 + 1_001,
+)
 
 
 def values(count: int, rank: int, dtype: str = "float32") -> np.ndarray:
@@ -39,11 +53,15 @@ def bits(world: comm.Communicator) -> None:
             assert result.tobytes() == wanted.tobytes(), count
         room = np.zeros(count + 5, np.float32)  # the result may overlap what is given
         room[:count] = x
-        assert world.all_reduce(room[:count], out=room[3 : count + 3]).tobytes() == wanted.tobytes(), count
+        assert (
+            world.all_reduce(room[:count], out=room[3 : count + 3]).tobytes() == wanted.tobytes()
+        ), count
         root = world.reduce(x, root=world.size - 1)
         assert root is None if world.rank < world.size - 1 else root.tobytes() == wanted.tobytes()
         rows = np.stack([values(count, world.rank + 10 * p) for p in range(world.size)])
-        mine = tree_reduce([values(count, p + 10 * world.rank) for p in range(world.size)], ReduceOp.SUM)
+        mine = tree_reduce(
+            [values(count, p + 10 * world.rank) for p in range(world.size)], ReduceOp.SUM
+        )
         assert world.reduce_scatter(rows)[0].tobytes() == mine.tobytes(), count
     for dtype in ("float64", "int16"):
         x = values(300_000, world.rank, dtype)
@@ -72,14 +90,18 @@ def long(world: comm.Communicator) -> None:
     counts = [count // (1 + world.rank + p) for p in range(world.size)]
     received = np.zeros(sum(counts), np.uint8)
     world.all_to_all_v(np.concatenate([x[:n] for n in counts]), counts, received, counts)
-    assert np.array_equal(received, np.concatenate([e[:n] for e, n in zip(everyone, counts, strict=True)]))
+    assert np.array_equal(
+        received, np.concatenate([e[:n] for e, n in zip(everyone, counts, strict=True)])
+    )
     ends = np.cumsum([0, *(count // (1 + p) for p in range(world.size))])
     ranges = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
     whole = np.zeros(ends[-1], np.uint8)
     lo, hi = ranges[world.rank]
     whole[lo:hi] = x[: hi - lo]
     world.all_gather_v(whole, ranges)
-    assert np.array_equal(whole, np.concatenate([e[: b - a] for e, (a, b) in zip(everyone, ranges, strict=True)]))
+    assert np.array_equal(
+        whole, np.concatenate([e[: b - a] for e, (a, b) in zip(everyone, ranges, strict=True)])
+    )
 
 
 def memory(world: comm.Communicator) -> None:
@@ -127,7 +149,10 @@ def window(world: comm.Communicator) -> None:
 
 
 def short_and_long_way(world: comm.Communicator) -> None:
-    """One rank waits at once, the other starts and waits later: the same call. And a wait longer than a slice."""
+    """One rank waits at once, the other starts and waits later: the same call.
+
+    And a wait longer than a slice.
+    """
     x = np.ones(100, np.float32)
     for _ in range(20):
         result = world.all_reduce(x) if world.rank else world.all_reduce(x, wait=False).wait()
@@ -150,7 +175,9 @@ def short_and_long_way(world: comm.Communicator) -> None:
 
 
 def ring(world: comm.Communicator) -> None:
-    """A message that is larger than what MPI keeps for later, sent by all before anybody waits for theirs."""
+    """A message that is larger than what MPI keeps for later, sent by all before anybody waits
+    for theirs.
+    """
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     received = world.recv(np.empty(300_000), before, wait=False)
     world.send(np.full(300_000, float(world.rank)), after)
@@ -205,7 +232,11 @@ def killed(world: comm.Communicator) -> None:
     world.shared(1 << 20)[world.rank][:] = 1
     world.split(0).shared(100)
     with open("/proc/self/maps") as maps:
-        shared = {line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/" in line or "/memfd:odyssey" in line}
+        shared = {
+            line.split(maxsplit=5)[5].strip()
+            for line in maps
+            if "/dev/shm/" in line or "/memfd:odyssey" in line
+        }
     text = "".join(f"named {name}\n" for name in shared if not name.endswith("(deleted)"))
     sys.stdout.write(f"maps {len(shared)}\n{text}")
     sys.stdout.flush()

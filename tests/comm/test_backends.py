@@ -1,4 +1,6 @@
-"""The contract over every backend, 1 to 4 ranks, all ranks and groups of them: one launch per backend and world."""
+"""The contract over every backend, 1 to 4 ranks, all ranks and groups of them: one launch per
+backend and world.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,16 @@ def _missing(backend: str) -> str | None:
 
 
 def _marks(backend: str, ranks: int) -> list[pytest.MarkDecorator]:
-    """Three ranks have groups of two and one, and a tree that is not full: other numbers are variations."""
+    """Three ranks have groups of two and one, and a tree that is not full: other numbers are
+    variations.
+    """
     if why := _missing(backend):
         return [pytest.mark.skip(reason=why)]
-    return [pytest.mark.long] if ranks not in (1, 3) and backend != "mock" or (backend, ranks) == ("gloo", 1) else []
+    return (
+        [pytest.mark.long]
+        if ranks not in (1, 3) and backend != "mock" or (backend, ranks) == ("gloo", 1)
+        else []
+    )
 
 
 WORLDS = [
@@ -53,7 +61,11 @@ def on_threads(backend: str, ranks: int) -> list[dict[str, str]]:
 
     def work(world: Communicator) -> None:
         def report(group: str, title: str, error: BaseException | None) -> None:
-            text = "" if error is None else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            text = (
+                ""
+                if error is None
+                else "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            )
             results[world.rank][f"{group} {title}"] = text
 
         contract.run(world, report)
@@ -82,7 +94,9 @@ def on_processes(launch, backend: str, ranks: int) -> list[dict[str, str]]:
     return results
 
 
-def together(launch, ranks: int, *command: object, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def together(
+    launch, ranks: int, *command: object, timeout: float = 200
+) -> subprocess.CompletedProcess[str]:
     """Processes with the variables of env://; the result of all as one."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -95,7 +109,12 @@ def together(launch, ranks: int, *command: object, timeout: float = 200) -> subp
         environment = {**launch.environment, **common, **mine}
         processes.append(
             subprocess.Popen(
-                words, env=environment, cwd=launch.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                words,
+                env=environment,
+                cwd=launch.folder,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
         )
     killer = threading.Timer(timeout, lambda: [p.kill() for p in processes])

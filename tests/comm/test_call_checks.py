@@ -1,4 +1,6 @@
-"""Ranks that learn in rounds whether all make the same call: whatever their number, and whoever differs."""
+"""Ranks that learn in rounds whether all make the same call: whatever their number, and whoever
+differs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def counts(size: int, rng: random.Random) -> list[Header]:
     salt = rng.randrange(1, 1000)
     rows = [tuple((p * salt + q * 7) % 5 for q in range(size)) for p in range(size)]
     columns = list(zip(*rows, strict=True))
-    return [Header(3, 5, "", (), "all_to_all_v", balance=balance(p, rows[p], columns[p])) for p in range(size)]
+    return [
+        Header(3, 5, "", (), "all_to_all_v", balance=balance(p, rows[p], columns[p]))
+        for p in range(size)
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -44,7 +49,11 @@ def test_all_ranks_know_alike_whether_calls_differ(size):
     rng = random.Random(size)
     same = [Header(7, -11, "", (), "barrier", blocking=True)] * size
     assert not any(one.different or not one.blocking for one in agree(same))
-    for other in (same[0]._replace(sequence=8), same[0]._replace(signature=12), same[0]._replace(blocking=False)):
+    for other in (
+        same[0]._replace(sequence=8),
+        same[0]._replace(signature=12),
+        same[0]._replace(blocking=False),
+    ):
         calls = list(same)
         calls[rng.randrange(size)] = other
         known = agree(calls)
@@ -61,7 +70,9 @@ def test_counts_of_each_with_each_are_compared_by_one_sum(size):
     odd = rng.randrange(size)
     given = [0] * size
     given[rng.randrange(size)] = 1
-    headers[odd] = headers[odd]._replace(balance=headers[odd].balance ^ balance(odd, tuple(given), (0,) * size))
+    headers[odd] = headers[odd]._replace(
+        balance=headers[odd].balance ^ balance(odd, tuple(given), (0,) * size)
+    )
     assert all(one.different for one in agree(headers))
 
 
@@ -69,7 +80,9 @@ def test_counts_of_each_with_each_are_compared_by_one_sum(size):
 def test_the_piece_of_a_scatter_comes_to_all(size):
     rng = random.Random(size)
     root, piece, unknown = rng.randrange(size), (0, 2, 3, 4, *[0] * 6), (-1, *[0] * 9)
-    headers = [Header(1, 1, "", piece if p in (root, 0) else unknown, "scatter", root) for p in range(size)]
+    headers = [
+        Header(1, 1, "", piece if p in (root, 0) else unknown, "scatter", root) for p in range(size)
+    ]
     known = agree(headers)
     assert not any(one.different for one in known) and {one.piece for one in known} == {piece}
     odd = (root + 1 + rng.randrange(size - 1)) % size
@@ -110,7 +123,11 @@ def test_no_check_of_a_call_does_more_than_twice_for_twice_the_ranks():
         return {
             "mismatch": steps(lambda: mismatch(headers, range(size))),
             "balance": steps(lambda: balance.__wrapped__(0, given, given)),
-            "rounds": steps(lambda: [agreement.take(k, [word] * len(far)) for k, far in enumerate(distances(size))]),
+            "rounds": steps(
+                lambda: [
+                    agreement.take(k, [word] * len(far)) for k, far in enumerate(distances(size))
+                ]
+            ),
         }
 
     few, many = checks(256), checks(1024)
@@ -131,7 +148,9 @@ def test_what_a_call_leaves_in_memory_does_not_grow_with_the_ranks():
 
 
 def test_a_thousand_threads_whose_calls_differ():
-    """The same guarantee as between processes: the same error on all ranks, and the group goes on."""
+    """The same guarantee as between processes: the same error on all ranks, and the group goes
+    on.
+    """
     size, odd = 1024, 700
 
     def rank(world) -> str:
@@ -146,12 +165,16 @@ def test_a_thousand_threads_whose_calls_differ():
 
     said = set(mock.run(size, rank))
     assert len(said) == 1
-    assert re.search(r"rank 0 calls all_reduce float64 \(2,\) sum at .* but rank 700 calls barrier at", said.pop())
+    assert re.search(
+        r"rank 0 calls all_reduce float64 \(2,\) sum at .* but rank 700 calls barrier at",
+        said.pop(),
+    )
 
 
 WORDS = (
     r"rank 0 calls all_reduce float64 \(2,\) sum at \S+, but rank {odd} calls barrier at",
-    r"rank {odd} sends \d elements to rank 0 in all_to_all_v float64 at \S+, but that expects \d in",
+    r"rank {odd} sends \d elements to rank 0 in all_to_all_v float64 at \S+, but that expects \d "
+    r"in",
     r"rank 0 scatters pieces of float64 \(2,\) in .*, but rank {odd} expects float64 \(3,\)",
     r"rank 0 calls all_to_all_v float32 (again 1 )?at \S+, but rank {odd} calls barrier at",
 )
@@ -166,16 +189,21 @@ def test_calls_of_many_processes(launch, ranks):
     for words in WORDS:
         found = {m[0] for m in re.finditer(f"{words.format(odd=odd)}.*", done.stdout)}
         assert len(found) == 1, (words, done.stdout, done.stderr)
-        assert done.stdout.count(found.pop()) == 3  # the first, the odd and the last rank print theirs
+        # the first, the odd and the last rank print theirs
+        assert done.stdout.count(found.pop()) == 3
 
 
 @pytest.mark.parametrize("which", ["late", "leaves"])
 def test_who_is_missing_is_known_beyond_the_first_round(launch, which):
     """Of six ranks each hears from three directly."""
-    done = launch.python(HERE / "ends.py", which, "mpi", 2 if which == "late" else 60, ranks=6, timeout=90)
+    done = launch.python(
+        HERE / "ends.py", which, "mpi", 2 if which == "late" else 60, ranks=6, timeout=90
+    )
     assert done.returncode
     if which == "late":
-        missing = re.findall(r"rank (\d) after .* waited 2 s in all_reduce .*: rank 5 did not come", done.stdout)
+        missing = re.findall(
+            r"rank (\d) after .* waited 2 s in all_reduce .*: rank 5 did not come", done.stdout
+        )
         assert sorted(missing) == list("01234"), done.stdout + done.stderr
     else:
         assert "[comm] rank 5 has ended; all_reduce" in done.stdout, done.stdout + done.stderr

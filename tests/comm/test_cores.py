@@ -72,25 +72,32 @@ def test_limits_of_memory(tmp_path, groups, limit):
 
 
 @pytest.mark.parametrize(
-    ("groups", "kills"), [("0::/a", 0), ("0::/a/b", 2), ("0::/a/b/c", 2), ("4:memory:/d\n0::/a/b", 3), ("0::/x", 0)]
+    ("groups", "kills"),
+    [("0::/a", 0), ("0::/a/b", 2), ("0::/a/b/c", 2), ("4:memory:/d\n0::/a/b", 3), ("0::/x", 0)],
 )
 def test_processes_that_were_ended_for_lack_of_memory(tmp_path, groups, kills):
     put(tmp_path, {
         "proc/self/cgroup": groups,
         "proc/self/mountinfo": f"{MEMORY}\n{V2}",
-        "sys/fs/cgroup/a/memory.events": "low 0\nhigh 9\nmax 9\noom 9\noom_kill 0\noom_group_kill 9\n",
-        "sys/fs/cgroup/a/b/memory.events": "low 0\nhigh 9\nmax 9\noom 9\noom_kill 2\noom_group_kill 9\n",
+        "sys/fs/cgroup/a/memory.events": "low 0\nhigh 9\nmax 9\noom 9\noom_kill " "0\noom_group_kill " "9\n",
+        "sys/fs/cgroup/a/b/memory.events": "low 0\nhigh 9\nmax 9\noom 9\noom_kill " "2\noom_group_kill " "9\n",
         "sys/fs/cgroup/a/b/c/other": "",
-        "sys/fs/cgroup/memory/d/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+        "sys/fs/cgroup/memory/d/memory.oom_control": "oom_kill_disable 0\nunder_oom " "0\noom_kill " "3\n",
     })  # fmt: skip
     assert cores.oom_kills(tmp_path) == kills
 
 
 def test_no_proc(tmp_path):
-    assert cores.cpu_quota(tmp_path) is None and cores.memory_limit(tmp_path) is None and cores.oom_kills(tmp_path) == 0
+    assert (
+        cores.cpu_quota(tmp_path) is None
+        and cores.memory_limit(tmp_path) is None
+        and cores.oom_kills(tmp_path) == 0
+    )
 
 
-@pytest.mark.parametrize(("quota", "ranks", "threads"), [(None, 1, 6), (2.9, 1, 2), (0.3, 1, 1), (64, 2, 3), (4, 8, 1)])
+@pytest.mark.parametrize(
+    ("quota", "ranks", "threads"), [(None, 1, 6), (2.9, 1, 2), (0.3, 1, 1), (64, 2, 3), (4, 8, 1)]
+)
 def test_threads_are_what_mask_and_quota_pay_for(monkeypatch, quota, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     monkeypatch.setattr(cores, "cpu_quota", lambda: quota)

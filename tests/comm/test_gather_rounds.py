@@ -1,4 +1,6 @@
-"""An all-gather in rounds: everybody gets everything once, in few messages, whatever the number of ranks and ranges."""
+"""An all-gather in rounds: everybody gets everything once, in few messages, whatever the number
+of ranks and ranges.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_everybody_has_everything_once_and_passes_on_only_what_it_has(size, empt
     for k in range(len(rounds[0])):
         before = [set(own) for own in has]
         sent = {(rank, m.peer): m.runs for rank in range(size) for m in rounds[rank][k].sends}
-        received = {(m.peer, rank): m.runs for rank in range(size) for m in rounds[rank][k].receives}
+        received = {
+            (m.peer, rank): m.runs for rank in range(size) for m in rounds[rank][k].receives
+        }
         assert sent == received
         for (sender, receiver), runs in sent.items():
             assert before[sender].issuperset(elements(runs))

@@ -1,4 +1,6 @@
-"""The shared-memory backend beyond the contract (test_backends.py): bits, long messages, ranks that do not come."""
+"""The shared-memory backend beyond the contract (test_backends.py): bits, long messages, ranks
+that do not come.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(launch, ranks):
     found = re.findall(text, done.stdout)
     assert len(found) == ranks - 1, done.stdout + done.stderr
     assert all(1 <= float(seconds) < 2 + float(starved) for seconds, starved in found), done.stdout
-    assert done.stdout.count("again: [comm] waited 1 s") == ranks - 1  # out of step: nothing more can be right
+    # out of step: nothing more can be right
+    assert done.stdout.count("again: [comm] waited 1 s") == ranks - 1
 
 
 def test_a_rank_whose_process_is_gone_is_named_at_once(launch):
@@ -61,7 +64,8 @@ def test_a_killed_rank_leaves_no_process_and_no_memory(launch):
     done = launch.python(RANKS, "killed", ranks=3)
     assert done.returncode != 0 and "as expected" not in done.stdout
     named = set(re.findall(r"named (\S+)", done.stdout))
-    assert all(int(n) >= 3 for n in re.findall(r"maps (\d+)", done.stdout))  # two windows and more were there
+    # two windows and more were there
+    assert all(int(n) >= 3 for n in re.findall(r"maps (\d+)", done.stdout))
     library = [name for name in named if "sm_segment." in name]
     assert len(named) == len(library) <= 3, named  # of the windows none has a name
     for name in named:
@@ -85,19 +89,26 @@ def test_too_little_shared_memory_is_said_before_it_is_used(launch):
         "shared_memory.shared_memory = lambda: (1 << 30, 1 << 20)\n"
         "w = comm.world()\ntext = f'{w.name} | {w.why}\\n'\n"
         "try: comm.world('shm')\nexcept comm.ConfigError as e: text += f'refused {e}\\n'\n"
-        "for rank in range(w.size):  # whole texts, one after the other: launchers may cut lines of several ranks\n"
+        "for rank in range(w.size):  # whole texts, one after the other: launchers may cut lines "
+        "of several ranks\n"
         "    w.barrier()\n"
         "    if rank == w.rank: print(text, end='', flush=True)\n"
         "    import time; time.sleep(0.2)"
     )
     done = launch.python("-c", code, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"mpi \| .*MiB of shared memory, but /dev/shm has 1 MiB left", done.stdout)) == 2
+    assert (
+        len(re.findall(r"mpi \| .*MiB of shared memory, but /dev/shm has 1 MiB left", done.stdout))
+        == 2
+    )
     assert done.stdout.count("refused [comm] 2 ranks need") == 2
 
 
 def test_auto_is_shared_memory_on_one_machine(launch):
-    code = "from odyssey import comm\nw = comm.world()\nprint(w.name, '|', w.why, '|', comm.world('mpi').name)"
+    code = (
+        "from odyssey import comm\nw = comm.world()\nprint(w.name, '|', w.why, '|', "
+        "comm.world('mpi').name)"
+    )
     done = launch.python("-c", code, ranks=2)
     line = r"shm \| shm: 2 ranks on one machine; (PMI|Open MPI) started 2 processes \| mpi"
     assert len(re.findall(line, done.stdout)) == 2, done.stderr

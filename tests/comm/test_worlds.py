@@ -1,4 +1,6 @@
-"""Which backend a process gets: what launchers say, what "auto" makes of it, and what is refused."""
+"""Which backend a process gets: what launchers say, what "auto" makes of it, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,19 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }
-SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+SRUN = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS_PER_NODE": "2",
+}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+    "LOCAL_RANK": "0",
+}
 
 
 @pytest.mark.parametrize(
@@ -41,11 +54,15 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "
 )
 def test_what_launchers_say(environment, wanted):
     assert launcher.launched(environment) == wanted
-    assert launcher.rank(environment) == (wanted[1] if wanted else 1 if environment is TORCHRUN else None)
+    assert launcher.rank(environment) == (
+        wanted[1] if wanted else 1 if environment is TORCHRUN else None
+    )
 
 
 def test_a_batch_script_is_no_rank():
-    assert launcher.launched({"SLURM_NTASKS": "6", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
+    assert (
+        launcher.launched({"SLURM_NTASKS": "6", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
+    )
 
 
 def test_what_env_says():
@@ -83,7 +100,9 @@ def test_what_auto_stands_for(environment, wanted, monkeypatch):
 
 def test_a_backend_that_is_asked_for_must_be_one(monkeypatch):
     monkeypatch.setenv("ODYSSEY_BACKEND", "auto")
-    with pytest.raises(ConfigError, match="ODYSSEY_BACKEND=auto; choose from mpi, shm, local, nccl, gloo, or leave"):
+    with pytest.raises(
+        ConfigError, match="ODYSSEY_BACKEND=auto; choose from mpi, shm, local, nccl, gloo, or leave"
+    ):
         comm._pick()
 
 
@@ -96,7 +115,9 @@ def test_a_world_is_one_object_and_says_why():
 
 def test_threads_of_a_mock_world_have_a_world_of_their_own():
     worlds = mock.run(3, lambda c: (c, comm.world(), comm.world("local").size))
-    assert [(c is w, w.rank, w.size, alone) for c, w, alone in worlds] == [(True, r, 3, 1) for r in range(3)]
+    assert [(c is w, w.rank, w.size, alone) for c, w, alone in worlds] == [
+        (True, r, 3, 1) for r in range(3)
+    ]
     assert comm.world().size == 1
     with pytest.raises(ConfigError, match="mock world of 0 ranks"):
         mock.run(0, lambda c: None)
@@ -108,7 +129,10 @@ def test_srun_without_pmi_is_no_world_of_one(launch):
     done = launch.train("--steps", 1)
     assert done.returncode == 64
     last = done.stderr.splitlines()[-1]
-    assert "started 2 processes but each sees a world of one: srun offers no PMI" in last and "--mpi=pmi2" in last
+    assert (
+        "started 2 processes but each sees a world of one: srun offers no PMI" in last
+        and "--mpi=pmi2" in last
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
@@ -117,10 +141,14 @@ def test_gloo_without_torch_says_what_to_install():
         comm.world("gloo")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
+)
 def test_gloo_without_its_variables_says_which(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(ConfigError, match="finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"):
+    with pytest.raises(
+        ConfigError, match="finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    ):
         comm.world("gloo")
 
 
@@ -133,7 +161,8 @@ def test_training_on_threads_as_on_one():
     x, y = np.random.default_rng(0).normal(size=(96, 4)).astype(np.float32), np.arange(96) % 3
 
     def train(c):
-        for rank in range(c.size):  # parameters are numbered as a process makes them: one thread after the other
+        # parameters are numbered as a process makes them: one thread after the other
+        for rank in range(c.size):
             if c.rank == rank:
                 nn.manual_seed(3)
                 model = nn.Linear(4, 3)

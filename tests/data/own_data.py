@@ -9,7 +9,9 @@ import numpy as np
 
 
 class Made:
-    """Samples that are made one by one: `kind` says which tree they are; the epoch is part of them if `draws`."""
+    """Samples that are made one by one: `kind` says which tree they are; the epoch is part of
+    them if `draws`.
+    """
 
     def __init__(self, kind: str, n: int, classes: int | None = 3, draws: bool = False) -> None:
         self.kind, self.n, self.draws, self.epoch = kind, n, draws, 0

@@ -1,4 +1,6 @@
-"""Array data sets and the known ones: values, checks, and the errors of missing, altered and mismatched files."""
+"""Array data sets and the known ones: values, checks, and the errors of missing, altered and
+mismatched files.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ SHIPPED = Path(odyssey.data.__file__).parent / "mnist"
 
 
 def idx_bytes(values: np.ndarray) -> bytes:
-    return struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + values.tobytes()
+    return (
+        struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + values.tobytes()
+    )
 
 
-def write_idx_pair(folder: Path, images: np.ndarray, labels: np.ndarray, part: str = "train", gz: bool = False) -> None:
+def write_idx_pair(
+    folder: Path, images: np.ndarray, labels: np.ndarray, part: str = "train", gz: bool = False
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for kind, values in (("images-idx3", images), ("labels-idx1", labels)):
         name = f"{part}-{kind}-ubyte"
@@ -85,14 +91,20 @@ def test_arrays_result_cannot_be_written_and_labels_are_copied() -> None:
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, np.uint16, np.bool_])
 def test_other_integers_become_int32(dtype: type) -> None:
     data = arrays(np.ones((2, 3), dtype), [0, 1])
-    assert data.images.dtype == np.int32 and data.images.tolist() == [[1, 1, 1]] * 2 and not data.normalised
+    assert (
+        data.images.dtype == np.int32
+        and data.images.tolist() == [[1, 1, 1]] * 2
+        and not data.normalised
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, object, "U3"])
 def test_arrays_refuses_what_is_no_number(dtype: object) -> None:
     with pytest.raises(DataError, match="uint8, other integers and floats are allowed"):
         arrays(np.zeros((2, 3), dtype), [0, 1])  # type: ignore[call-overload]
-    with pytest.raises(DataError, match="the targets are .*; floats, integers and booleans are allowed"):
+    with pytest.raises(
+        DataError, match="the targets are .*; floats, integers and booleans are allowed"
+    ):
         arrays(np.zeros((2, 3)), np.zeros((2, 3), dtype))  # type: ignore[call-overload]
 
 
@@ -123,7 +135,9 @@ def test_arrays_refuses_different_lengths(labels: object) -> None:
         ([2**40, 0, 0], 10, r"label 1099511627776 at index 0; 0 to 9"),
     ],
 )
-def test_arrays_refuses_labels_out_of_range(labels: object, classes: int | None, message: str) -> None:
+def test_arrays_refuses_labels_out_of_range(
+    labels: object, classes: int | None, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         arrays(np.zeros((3, 2), np.uint8), labels, classes=classes)  # type: ignore[arg-type]
 
@@ -133,7 +147,9 @@ def test_arrays_refuses_values_that_are_not_finite(value: float) -> None:
     images = np.zeros((4, 2, 3, 3))
     images[2, 1, 0, 2] = value
     images[3, 0, 0, 0] = np.nan
-    with pytest.raises(DataError, match=r"sample 2 of the images holds \S+ at index \(2, 1, 0, 2\)"):
+    with pytest.raises(
+        DataError, match=r"sample 2 of the images holds \S+ at index \(2, 1, 0, 2\)"
+    ):
         arrays(images, [0, 0, 0, 0])
 
 
@@ -142,7 +158,9 @@ def test_arrays_allows_values_whose_float32_sum_overflows() -> None:
     assert data.images[0, 0] == np.float32(3e38)
 
 
-@pytest.mark.parametrize("option", [{"scale": [1.0, 2.0]}, {"shift": np.nan}, {"scale": 1e300}, {"shift": "x"}])
+@pytest.mark.parametrize(
+    "option", [{"scale": [1.0, 2.0]}, {"shift": np.nan}, {"scale": 1e300}, {"shift": "x"}]
+)
 def test_arrays_refuses_wrong_scale_and_shift(option: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="scale|shift"):
         arrays(np.zeros((1, 3, 2, 2), np.uint8), [0], **option)  # type: ignore[arg-type]
@@ -178,7 +196,10 @@ def test_gather_normalises_each_channel_in_order() -> None:
     assert x.dtype == np.float32
     assert y.dtype == np.int32
     assert y.tolist() == [5, 4, 5]
-    scale, shift = np.array([1, 0.5, 0.25]).reshape(3, 1, 1), np.array([0, 10.0, -1.0]).reshape(3, 1, 1)
+    scale, shift = (
+        np.array([1, 0.5, 0.25]).reshape(3, 1, 1),
+        np.array([0, 10.0, -1.0]).reshape(3, 1, 1),
+    )
     np.testing.assert_array_equal(x, images[[1, 0, 1]] * scale + shift)
 
 
@@ -211,7 +232,9 @@ def test_take() -> None:
 # MNIST
 
 
-@pytest.mark.parametrize(("train", "count", "first"), [(True, 60000, [5, 0, 4, 1]), (False, 10000, [7, 2, 1, 0])])
+@pytest.mark.parametrize(
+    ("train", "count", "first"), [(True, 60000, [5, 0, 4, 1]), (False, 10000, [7, 2, 1, 0])]
+)
 def test_shipped_mnist(train: bool, count: int, first: list[int]) -> None:
     data = load("mnist", train=train)
     assert data.images.shape == (count, 1, 28, 28)
@@ -254,7 +277,9 @@ def repack(path: Path, at: int, flip: int) -> None:
 def test_altered_pixel_of_the_shipped_mnist_is_noticed(shipped_copy: Path) -> None:
     assert len(load("mnist", train=False)) == 10000
     repack(shipped_copy / "t10k-images-idx3-ubyte.gz", 500_000, 1)
-    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz was altered: .* expected 0fa7898d5092"):
+    with pytest.raises(
+        DataError, match=r"t10k-images-idx3-ubyte\.gz was altered: .* expected 0fa7898d5092"
+    ):
         load("mnist", train=False)
     with pytest.raises(DataError, match="was altered"):
         load("mnist", train=False, data_dir=shipped_copy)
@@ -262,7 +287,9 @@ def test_altered_pixel_of_the_shipped_mnist_is_noticed(shipped_copy: Path) -> No
 
 def test_altered_label_of_the_shipped_mnist_is_noticed(shipped_copy: Path) -> None:
     repack(shipped_copy / "t10k-labels-idx1-ubyte.gz", 8, 1)
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz was altered: .* expected ff7bcfd416de"):
+    with pytest.raises(
+        DataError, match=r"t10k-labels-idx1-ubyte\.gz was altered: .* expected ff7bcfd416de"
+    ):
         load("mnist", train=False)
 
 
@@ -345,7 +372,9 @@ def test_images_of_another_size(tmp_path: Path) -> None:
 
 def test_label_out_of_range_in_a_file(tmp_path: Path) -> None:
     write_idx_pair(tmp_path, some_images(3), np.array([0, 10, 11], np.uint8))
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: label 10 at index 1; 0 to 9 are allowed"):
+    with pytest.raises(
+        DataError, match=r"train-labels-idx1-ubyte: label 10 at index 1; 0 to 9 are allowed"
+    ):
         load("mnist", train=True, data_dir=tmp_path)
 
 
@@ -363,7 +392,8 @@ def test_data_dir_that_is_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("fashion-mnist", "train-images-idx3-ubyte"), ("cifar10", "data_batch_5.bin")]
+    ("name", "file"),
+    [("fashion-mnist", "train-images-idx3-ubyte"), ("cifar10", "data_batch_5.bin")],
 )
 def test_without_data_dir_only_mnist_is_there(name: str, file: str) -> None:
     with pytest.raises(DataError, match="--data-dir") as caught:
@@ -381,7 +411,9 @@ def test_unknown_name() -> None:
 
 def cifar_bytes(labels: list[int], seed: int = 0) -> tuple[bytes, np.ndarray]:
     images = np.random.default_rng(seed).integers(0, 256, (len(labels), 3, 32, 32), dtype=np.uint8)
-    return b"".join(bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True)), images
+    return b"".join(
+        bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True)
+    ), images
 
 
 @pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin", "cifar10"])
@@ -400,9 +432,9 @@ def test_cifar10(tmp_path: Path, folder: str) -> None:
     assert data.images.flags.c_contiguous
     x, y = data.gather([0])
     assert x.shape == (1, 3, 32, 32)
-    wanted = (all_images[0][0] / 255 - np.array([0.4914, 0.4822, 0.4465])[:, None, None]) / np.array(
-        [0.2470, 0.2435, 0.2616]
-    )[:, None, None]
+    wanted = (
+        all_images[0][0] / 255 - np.array([0.4914, 0.4822, 0.4465])[:, None, None]
+    ) / np.array([0.2470, 0.2435, 0.2616])[:, None, None]
     np.testing.assert_allclose(x[0], wanted, atol=1e-6)
     assert load("cifar10", train=False, data_dir=tmp_path).labels.tolist() == [3]
 
@@ -412,7 +444,10 @@ def test_cifar10_of_a_wrong_length(tmp_path: Path, change: int) -> None:
     content = cifar_bytes([3])[0]
     content = content[:change] if change < 0 else content + bytes(change)
     (tmp_path / "test_batch.bin").write_bytes(content)
-    with pytest.raises(DataError, match=rf"test_batch\.bin holds {3073 + change} bytes; a non-zero multiple of 3073"):
+    with pytest.raises(
+        DataError,
+        match=rf"test_batch\.bin holds {3073 + change} bytes; a non-zero multiple of 3073",
+    ):
         load("cifar10", train=False, data_dir=tmp_path)
 
 
@@ -441,6 +476,9 @@ def test_datasets_table_agrees_with_what_is_loaded() -> None:
 
 
 def test_importing_costs_numpy_only() -> None:
-    code = "import sys, odyssey.data; print([m for m in ('mpi4py', 'max', 'torch') if m in sys.modules])"
+    code = (
+        "import sys, odyssey.data; print([m for m in ('mpi4py', 'max', 'torch') if m in "
+        "sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

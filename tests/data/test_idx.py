@@ -1,4 +1,6 @@
-"""The IDX reader: what it accepts, and that every kind of damage is an error that names the file."""
+"""The IDX reader: what it accepts, and that every kind of damage is an error that names the
+file.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ VALUES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
 
 
 def idx_bytes(values: np.ndarray) -> bytes:
-    return struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + values.tobytes()
+    return (
+        struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape) + values.tobytes()
+    )
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -40,7 +44,11 @@ def test_reads_plain_and_gzip_whatever_the_name(tmp_path: Path, name: str, packe
 
 
 def test_reads_several_chunks(tmp_path: Path) -> None:
-    values = (np.arange(3 << 20, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8).reshape(3, 1 << 20)
+    values = (
+        (np.arange(3 << 20, dtype=np.uint32) * 2654435761 >> 24)
+        .astype(np.uint8)
+        .reshape(3, 1 << 20)
+    )
     path = write(tmp_path / "a.gz", gzip.compress(idx_bytes(values), 1))
     np.testing.assert_array_equal(read_idx(path), values)
 
@@ -81,7 +89,8 @@ def test_a_flipped_bit_in_a_gzip_body_never_gives_other_values(tmp_path: Path) -
             noticed += 1
         else:
             np.testing.assert_array_equal(result, VALUES)
-    # The bits that fill up the last byte of the compressed data mean nothing; every other one must be noticed.
+    # The bits that fill up the last byte of the compressed data mean nothing; every other one must
+    # be noticed.
     assert noticed >= len(content) - 10 - 1
 
 
@@ -94,9 +103,13 @@ def test_shorter_than_the_magic_number(tmp_path: Path, content: bytes) -> None:
     refused(write(tmp_path / "a", content), f"holds {len(content)} bytes")
 
 
-@pytest.mark.parametrize("magic", [b"\0\0\x09\x03", b"\0\0\x0d\x03", b"\0\1\x08\x03", b"\1\0\x08\x03", b"PK\3\4"])
+@pytest.mark.parametrize(
+    "magic", [b"\0\0\x09\x03", b"\0\0\x0d\x03", b"\0\1\x08\x03", b"\1\0\x08\x03", b"PK\3\4"]
+)
 def test_wrong_magic(tmp_path: Path, magic: bytes) -> None:
-    refused(write(tmp_path / "a", magic + idx_bytes(VALUES)[4:]), f"0x{magic.hex()}", "unsigned bytes")
+    refused(
+        write(tmp_path / "a", magic + idx_bytes(VALUES)[4:]), f"0x{magic.hex()}", "unsigned bytes"
+    )
 
 
 def test_wrong_number_of_dimensions(tmp_path: Path) -> None:
@@ -105,7 +118,10 @@ def test_wrong_number_of_dimensions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ndim", [0, 9, 255])
 def test_impossible_number_of_dimensions(tmp_path: Path, ndim: int) -> None:
-    refused(write(tmp_path / "a", bytes([0, 0, 8, ndim]) + bytes(4 * ndim)), f"{ndim} dimensions; 1 to 8 expected")
+    refused(
+        write(tmp_path / "a", bytes([0, 0, 8, ndim]) + bytes(4 * ndim)),
+        f"{ndim} dimensions; 1 to 8 expected",
+    )
 
 
 def test_ends_inside_the_header(tmp_path: Path) -> None:
@@ -121,7 +137,8 @@ def test_zero_size(tmp_path: Path) -> None:
 def test_length_must_be_exact(tmp_path: Path, pack: object, change: int, found: int) -> None:
     content = idx_bytes(VALUES)
     content = content[:change] if change < 0 else content + bytes(change)
-    says = "more" if pack is gzip.compress and change > 0 else found  # a gzip file is not unpacked further than needed
+    # a gzip file is not unpacked further than needed
+    says = "more" if pack is gzip.compress and change > 0 else found
     refused(write(tmp_path / "a", pack(content)), f"40 bytes expected, {says} found")  # type: ignore[operator]
 
 
@@ -144,7 +161,9 @@ def test_altered_file(tmp_path: Path) -> None:
     altered = bytearray(content)
     altered[20] ^= 1
     found = hashlib.sha256(altered).hexdigest()
-    refused(write(tmp_path / "a", bytes(altered)), "altered", digest[:12], found[:12], sha256=digest)
+    refused(
+        write(tmp_path / "a", bytes(altered)), "altered", digest[:12], found[:12], sha256=digest
+    )
 
 
 def test_altered_header_of_the_same_length(tmp_path: Path) -> None:
@@ -160,12 +179,21 @@ def test_digest_may_be_upper_case(tmp_path: Path) -> None:
 
 def test_what_was_unpacked_is_kept_and_checked(tmp_path):
     values = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
-    raw = bytes((0, 0, 8, 3)) + b"".join(n.to_bytes(4, "big") for n in values.shape) + values.tobytes()
+    raw = (
+        bytes((0, 0, 8, 3))
+        + b"".join(n.to_bytes(4, "big") for n in values.shape)
+        + values.tobytes()
+    )
     digest = hashlib.sha256(raw).hexdigest()
     path, cache = tmp_path / "x.gz", tmp_path / "cache"
     path.write_bytes(gzip.compress(raw))
     kept = cache / f"{digest}.idx"
-    for damage in (None, lambda: kept.write_bytes(raw[:-1]), lambda: kept.write_bytes(raw[:-1] + b"\0"), kept.unlink):
+    for damage in (
+        None,
+        lambda: kept.write_bytes(raw[:-1]),
+        lambda: kept.write_bytes(raw[:-1] + b"\0"),
+        kept.unlink,
+    ):
         if damage is not None:
             damage()
         np.testing.assert_array_equal(read_unpacked(path, cache, ndim=3, sha256=digest), values)
@@ -177,7 +205,8 @@ def test_what_was_unpacked_is_kept_and_checked(tmp_path):
     base = mapped
     while isinstance(base, np.ndarray):
         base = base.base
-    assert isinstance(memoryview(base).obj, mmap.mmap) and not mapped.flags.writeable  # not a copy of each rank
+    # not a copy of each rank
+    assert isinstance(memoryview(base).obj, mmap.mmap) and not mapped.flags.writeable
     kept.chmod(0o666)
     read = read_unpacked(path, cache, ndim=3, sha256=digest)
     with open(kept, "r+b") as file:  # another user does that

@@ -1,4 +1,6 @@
-"""Batches: how an epoch is cut, which order it has, and what the prefetch thread does when things go wrong."""
+"""Batches: how an epoch is cut, which order it has, and what the prefetch thread does when
+things go wrong.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from odyssey.errors import ConfigError, DataError
 
 def numbered(n: int) -> ArrayDataset:
     """Sample i holds the value i in two features and has the label i % 3."""
-    return arrays(np.repeat(np.arange(n, dtype=np.float32)[:, None], 2, 1), np.arange(n) % 3, classes=3)
+    return arrays(
+        np.repeat(np.arange(n, dtype=np.float32)[:, None], 2, 1), np.arange(n) % 3, classes=3
+    )
 
 
 def order_of(loader: DataLoader) -> list[int]:
@@ -28,7 +32,9 @@ class Mapped:
 
     classes = 3
 
-    def __init__(self, n: int, fail_at: int | None = None, gate: threading.Event | None = None) -> None:
+    def __init__(
+        self, n: int, fail_at: int | None = None, gate: threading.Event | None = None
+    ) -> None:
         self.n, self.fail_at, self.gate = n, fail_at, gate
         self.asked: list[int] = []
 
@@ -89,7 +95,9 @@ def test_batches_of_an_epoch(n: int, size: int, drop: bool, lengths: list[int], 
     assert len(loader) == len(lengths)
     assert [batch.index for batch in batches] == list(range(len(lengths)))
     assert [batch.epoch for batch in batches] == [0] * len(lengths)
-    values = np.concatenate([batch.dataset.gather(batch.indices)[0].reshape(len(batch), -1)[:, 0] for batch in batches])
+    values = np.concatenate(
+        [batch.dataset.gather(batch.indices)[0].reshape(len(batch), -1)[:, 0] for batch in batches]
+    )
     np.testing.assert_array_equal(values, np.arange(sum(lengths)))
 
 
@@ -136,7 +144,10 @@ def test_set_epoch_fixes_the_next_epoch_and_counting_goes_on(prefetch: int) -> N
         assert order_of(loader) == permutation(50, 7, epoch).tolist()
     batches = list(loader)
     assert {batch.epoch for batch in batches} == {4}
-    assert np.concatenate([batch.indices for batch in batches]).tolist() == permutation(50, 7, 4).tolist()
+    assert (
+        np.concatenate([batch.indices for batch in batches]).tolist()
+        == permutation(50, 7, 4).tolist()
+    )
 
 
 def test_an_abandoned_epoch_counts() -> None:
@@ -148,8 +159,13 @@ def test_an_abandoned_epoch_counts() -> None:
 def test_two_iterations_at_once_do_not_disturb_each_other() -> None:
     loader = DataLoader(numbered(20), 5, True)
     pairs = list(zip(loader, loader, strict=True))
-    assert np.concatenate([one.indices for one, _ in pairs]).tolist() == permutation(20, 0, 0).tolist()
-    assert np.concatenate([other.indices for _, other in pairs]).tolist() == permutation(20, 0, 1).tolist()
+    assert (
+        np.concatenate([one.indices for one, _ in pairs]).tolist() == permutation(20, 0, 0).tolist()
+    )
+    assert (
+        np.concatenate([other.indices for _, other in pairs]).tolist()
+        == permutation(20, 0, 1).tolist()
+    )
 
 
 def test_map_style_has_the_same_order_as_arrays() -> None:
@@ -165,7 +181,9 @@ def test_map_style_has_the_same_order_as_arrays() -> None:
 
 def test_a_distributed_sampler_is_cut_into_batches_and_told_the_epoch() -> None:
     data = numbered(23)
-    loaders = [DataLoader(data, 4, sampler=DistributedSampler(data, 3, rank, seed=1)) for rank in range(3)]
+    loaders = [
+        DataLoader(data, 4, sampler=DistributedSampler(data, 3, rank, seed=1)) for rank in range(3)
+    ]
     for epoch in range(3):
         parts = [order_of(loader) for loader in loaders]
         assert parts == [permutation(23, 1, epoch)[rank::3].tolist() for rank in range(3)]
@@ -261,15 +279,26 @@ IMAGE = np.zeros((1, 2, 2), np.float32)
     [
         ((IMAGE, 2), r"label 2 of sample 3; 0 to 1 are allowed"),
         ((IMAGE, -1), r"label -1 of sample 3; 0 to 1 are allowed"),
-        ((IMAGE, 0.5), r"the target of sample 3 is float32 \(\), an earlier one is int64 \(\); all samples must"),
+        (
+            (IMAGE, 0.5),
+            r"the target of sample 3 is float32 \(\), an earlier one is int64 \(\); all samples "
+            r"must",
+        ),
         (
             (IMAGE, "two"),
-            r"the target of sample 3 has a part that is a str \(of <U3\); arrays of numbers, numbers, and tu",
+            r"the target of sample 3 has a part that is a str \(of <U3\); arrays of numbers, "
+            r"numbers, and tu",
         ),
         ((IMAGE,), r"sample 3 is tuple \(ndarray\); \(sample, target\) expected"),
-        ({"image": IMAGE, "label": 0}, r"sample 3 is a dict with 'image', 'label'; .* with data\.columns"),
+        (
+            {"image": IMAGE, "label": 0},
+            r"sample 3 is a dict with 'image', 'label'; .* with data\.columns",
+        ),
         (IMAGE[0, 0, 0], r"sample 3 is float32"),
-        ((IMAGE[:, :1], 0), r"sample 3 is float32 \(1, 1, 2\), an earlier one is float32 \(1, 2, 2\)"),
+        (
+            (IMAGE[:, :1], 0),
+            r"sample 3 is float32 \(1, 1, 2\), an earlier one is float32 \(1, 2, 2\)",
+        ),
         ((IMAGE.astype(np.uint8), 0), r"sample 3 is uint8"),
         ((IMAGE + np.nan, 0), r"Listed: sample 3 holds NaN or infinity; clean it"),
     ],
@@ -359,7 +388,9 @@ def test_closing_does_not_wait_for_a_slow_sample() -> None:
     assert len(data.asked) == 7
 
 
-def test_the_consumer_does_not_wait_for_the_next_epochs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_consumer_does_not_wait_for_the_next_epochs_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads: list[str] = []
 
     def recorded(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -381,7 +412,9 @@ def test_the_page_s_data_set_repeats_itself():
     names: dict = {}
     exec(code, names)
     images = np.arange(40 * 4, dtype=np.float32).reshape(40, 1, 2, 2)
-    a, b = (DataLoader(names["Flipped"](images, np.arange(40) % 10), 8, True, seed=3) for _ in range(2))
+    a, b = (
+        DataLoader(names["Flipped"](images, np.arange(40) % 10), 8, True, seed=3) for _ in range(2)
+    )
     epochs = [[next(iter(batch)) for batch in a] for _ in range(3)]
     b.start_at(2, 1)
     assert all(np.array_equal(x, next(iter(y))) for x, y in zip(epochs[2][1:], b, strict=True))

@@ -1,4 +1,6 @@
-"""Random data sets, batch sizes, ranks, workers and transforms against a plain loop: same samples, order and bits."""
+"""Random data sets, batch sizes, ranks, workers and transforms against a plain loop: same
+samples, order and bits.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def plain(leaf) -> np.ndarray:
 
 def drawn(case: int) -> dict:
     draw = np.random.default_rng([19, case])
-    kind = str(draw.choice(["image", "bytes", "regression", "ids", "tree", "memory", "memory tree"]))
+    kind = str(
+        draw.choice(["image", "bytes", "regression", "ids", "tree", "memory", "memory tree"])
+    )
     chosen = []
     for _ in range(int(draw.integers(0, 3))):
         size = int(draw.integers(1, 6))
@@ -60,18 +64,25 @@ def drawn(case: int) -> dict:
 
 def data_set(case: dict):
     made = own_data.Made(
-        case["kind"].replace("memory tree", "tree").replace("memory", "image"), case["n"], 3, case["draws"]
+        case["kind"].replace("memory tree", "tree").replace("memory", "image"),
+        case["n"],
+        3,
+        case["draws"],
     )
     if not case["kind"].startswith("memory"):
         return made
     made.set_epoch(0)
     pairs = [made[i] for i in range(len(made))]
-    x, y = (mapped(lambda *a: np.stack(a), *(mapped(np.asarray, p[k]) for p in pairs)) for k in (0, 1))
+    x, y = (
+        mapped(lambda *a: np.stack(a), *(mapped(np.asarray, p[k]) for p in pairs)) for k in (0, 1)
+    )
     return data.arrays(x, y, classes=3) if case["kind"] == "memory" else data.arrays(x, y)
 
 
 def one_sample(case: dict, dataset, epoch: int, number: int, count: int):
-    """Sample `number` after the first `count` transforms, alone: what the documentation says, in a plain way."""
+    """Sample `number` after the first `count` transforms, alone: what the documentation says, in
+    a plain way.
+    """
     if count == 0:
         if hasattr(dataset, "gather"):
             return tuple(mapped(lambda a: a[0], t) for t in dataset.gather(np.array([number])))
@@ -79,7 +90,10 @@ def one_sample(case: dict, dataset, epoch: int, number: int, count: int):
         x, y = (mapped(plain, t) for t in dataset[number])
         return (x.astype(np.float32) if case["transform"] and case["kind"] == "bytes" else x), y
     x, y = one_sample(case, dataset, epoch, number, count - 1)
-    transform, draw = case["transform"][count - 1], transforms.Draw(case["seed"], epoch, np.array([number]), count - 1)
+    transform, draw = (
+        case["transform"][count - 1],
+        transforms.Draw(case["seed"], epoch, np.array([number]), count - 1),
+    )
     if isinstance(transform, transforms.Mixup):
         other = int(transform.partners(draw, len(dataset))[0])
         a, b = one_sample(case, dataset, epoch, other, count - 1)
@@ -99,7 +113,9 @@ def expected(case: dict, epoch: int) -> list[tuple[np.ndarray, list]]:
     """(numbers, samples) of every batch of an epoch."""
     dataset, n, size = data_set(case), case["n"], case["size"]
     order = data.permutation(n, case["seed"], epoch) if case["shuffle"] else np.arange(n)
-    batches = [order[at : at + size] for at in range(0, n // size * size if case["drop"] else n, size)]
+    batches = [
+        order[at : at + size] for at in range(0, n // size * size if case["drop"] else n, size)
+    ]
     k, j = case["pieces"], case["join"]
     batches = [b[len(b) * i // k : len(b) * (i + 1) // k] for b in batches for i in range(k)]
     batches = [np.concatenate(batches[at : at + j]) for at in range(0, len(batches), j)]
@@ -112,7 +128,10 @@ def same(batch, numbers, samples, lo: int = 0) -> None:
     wanted = [leaves(x) + leaves(y) for x, y in samples]
     for at, leaf in enumerate(found):
         for i in range(len(samples)):
-            assert leaf[i].astype(np.float64).tobytes() == np.asarray(wanted[i][at], np.float64).tobytes()
+            assert (
+                leaf[i].astype(np.float64).tobytes()
+                == np.asarray(wanted[i][at], np.float64).tobytes()
+            )
             assert leaf[i].shape == np.shape(wanted[i][at])
     own = batch.indices if batch.numbers is None else batch.numbers
     np.testing.assert_array_equal(own, numbers)
@@ -121,9 +140,16 @@ def same(batch, numbers, samples, lo: int = 0) -> None:
 def loader_of(case: dict, **more) -> data.DataLoader | None:
     if case["drop"] and case["n"] < case["size"]:
         return None
-    options = {"seed": case["seed"], "drop_last": case["drop"], "prefetch": case["prefetch"], **more}
+    options = {
+        "seed": case["seed"],
+        "drop_last": case["drop"],
+        "prefetch": case["prefetch"],
+        **more,
+    }
     transform = case["transform"] or None
-    return data.DataLoader(data_set(case), case["size"], case["shuffle"], transform=transform, **options)
+    return data.DataLoader(
+        data_set(case), case["size"], case["shuffle"], transform=transform, **options
+    )
 
 
 def share(n: int, parts: int, i: int) -> tuple[int, int]:
@@ -167,7 +193,9 @@ def test_each_rank_reads_its_own(number):
         if loader is None:
             return
         for batch, (numbers, samples) in zip(
-            loader.steps(join=case["join"], part=lambda n, rank=rank: share(n, ranks, rank)), want, strict=True
+            loader.steps(join=case["join"], part=lambda n, rank=rank: share(n, ranks, rank)),
+            want,
+            strict=True,
         ):
             lo, hi = share(len(numbers), ranks, rank)
             assert len(batch) == len(batch.indices) == len(numbers)
@@ -179,15 +207,26 @@ def test_each_rank_reads_its_own(number):
             for i, (x, y) in enumerate(samples[lo:hi]):
                 for own_leaves, wanted in zip(found, (x, y), strict=True):
                     for leaf, value in zip(own_leaves, leaves(wanted), strict=True):
-                        assert leaf[i].astype(np.float64).tobytes() == np.asarray(value, np.float64).tobytes()
+                        assert (
+                            leaf[i].astype(np.float64).tobytes()
+                            == np.asarray(value, np.float64).tobytes()
+                        )
             same(batch.whole(), numbers, samples)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: transforms.RandomCrop(padding=2), transforms.HorizontalFlip, lambda: transforms.Cutout(3)]
+    "make",
+    [
+        lambda: transforms.RandomCrop(padding=2),
+        transforms.HorizontalFlip,
+        lambda: transforms.Cutout(3),
+    ],
 )
 def test_grey_pictures_without_a_channel_are_transformed_like_those_with_one(make):
-    grey, draw = np.random.default_rng(3).random((5, 7, 6), np.float32), transforms.Draw(1, 2, np.arange(5), 0)
+    grey, draw = (
+        np.random.default_rng(3).random((5, 7, 6), np.float32),
+        transforms.Draw(1, 2, np.arange(5), 0),
+    )
     found = make().batch(grey, draw)
     assert found.shape == (5, 1, 7, 6)
     np.testing.assert_array_equal(found, make().batch(grey[:, None], draw))

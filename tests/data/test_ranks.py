@@ -1,4 +1,6 @@
-"""A training whose samples are read or transformed: each rank reads its own, and the bits are those of one rank."""
+"""A training whose samples are read or transformed: each rank reads its own, and the bits are
+those of one rank.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,17 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 3, 3))
 
 
-def fitted(comm: Any, dataset: Any, fit: dict | None = None, val: Any = None, loader: dict | None = None, **settings):
-    t = DistributedTrainer(net(), optim.SGD(lr=0.05), comm=comm, threads=1, **{"shard_size": 4, **settings})
+def fitted(
+    comm: Any,
+    dataset: Any,
+    fit: dict | None = None,
+    val: Any = None,
+    loader: dict | None = None,
+    **settings,
+):
+    t = DistributedTrainer(
+        net(), optim.SGD(lr=0.05), comm=comm, threads=1, **{"shard_size": 4, **settings}
+    )
     options = {"batch_size": 24, "shuffle": True, "seed": 3, **(loader or {})}
     history = t.fit(data.DataLoader(dataset, **options), val, **{"epochs": 2, **(fit or {})})
     return t.weights_sha256(), history.train_loss, history.test_loss
@@ -62,14 +73,20 @@ AUGMENTED = {
 }
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2}, {"num_gpus": 3, "device": "cpu"}, {"zero": 2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulation_steps": 2}, {"num_gpus": 3, "device": "cpu"}, {"zero": 2}]
+)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_each_rank_reads_its_own_and_the_bits_stay(ranks, settings):
     if "num_gpus" in settings and ranks == 3:
         settings = {**settings, "num_gpus": 2}
     batch = {"batch_size": 24 // settings.get("accumulation_steps", 1)}
     sets = [Counted(66) for _ in range(ranks)]
-    alone = fitted(None, own_data.Made("image", 66), val=data.DataLoader(own_data.Made("image", 30), batch_size=12))
+    alone = fitted(
+        None,
+        own_data.Made("image", 66),
+        val=data.DataLoader(own_data.Made("image", 30), batch_size=12),
+    )
 
     def rank(comm):
         val = data.DataLoader(own_data.Made("image", 30), batch_size=12)
@@ -102,7 +119,10 @@ def test_a_data_set_that_draws_by_itself_is_named_at_once():
 
     said = mock.run(2, rank)
     assert said[0] == said[1]
-    assert "is not on rank 1 what it is on rank 0" in said[0] and "as transform= of DataLoader does" in said[0]
+    assert (
+        "is not on rank 1 what it is on rank 0" in said[0]
+        and "as transform= of DataLoader does" in said[0]
+    )
 
 
 @pytest.mark.parametrize("kind", ["made", "memory"])
@@ -112,13 +132,17 @@ def test_augmented_samples_are_the_same_on_any_ranks_and_after_a_resume(tmp_path
         made = own_data.Made("image", 66)
         if kind == "made":
             return made
-        return data.arrays(*map(np.array, zip(*(made[i] for i in range(66)), strict=True)), classes=3)
+        return data.arrays(
+            *map(np.array, zip(*(made[i] for i in range(66)), strict=True)), classes=3
+        )
 
     whole = fitted(None, dataset(), loader=AUGMENTED)
     assert whole != fitted(None, dataset())
     assert mock.run(3, lambda comm: fitted(comm, dataset(), loader=AUGMENTED)) == [whole] * 3
     fitted(None, dataset(), {"steps": steps, "checkpoint_dir": tmp_path}, loader=AUGMENTED)
-    again = mock.run(2, lambda comm: fitted(comm, dataset(), {"checkpoint_dir": tmp_path}, loader=AUGMENTED))
+    again = mock.run(
+        2, lambda comm: fitted(comm, dataset(), {"checkpoint_dir": tmp_path}, loader=AUGMENTED)
+    )
     assert [a[0] for a in again] == [whole[0]] * 2
 
 
@@ -137,7 +161,9 @@ def test_a_checkpoint_of_a_training_on_text_has_its_vocabulary(tmp_path):
     def fit(part, comm=None, **more):
         manual_seed(0)
         loss = lambda y, target: nn.MSELoss()(y, target.float() * (1 / 76))  # noqa: E731
-        t = DistributedTrainer(OfText(), optim.SGD(lr=0.05), comm=comm, loss=loss, shard_size=4, threads=1)
+        t = DistributedTrainer(
+            OfText(), optim.SGD(lr=0.05), comm=comm, loss=loss, shard_size=4, threads=1
+        )
         t.fit(data.DataLoader(part, 16, True), epochs=2, **more)
         return t.weights_sha256()
 
@@ -153,7 +179,12 @@ def test_a_checkpoint_of_a_training_on_text_has_its_vocabulary(tmp_path):
     assert back.decode(back.encode("To be, or not to be")) == "To be, or not to be"
     (tmp_path / "other.txt").write_text("abc" * 200)
     other = sources.Subset(data.text(tmp_path / "other.txt", length=8), np.arange(50))
-    with pytest.raises(ConfigError, match=r'was made with vocabulary .*, this training has \{"characters": "abc"\}'):
+    with pytest.raises(
+        ConfigError, match=r'was made with vocabulary .*, this training has \{"characters": "abc"\}'
+    ):
         fit(other, **saving)
-    with pytest.raises(DataError, match="has no manifest.json with a vocabulary; give a checkpoint of a training on"):
+    with pytest.raises(
+        DataError,
+        match="has no manifest.json with a vocabulary; give a checkpoint of a training on",
+    ):
         data.Vocabulary.of_checkpoint(tmp_path)

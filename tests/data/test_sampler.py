@@ -1,4 +1,6 @@
-"""The order of samples: golden values, that it is a permutation, and that the workers' shares partition it."""
+"""The order of samples: golden values, that it is a permutation, and that the workers' shares
+partition it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_agrees_with_its_definition(seed: int, epoch: int) -> None:
 
 
 def unmixed(word: int) -> int:
-    """The number that SplitMix64's mixing turned into `word`: the three steps undone, the last one first."""
+    """The number that SplitMix64's mixing turned into `word`: the three steps undone, the last
+    one first.
+    """
     mask = 2**64 - 1
     for shift, factor in ((31, 1), (27, 0x94D049BB133111EB), (30, 0xBF58476D1CE4E5B9)):
         word = word * pow(factor, -1, 2**64) & mask
@@ -64,7 +68,9 @@ def unmixed(word: int) -> int:
 
 
 def test_keys_are_distinct_because_every_step_can_be_undone() -> None:
-    """The order does not depend on how a sort treats equal keys: no two samples have the same key."""
+    """The order does not depend on how a sort treats equal keys: no two samples have the same
+    key.
+    """
     random = np.random.default_rng(4)
     words = [0, 1, 2**63, 2**64 - 1, *(1 << bit for bit in range(64))]
     words += random.integers(0, 2**64, 2000, np.uint64, endpoint=False).tolist()
@@ -77,7 +83,9 @@ def test_keys_are_distinct_because_every_step_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("n", [*range(130), 255, 256, 257, 511, 1000, 4096, 4097, 65537, 300_001])
-def test_the_order_is_the_only_one_that_sorts_the_keys(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_the_only_one_that_sorts_the_keys(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = []
     plain = sampler._stream
     monkeypatch.setattr(sampler, "_stream", lambda *of: keys.append(plain(*of)) or keys[-1])
@@ -92,8 +100,26 @@ def test_the_order_is_the_only_one_that_sorts_the_keys(n: int, monkeypatch: pyte
 def test_golden_values() -> None:
     # Orders of past runs must stay reproducible; these values never change.
     assert permutation(10, 0, 0).tolist() == [0, 7, 8, 2, 5, 9, 4, 6, 3, 1]
-    assert permutation(60000, 0, 0)[:8].tolist() == [35561, 30683, 21634, 29047, 23375, 43975, 47890, 55016]
-    assert permutation(60000, 42, 3)[:8].tolist() == [59045, 48163, 50015, 24924, 26897, 2509, 37921, 14649]
+    assert permutation(60000, 0, 0)[:8].tolist() == [
+        35561,
+        30683,
+        21634,
+        29047,
+        23375,
+        43975,
+        47890,
+        55016,
+    ]
+    assert permutation(60000, 42, 3)[:8].tolist() == [
+        59045,
+        48163,
+        50015,
+        24924,
+        26897,
+        2509,
+        37921,
+        14649,
+    ]
 
 
 def test_holds_every_index_once() -> None:
@@ -104,7 +130,8 @@ def test_seeds_and_epochs_give_unrelated_orders() -> None:
     orders = [permutation(10000, seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
     for at, one in enumerate(orders):
         for other in orders[:at]:
-            # Two random orders agree in one place on average; the shifted stream would agree nearly everywhere.
+            # Two random orders agree in one place on average; the shifted stream would agree nearly
+            # everywhere.
             assert np.count_nonzero(one == other) < 10
             assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
 

@@ -37,18 +37,29 @@ def folder(tmp_path):
 
 def test_an_image_folder(folder):
     made = data.ImageFolder(folder)
-    assert made.classes == ["ant", "bee", "cat"] and len(made) == 12 and made.sample_shape == (3, 6, 8)
+    assert (
+        made.classes == ["ant", "bee", "cat"] and len(made) == 12 and made.sample_shape == (3, 6, 8)
+    )
     pixels, label = made[9]
-    assert (label, pixels.dtype, pixels.shape) == (2, np.uint8, (3, 6, 8)) and pixels[:, 0, 0].tolist() == [0, 1, 200]
+    assert (label, pixels.dtype, pixels.shape) == (2, np.uint8, (3, 6, 8)) and pixels[
+        :, 0, 0
+    ].tolist() == [0, 1, 200]
     batch = next(iter(data.DataLoader(made, 12)))
     x, y = batch
     assert batch.dataset.images.dtype == np.uint8 and y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     np.testing.assert_allclose(x[9, :, 0, 0], (np.array([0, 1, 200]) / 255 - 0.5) / 0.5, atol=1e-6)
     seen = []
-    seeing = next(iter(data.DataLoader(made, 12, transform=lambda pixels, rng: seen.append(pixels) or pixels)))
-    np.testing.assert_array_equal(seeing.inputs, x)  # a transform is given what a model would be given without it
+    seeing = next(
+        iter(data.DataLoader(made, 12, transform=lambda pixels, rng: seen.append(pixels) or pixels))
+    )
+    # a transform is given what a model would be given without it
+    np.testing.assert_array_equal(seeing.inputs, x)
     assert (seen[9].dtype, seen[9].shape) == (np.float32, (3, 6, 8))
-    assert data.ImageFolder(folder, (4, 5))[0][0].shape == data.ImageFolder(folder, (4, 5)).sample_shape == (3, 4, 5)
+    assert (
+        data.ImageFolder(folder, (4, 5))[0][0].shape
+        == data.ImageFolder(folder, (4, 5)).sample_shape
+        == (3, 4, 5)
+    )
     picture(folder / "ant" / "4.jpg", 7, (30, 40), "L")
     picture(folder / "ant" / "5.png", 3, (9, 9), "P")
     assert [data.ImageFolder(folder, 4)[i][0].shape for i in (4, 5)] == [(3, 4, 4)] * 2
@@ -63,15 +74,24 @@ def test_what_is_wrong_with_a_folder_is_named(folder, how):
     elif how == "cut":
         path.write_bytes(path.read_bytes()[:-200])
     elif how == "text":
-        path, message = path.rename(path.with_suffix(".txt")), r"9\.txt is no picture; move it elsewhere"
+        path, message = (
+            path.rename(path.with_suffix(".txt")),
+            r"9\.txt is no picture; move it elsewhere",
+        )
     elif how == "size":
         picture(path, 5, (7, 6))
-        size, message = None, r"9\.jpg has 7 x 6 pixels, the first picture 8 x 6; give ImageFolder a size"
+        size, message = (
+            None,
+            r"9\.jpg has 7 x 6 pixels, the first picture 8 x 6; give ImageFolder a size",
+        )
     elif how == "empty":
         (folder / "dog").mkdir()
         message = r"dog is empty"
     else:
-        folder, message = folder / ("ant" if how == "nothing" else "none"), "has no folders with|is not a folder"
+        folder, message = (
+            folder / ("ant" if how == "nothing" else "none"),
+            "has no folders with|is not a folder",
+        )
     with pytest.raises(DataError, match=message):
         list(data.DataLoader(data.ImageFolder(folder, size), 8))
 
@@ -79,17 +99,22 @@ def test_what_is_wrong_with_a_folder_is_named(folder, how):
 def test_a_table(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("a, b,kind,y\n1,2,red,0.5\n3,4e0,blue,-1\n\n5,6,red,2\n")
-    assert data.csv(path).images.tolist() == [[1, 2, 0, 1], [3, 4, 1, 0], [5, 6, 0, 1]]  # one-hot: blue, red
+    # one-hot: blue, red
+    assert data.csv(path).images.tolist() == [[1, 2, 0, 1], [3, 4, 1, 0], [5, 6, 0, 1]]
     path.write_text("a, b,kind,y\n1,2,0,0.5\n3,4e0,1,-1\n\n5,6,0,2\n")
     made = data.csv(path)
     assert made.classes == 0 and made.images.tolist() == [[1, 2, 0], [3, 4, 1], [5, 6, 0]]
     assert made.labels.tolist() == [[0.5], [-1], [2]] and made.labels.dtype == np.float32
-    assert data.csv(path, "kind").labels.tolist() == [0, 1, 0] and data.csv(path, "kind").classes == 2
+    assert (
+        data.csv(path, "kind").labels.tolist() == [0, 1, 0] and data.csv(path, "kind").classes == 2
+    )
     assert data.csv(path, ["a", "y"]).labels.tolist() == [[1, 0.5], [3, -1], [5, 2]]
     assert data.csv(path, "kind", classes=False).labels.tolist() == [[0], [1], [0]]
     for missing in ("", "nan"):
         path.write_text(f"a,kind\n1,red\n3,{missing}\n")
-        with pytest.raises(DataError, match="column kind: '" + ("red" if missing else "") + "' is no finite number"):
+        with pytest.raises(
+            DataError, match="column kind: '" + ("red" if missing else "") + "' is no finite number"
+        ):
             data.csv(path)
     path.write_text("a,kind\n1,red\n3,blue\n")
     assert data.csv(path).labels.tolist() == [1, 0]
@@ -107,7 +132,11 @@ def test_a_table(tmp_path):
         ("a,a\n1,2\n", None, "has two columns 'a'; rename one"),
         ("a,b\n", None, "has no lines of numbers below"),
         ("", None, "has no lines of numbers below"),
-        ("0.5,2\n1,2\n", None, r"begins with numbers \(0.5, 2\); put a line with names of columns first"),
+        (
+            "0.5,2\n1,2\n",
+            None,
+            r"begins with numbers \(0.5, 2\); put a line with names of columns first",
+        ),
         ("a;b\n0,5;1\n", None, "'0,5' is no finite number; write it as a number"),
         ("y\n1\n", None, "no column besides the target"),
         ('a,b\n"1,2\n', None, "cannot be read as a table"),
@@ -123,7 +152,9 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, text, target, message):
         data.csv(path, target)
 
 
-@pytest.mark.parametrize("text", ["a;b\n1;2\n", "a\tb\r\n1\t2\r\n", '"a";"b, of c"\n"1";2\n', "0,1\n1,2\n"])
+@pytest.mark.parametrize(
+    "text", ["a;b\n1;2\n", "a\tb\r\n1\t2\r\n", '"a";"b, of c"\n"1";2\n', "0,1\n1,2\n"]
+)
 def test_tables_of_other_programs(tmp_path, text):
     path = tmp_path / "t.csv"
     path.write_text(text, newline="", encoding="utf-8-sig")
@@ -152,7 +183,9 @@ def test_npz(tmp_path):
     with pytest.raises(DataError, match=r"has no array 'q'; it has x, y, z"):
         data.npz(path, "q")
     np.savez(path, x=np.array([None]), y=np.zeros(1))
-    with pytest.raises(DataError, match=r"a\.npz cannot be read as \.npz \(Object arrays cannot be loaded"):
+    with pytest.raises(
+        DataError, match=r"a\.npz cannot be read as \.npz \(Object arrays cannot be loaded"
+    ):
         data.npz(path)
     path.write_bytes(b"PK")
     with pytest.raises(DataError, match=r"cannot be read as \.npz"):
@@ -163,7 +196,9 @@ def test_npy_files_are_read_by_rows(tmp_path):
     x, y = np.random.default_rng(0).normal(size=(20, 2, 3)).astype(np.float32), np.arange(20) % 3
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "y.npy", y)
-    loader = data.DataLoader(data.npy(tmp_path / "x.npy", tmp_path / "y.npy", classes=3), 6, True, seed=1)
+    loader = data.DataLoader(
+        data.npy(tmp_path / "x.npy", tmp_path / "y.npy", classes=3), 6, True, seed=1
+    )
     for batch in loader:
         found, labels = batch
         np.testing.assert_array_equal(found[:, 0], x[batch.numbers])
@@ -189,16 +224,22 @@ def test_tokens(tmp_path):
     np.testing.assert_array_equal(x.reshape(-1), ids[:1000])
     np.testing.assert_array_equal(y.reshape(-1), ids[1:1001])
     np.save(tmp_path / "t.npy", ids.astype(np.int64))
-    np.testing.assert_array_equal(data.tokens(tmp_path / "t.npy", length=10, classes=50).gather(np.arange(100))[1], y)
+    np.testing.assert_array_equal(
+        data.tokens(tmp_path / "t.npy", length=10, classes=50).gather(np.arange(100))[1], y
+    )
     with pytest.raises(DataError, match=r"sample \d+ has the token 4\d; 0 to 39 are allowed"):
         data.tokens(path, length=10, classes=40).gather(np.arange(100))
     with pytest.raises(DataError, match="are too few for one sample of 2000"):
         data.tokens(path, length=2000, classes=50)
     np.save(tmp_path / "t.npy", ids.astype(np.float32))
-    with pytest.raises(DataError, match=r"t\.npy holds float32 rows \(\); token ids \(N,\), integers"):
+    with pytest.raises(
+        DataError, match=r"t\.npy holds float32 rows \(\); token ids \(N,\), integers"
+    ):
         data.tokens(tmp_path / "t.npy", length=10, classes=50)
     path.write_bytes(b"odd")
-    with pytest.raises(DataError, match=r"t\.bin holds 3 bytes of numbers, which are no uint16 rows"):
+    with pytest.raises(
+        DataError, match=r"t\.bin holds 3 bytes of numbers, which are no uint16 rows"
+    ):
         data.tokens(path, length=1, classes=50)
 
 
@@ -206,12 +247,17 @@ def test_text(tmp_path):
     path = tmp_path / "t.txt"
     path.write_text("abcä€ba" * 10)
     whole, train, test = (data.text(path, length=4, train=part) for part in (None, True, False))
-    assert whole.vocabulary == train.vocabulary == test.vocabulary == ["a", "b", "c", "ä", "€"] and whole.classes == 5
+    assert (
+        whole.vocabulary == train.vocabulary == test.vocabulary == ["a", "b", "c", "ä", "€"]
+        and whole.classes == 5
+    )
     assert (len(whole), len(train), len(test)) == (17, 15, 1)
     x, y = whole.gather(np.array([0]))
     assert (x.tolist(), y.tolist(), x.dtype) == ([[0, 1, 2, 3]], [[1, 2, 3, 4]], np.int32)
     assert whole.vocabulary.decode(whole.vocabulary.encode("€ba")) == "€ba"
-    with pytest.raises(DataError, match=r"character 1 of the text is 'z', which is not among the 5"):
+    with pytest.raises(
+        DataError, match=r"character 1 of the text is 'z', which is not among the 5"
+    ):
         whole.vocabulary.encode("az")
     path.write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"t\.txt cannot be read as text"):
@@ -220,7 +266,9 @@ def test_text(tmp_path):
 
 def test_text_with_a_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"be": 0, "or": 1, "not": 2, "to": 3, "?": 5}, unk_token="?")
+    model = tokenizers.models.WordLevel(
+        {"be": 0, "or": 1, "not": 2, "to": 3, "?": 5}, unk_token="?"
+    )
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
@@ -230,7 +278,11 @@ def test_text_with_a_tokenizer(tmp_path):
     assert found.bits(math.log(2)) == {"bits_per_character": 6 / 18}
     assert (found.classes, found.vocabulary) == (6, ["be", "or", "not", "to", "", "?"])
     back = data.Vocabulary(tokenizer=found.vocabulary.saved["tokenizer"])
-    assert back == found.vocabulary and back.encode("to be").tolist() == [3, 0] and back.decode([3, 0]) == "to be"
+    assert (
+        back == found.vocabulary
+        and back.encode("to be").tolist() == [3, 0]
+        and back.decode([3, 0]) == "to be"
+    )
     with pytest.raises(DataError, match=r"t\.txt cannot be read as a tokenizer"):
         data.text(tmp_path / "t.txt", tokenizer=tmp_path / "t.txt")
 
@@ -251,12 +303,22 @@ def test_shakespeare(monkeypatch, tmp_path):
 def test_rows_of_tables_of_other_libraries():
     rows = [{"img": PIL.new("L", (3, 2), 10 * i), "label": i % 2, "more": [i, i]} for i in range(5)]
     x, y = next(iter(data.DataLoader(data.columns(rows, "img", "label"), 5)))
-    assert x.shape == (5, 1, 2, 3) and x[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40] and y.tolist() == [0, 1, 0, 1, 0]
-    scaled = next(iter(data.DataLoader(data.columns(rows, "img", "label", scale=1 / 255, shift=-0.5), 5))).inputs
+    assert (
+        x.shape == (5, 1, 2, 3)
+        and x[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40]
+        and y.tolist() == [0, 1, 0, 1, 0]
+    )
+    scaled = next(
+        iter(data.DataLoader(data.columns(rows, "img", "label", scale=1 / 255, shift=-0.5), 5))
+    ).inputs
     np.testing.assert_allclose(scaled, x / 255 - 0.5, atol=1e-6)
-    x, y = next(iter(data.DataLoader(data.columns(rows, {"a": "img", "b": "more"}, ("label", "more")), 5)))
+    x, y = next(
+        iter(data.DataLoader(data.columns(rows, {"a": "img", "b": "more"}, ("label", "more")), 5))
+    )
     assert x["b"].tolist() == [[i, i] for i in range(5)] and y[1].shape == (5, 2)
-    with pytest.raises(DataError, match=r"row 0 has no column 'text'; it has 'img', 'label', 'more'"):
+    with pytest.raises(
+        DataError, match=r"row 0 has no column 'text'; it has 'img', 'label', 'more'"
+    ):
         list(data.DataLoader(data.columns(rows, "text", "label"), 5))
 
 
@@ -277,8 +339,14 @@ def test_a_split(folder):
 def test_by_name(folder, tmp_path):
     assert len(data.opened("mnist", None, train=False)) == 10000
     assert len(data.opened("shakespeare", None, train=False, length=100)) == 1036
-    assert [len(data.opened("image-folder", folder, train=t, size=4)) for t in (True, False)] == [11, 1]
-    with pytest.raises(ConfigError, match=r"--dataset csv is a data set of your own; say where it is with --data-dir"):
+    assert [len(data.opened("image-folder", folder, train=t, size=4)) for t in (True, False)] == [
+        11,
+        1,
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"--dataset csv is a data set of your own; say where it is with --data-dir",
+    ):
         data.opened("csv", None, train=True)
     other = tmp_path / "parts"
     for part, names in (("train", "ab"), ("test", "ac")):
@@ -298,7 +366,11 @@ def test_bytes_of_npz_are_pixels_on_the_command_line(tmp_path):
     pixels = np.array([0, 51, 255], np.uint8).reshape(3, 1, 1, 1).repeat(2, 1)
     np.savez(tmp_path / "a.npz", x=pixels, y=np.arange(3))
     found = [data.opened("npz", tmp_path / "a.npz", train=part) for part in (True, False)]
-    values = {float(v) for part in found for v in np.ravel(part.images[:, 0] * part.scale[0] + part.shift[0])}
+    values = {
+        float(v)
+        for part in found
+        for v in np.ravel(part.images[:, 0] * part.scale[0] + part.shift[0])
+    }
     assert np.allclose(sorted(values), [-1, -0.6, 1], atol=1e-6)
     np.savez(tmp_path / "a.npz", x=pixels[:, :, 0, 0].astype(np.float32), y=np.arange(3))
     assert np.all(data.opened("npz", tmp_path / "a.npz", train=True).scale == 1)
@@ -368,7 +440,9 @@ def test_every_source_has_a_fingerprint(tmp_path):
 
     other = x.copy()
     other[6, 1] += 1  # in the middle
-    for before, again, after in zip(*([s.fingerprint() for s in made(a)] for a in (x, x, other)), strict=True):
+    for before, again, after in zip(
+        *([s.fingerprint() for s in made(a)] for a in (x, x, other)), strict=True
+    ):
         assert before == again != after and len(before) == 16
     rows = type("Rows", (), {"_fingerprint": "of Hugging Face", "__len__": lambda self: 3})()
     assert data.columns(rows, "x", "y").fingerprint() == "of Hugging Face"

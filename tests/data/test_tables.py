@@ -1,4 +1,6 @@
-"""Tables with texts, missing and large numbers; what is learnt of the training part holds for other tables."""
+"""Tables with texts, missing and large numbers; what is learnt of the training part holds for
+other tables.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_what_the_training_part_has_holds_for_the_others(tmp_path):
     x = data.csv(other, "price", like=train).images
     assert np.allclose(x, [[100 / areas.std(), 1, 0, 0]])
     kept = json.loads(json.dumps(train.columns.saved))
-    assert np.array_equal(data.csv(other, "price", like=Columns.of_saved(kept, kept["names"])).images, x)
+    assert np.array_equal(
+        data.csv(other, "price", like=Columns.of_saved(kept, kept["names"])).images, x
+    )
     mean, std = train.columns.scaling
     assert mean.tolist() == [70, 0, 0, 3] and np.allclose(std, [areas.std(), 1, 1, rooms.std()])
     with pytest.raises(ConfigError, match="normalize, drop_columns and fill are those of like="):
@@ -48,20 +52,31 @@ def test_a_number_and_no_text_stand_for_what_is_missing(tmp_path):
     path = written(tmp_path, "a,b,y\n1,red,0.5\nn/a,,1\n")
     assert data.csv(path, fill=-1).images.tolist() == [[1, 1], [-1, 0]]
     assert data.csv(path, fill="7").images[1, 0] == 7
-    with pytest.raises(DataError, match=r"t\.csv, line 3, column b: a text is missing; the training had red"):
+    with pytest.raises(
+        DataError, match=r"t\.csv, line 3, column b: a text is missing; the training had red"
+    ):
         data.csv(path, drop_columns=["a"])
 
 
 @pytest.mark.parametrize(
     ("text", "how", "message"),
     [
-        ("a,y\n,1\n", {}, r"line 2, column a: '' is no finite number; fill it \(--fill mean, fill='mean'\), or leave"),
+        (
+            "a,y\n,1\n",
+            {},
+            r"line 2, column a: '' is no finite number; fill it \(--fill mean, fill='mean'\), or "
+            r"leave",
+        ),
         (
             "a,y\n1,\n",
             {"fill": 0},
             r"line 2, column y: '' is no finite number; write it as a number, or leave the line",
         ),
-        ("a,b,y\n,1,1\n,2,2\n", {"fill": "mean"}, "column a has no number to fill with; leave the column out"),
+        (
+            "a,b,y\n,1,1\n,2,2\n",
+            {"fill": "mean"},
+            "column a has no number to fill with; leave the column out",
+        ),
         ("a,y\ninf,1\n", {"fill": 0}, r"line 2, column a: 'inf' is no finite number"),
         ("a,y\n1,1\n", {"fill": "median"}, r"fill is 'median'; give 'mean' or a finite number"),
         ("a,y\n1,1\n", {"drop_columns": ["b"]}, r"has no column 'b'; its columns are a, y"),
@@ -69,8 +84,16 @@ def test_a_number_and_no_text_stand_for_what_is_missing(tmp_path):
         ("a,y\n1,1\n", {"drop_columns": ["a"]}, "no column besides the target"),
         ("a;y\n0,5;1\n", {}, "'0,5' is no finite number; write it as a number"),
         ("a;y\n1,234.5;1\n", {}, "is no finite number; write it as a number"),
-        ("a,y\nx,1\n2,1\n", {}, r"line 2, column a: 'x' is no finite number; write it as a number, or .*columns a\)"),
-        ("a,y\n" + "".join(f"w{i},1\n" for i in range(MOST + 1)), {}, r"column a: 257 different texts, .*columns a, "),
+        (
+            "a,y\nx,1\n2,1\n",
+            {},
+            r"line 2, column a: 'x' is no finite number; write it as a number, or .*columns a\)",
+        ),
+        (
+            "a,y\n" + "".join(f"w{i},1\n" for i in range(MOST + 1)),
+            {},
+            r"column a: 257 different texts, .*columns a, ",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, text, how, message):
@@ -81,7 +104,10 @@ def test_what_is_wrong_is_named(tmp_path, text, how, message):
 def test_a_text_that_the_training_did_not_have_is_refused(tmp_path):
     train = data.csv(written(tmp_path, TRAIN), drop_columns=["id", "rooms"])
     other = written(tmp_path, "area,city,price\n50,Paris,1\n50,Rome,1\n", "other.csv")
-    wanted = r"other\.csv, line 3, column city: 'Rome' is unknown; the training had Berlin, Paris; correct it"
+    wanted = (
+        r"other\.csv, line 3, column city: 'Rome' is unknown; the training had Berlin, "
+        r"Paris; correct it"
+    )
     with pytest.raises(DataError, match=wanted):
         data.csv(other, like=train)
 
@@ -95,17 +121,25 @@ def test_means_are_of_the_training_part(tmp_path):
     assert abs(parts[0].images.mean()) < 1e-6 and abs(parts[0].images.std() - 1) < 1e-6
     assert parts[0].columns == parts[1].columns
     for name in ("train", "test"):
-        written(tmp_path, "a,b,y\n1,x,0.5\n3,z,1\n" if name == "train" else "a,b,y\n5,z,1\n", f"{name}.csv")
+        written(
+            tmp_path,
+            "a,b,y\n1,x,0.5\n3,z,1\n" if name == "train" else "a,b,y\n5,z,1\n",
+            f"{name}.csv",
+        )
     test = data.opened("csv", tmp_path, train=False, normalize=True, drop_columns=" b")
     assert test.images.tolist() == [[3]]
-    assert data.opened("csv", tmp_path, train=False).images.tolist() == [[5, 0, 1]]  # of train.csv's texts
+    # of train.csv's texts
+    assert data.opened("csv", tmp_path, train=False).images.tolist() == [[5, 0, 1]]
 
 
 def test_large_columns_and_texts_are_told(tmp_path):
-    path = written(tmp_path, "area,year,city,y\n1000,2000,Rome,1\n1200,2010,Oslo,1\n3,2020,Oslo,1\n")
+    path = written(
+        tmp_path, "area,year,city,y\n1000,2000,Rome,1\n1200,2010,Oslo,1\n3,2020,Oslo,1\n"
+    )
     assert notes(data.csv(path)) == [
         "column city is text, and becomes 2 numbers: Oslo, Rome",
-        "column year and 1 more: numbers of about 2,010, and above 100 training is slow or fails; give --normalize",
+        "column year and 1 more: numbers of about 2,010, and above 100 training is slow or "
+        "fails; give --normalize",
     ]
     assert len(notes(data.csv(path, normalize=True))) == 1
     assert notes(data.arrays(np.full((4, 2), 1e6), np.zeros(4, int))) == []

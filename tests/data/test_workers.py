@@ -1,4 +1,6 @@
-"""Worker processes: the same batches with any number of them, and what happens when things go wrong."""
+"""Worker processes: the same batches with any number of them, and what happens when things go
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def loader(dataset, **more) -> data.DataLoader:
 
 def run(path: Path, text: str, *arguments: object, **more):
     path.write_text(text)
-    return subprocess.run([sys.executable, path, *map(str, arguments)], capture_output=True, text=True, **more)
+    return subprocess.run(
+        [sys.executable, path, *map(str, arguments)], capture_output=True, text=True, **more
+    )
 
 
 def ended(pid: int) -> bool:
@@ -71,32 +75,44 @@ def test_an_exception_is_shown_with_its_sample():
             seen.append(batch.index)
     assert seen == [0]
     assert 'raise KeyError("no such picture")' in str(caught.value.__cause__)
-    with pytest.raises(DataError, match=r"ZeroDivisionError: one by nothing .*transform of sample 0 of Made"):
+    with pytest.raises(
+        DataError, match=r"ZeroDivisionError: one by nothing .*transform of sample 0 of Made"
+    ):
         list(loader(own_data.Made("image", 8), transform=own_data.failing))
 
 
 def test_a_worker_that_ends():
-    with pytest.raises(DataError, match=r"a worker process of Broken has ended \(exit code 3\) before its batch"):
+    with pytest.raises(
+        DataError, match=r"a worker process of Broken has ended \(exit code 3\) before its batch"
+    ):
         list(loader(own_data.Broken("exit")))
 
 
 @pytest.mark.parametrize(
     ("dataset", "transform"),
-    [(own_data.Made("image", 8), lambda x, rng: x), ([(np.zeros(2), k) for k in range(4)], sys.stderr.buffer)],
+    [
+        (own_data.Made("image", 8), lambda x, rng: x),
+        ([(np.zeros(2), k) for k in range(4)], sys.stderr.buffer),
+    ],
     ids=["lambda", "file"],
 )
 def test_what_cannot_be_sent_is_named(dataset, transform):
     made = object.__new__(data.transforms.Paired)
     made.function = transform
     with pytest.raises(
-        ConfigError, match=r"num_workers=2 sends .* cannot be done: .*\(no lambda, .*or use num_workers=0"
+        ConfigError,
+        match=r"num_workers=2 sends .* cannot be done: .*\(no lambda, .*or use num_workers=0",
     ):
         next(iter(loader(dataset, transform=made)))
 
 
 def shared() -> set[str]:
-    """The names of segments of shared memory, but those of MPI, which other tests' processes make."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("mpich_", "ucx_", "bed-"))}
+    """The names of segments of shared memory, but those of MPI, which other tests' processes
+    make.
+    """
+    return {
+        name for name in os.listdir("/dev/shm") if not name.startswith(("mpich_", "ucx_", "bed-"))
+    }
 
 
 def test_workers_end_with_their_loader_and_leave_nothing():
@@ -143,7 +159,9 @@ if __name__ == "__main__":
 def test_workers_end_when_their_parent_is_killed(tmp_path, how):
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(tests=str(Path(__file__).parent)))
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     pids = list(map(int, process.stdout.readline().split()))
     assert len(pids) == 2 and not any(map(ended, pids))
     process.send_signal(how)
@@ -166,11 +184,15 @@ def main():
 
 def test_a_program_s_own_classes(tmp_path):
     done = run(tmp_path / "own.py", OWN.format(call='if __name__ == "__main__": main()'))
-    assert done.stdout == "[0.0, 1.0, 2.0, 3.0]\n[4.0, 5.0, 6.0, 7.0]\n[8.0, 9.0, 10.0, 11.0]\n", done.stderr
+    assert done.stdout == "[0.0, 1.0, 2.0, 3.0]\n[4.0, 5.0, 6.0, 7.0]\n[8.0, 9.0, 10.0, 11.0]\n", (
+        done.stderr
+    )
     done = run(tmp_path / "own.py", OWN.format(call="main()"))
     assert done.returncode == 64 and done.stdout == ""
     assert 'put what trains under `if __name__ == "__main__":`, or use num_workers=0' in done.stderr
-    done = subprocess.run([sys.executable, "-c", OWN.format(call="main()")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", OWN.format(call="main()")], capture_output=True, text=True
+    )
     assert (
         "a worker process cannot be given the data set" in done.stderr
         and "in a file that can be imported" in done.stderr

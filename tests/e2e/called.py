@@ -1,7 +1,7 @@
 """Trainings with random callbacks: called.py FIRST COUNT FOLDER MODE, one line for each.
 
-whole: from start to end. half: until a callback of one rank has it stopped. rest: what half left, to the end.
-fail: a callback of one rank raises an exception, in a random event.
+whole: from start to end. half: until a callback of one rank has it stopped. rest: what half left,
+to the end. fail: a callback of one rank raises an exception, in a random event.
 """
 
 import random
@@ -14,11 +14,20 @@ import odyssey
 from odyssey import callbacks, data, nn, optim
 from odyssey.errors import Stopped
 
-EVENTS = ["on_fit_start", "on_epoch_start", "on_step_end", "on_checkpoint", "on_validation_end", "on_epoch_end"]
+EVENTS = [
+    "on_fit_start",
+    "on_epoch_start",
+    "on_step_end",
+    "on_checkpoint",
+    "on_validation_end",
+    "on_epoch_end",
+]
 
 
 class Wish(callbacks.Callback):
-    """One rank wishes that the training ends; all ranks count what they hear, which checkpoints keep."""
+    """One rank wishes that the training ends; all ranks count what they hear, which checkpoints
+    keep.
+    """
 
     def __init__(self, event: str, count: int, rank: int, stop: bool = False) -> None:
         self.event, self.count, self.rank, self.stop = event, count, rank, stop
@@ -26,7 +35,10 @@ class Wish(callbacks.Callback):
 
     def hear(self, context: callbacks.Context) -> None:
         self.heard += 1
-        if self.heard == self.count and context.trainer.comm.rank == self.rank % context.trainer.comm.size:
+        if (
+            self.heard == self.count
+            and context.trainer.comm.rank == self.rank % context.trainer.comm.size
+        ):
             if self.stop:
                 context.stop = "a wish"
             else:
@@ -70,14 +82,28 @@ def case(number: int, folder: Path, mode: str) -> str:
     nn.manual_seed(number)
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = r.choice([lambda: optim.SGD(lr=0.3, momentum=0.9), lambda: optim.Adam(lr=0.05)])()
-    monitor, mode_of = r.choice([("test_loss", "min"), ("test_accuracy", "max"), ("train_loss", "min")])
+    monitor, mode_of = r.choice(
+        [("test_loss", "min"), ("test_accuracy", "max"), ("train_loss", "min")]
+    )
     steps, epochs = -(-samples // size), r.randint(2, 6)
     own = [callbacks.LearningRateMonitor()]
     best = callbacks.ModelCheckpoint(monitor, mode_of, save_top_k=r.randint(1, 3))
     own += [best] if r.random() < 0.5 else []
-    own += [callbacks.EarlyStopping(monitor, r.randint(1, 3), r.choice([0, 0.02]), mode_of)] if r.random() < 0.6 else []
-    own += [callbacks.ReduceLROnPlateau(monitor, 0.5, r.randint(1, 2), 0.05, mode_of)] if r.random() < 0.6 else []
-    own += [Wish(r.choice(["on_step_end", "on_epoch_end"]), r.randint(1, steps * epochs), r.randrange(3))]
+    own += (
+        [callbacks.EarlyStopping(monitor, r.randint(1, 3), r.choice([0, 0.02]), mode_of)]
+        if r.random() < 0.6
+        else []
+    )
+    own += (
+        [callbacks.ReduceLROnPlateau(monitor, 0.5, r.randint(1, 2), 0.05, mode_of)]
+        if r.random() < 0.6
+        else []
+    )
+    own += [
+        Wish(
+            r.choice(["on_step_end", "on_epoch_end"]), r.randint(1, steps * epochs), r.randrange(3)
+        )
+    ]
     r.shuffle(own)
     every = r.choice([None, 1, 3])
     stop = Wish("on_step_end", r.randint(1, steps * epochs), r.randrange(3), stop=True)
@@ -88,7 +114,12 @@ def case(number: int, folder: Path, mode: str) -> str:
     loader = data.DataLoader(data.arrays(x, y, classes=3), size, shuffle=True)
     try:
         history = trainer.fit(
-            loader, test, epochs=epochs, callbacks=given, checkpoint_dir=folder / str(number), checkpoint_every=every
+            loader,
+            test,
+            epochs=epochs,
+            callbacks=given,
+            checkpoint_dir=folder / str(number),
+            checkpoint_every=every,
         )
     except Stopped as end:
         return f"{number} {end}"

@@ -1,7 +1,7 @@
 """A training that a callback changes: changing.py CHANGE [MARK]; prints a hash of its weights.
 
-CHANGE: none, gain (forward() reads it; by epoch), lr (lowered at epoch 2), unfreeze (a layer, at epoch 2). MARK: rank 1
-kills itself once at step 8, where there is no such file yet, and makes it.
+CHANGE: none, gain (forward() reads it; by epoch), lr (lowered at epoch 2), unfreeze (a layer, at
+epoch 2). MARK: rank 1 kills itself once at step 8, where there is no such file yet, and makes it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ class Change(callbacks.Callback):
     def on_step_end(self, context: callbacks.Context) -> None:
         if context.steps == self.stop:
             context.stop = "as the test wants it"
-        if self.mark and context.steps == 8 and context.trainer.comm.rank == 1 and not self.mark.exists():
+        if (
+            self.mark
+            and context.steps == 8
+            and context.trainer.comm.rank == 1
+            and not self.mark.exists()
+        ):
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,6 @@
-"""A training whose second half of ranks reads its samples slowly: slow_rank.py ours|pipeline|torch [rebalance]."""
+"""A training whose second half of ranks reads its samples slowly: slow_rank.py
+ours|pipeline|torch [rebalance].
+"""
 
 import sys
 import time
@@ -18,7 +20,9 @@ def slowly(x, rng):
 world = comm.world()
 kind, moving = sys.argv[1], "rebalance" in sys.argv
 rng = np.random.default_rng(5)
-samples = data.arrays(rng.standard_normal((320, 1, 4, 4)).astype(np.float32), np.arange(320, dtype=np.int64) % 7)
+samples = data.arrays(
+    rng.standard_normal((320, 1, 4, 4)).astype(np.float32), np.arange(320, dtype=np.int64) % 7
+)
 loader = data.DataLoader(samples, batch_size=64, shuffle=True, transform=slowly)
 settings = {"comm": world, "shard_size": 8, "rebalance": moving}
 if kind in ("ours", "pipeline"):

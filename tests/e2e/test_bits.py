@@ -1,5 +1,7 @@
-"""The same training to the last bit: ranks, workers, threads and execution change no bit of the weights. Every run is
-processes as a user starts them, on the MNIST that comes with the package."""
+"""The same training to the last bit: ranks, workers, threads and execution change no bit of the
+weights. Every run is processes as a user starts them, on the MNIST that comes with the
+package.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import functools
 import pytest
 
 LENET5 = ("--steps", 20, "--no-eval", "--no-progress")
-CONVNET = ("--model", "convnet", "--steps", 3, "--global-batch-size", 96, "--no-eval", "--no-progress")
+CONVNET = (
+    "--model",
+    "convnet",
+    "--steps",
+    3,
+    "--global-batch-size",
+    96,
+    "--no-eval",
+    "--no-progress",
+)
 
 LAYOUTS = {
     "one process": ((), 0),
@@ -38,7 +49,9 @@ def compare(launch, layouts, *options):
         assert results[name]["world_size"] == max(ranks, 1)
     hashes = {name: r["weights_sha256"] for name, r in results.items()}
     assert len(set(hashes.values())) == 1, hashes
-    assert len({(r["train_loss"], r["history"][0]["train_accuracy"]) for r in results.values()}) == 1
+    assert (
+        len({(r["train_loss"], r["history"][0]["train_accuracy"]) for r in results.values()}) == 1
+    )
     return next(iter(results.values()))
 
 
@@ -71,7 +84,16 @@ def test_lenet5_tiny_shards(launch):
 @pytest.mark.long
 def test_lenet5_a_last_batch_with_fewer_shards_than_workers(launch):
     """60,000 samples in batches of 59,990: the last has one shard, and three workers have none."""
-    options = ("--epochs", 1, "--no-eval", "--no-progress", "--global-batch-size", 59_990, "--shard-size", 1000)
+    options = (
+        "--epochs",
+        1,
+        "--no-eval",
+        "--no-progress",
+        "--global-batch-size",
+        59_990,
+        "--shard-size",
+        1000,
+    )
     result = compare(launch, ("one process", "mpirun -n 4"), *options)
     assert result["steps"] == 2
 

@@ -1,5 +1,7 @@
-"""Callbacks on several ranks: random ones decide alike wherever they run and whenever they go on, and a rank that fails
-in one ends the job. The order of events: tests/python/test_callbacks.py."""
+"""Callbacks on several ranks: random ones decide alike wherever they run and whenever they go
+on, and a rank that fails in one ends the job. The order of events:
+tests/python/test_callbacks.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ COUNT = 10
 
 
 def called(launch, folder: str, mode: str, ranks: int, first: int = 0, count: int = COUNT):
-    return launch.python(CALLED, first, count, launch.folder / folder, mode, ranks=ranks, timeout=200)
+    return launch.python(
+        CALLED, first, count, launch.folder / folder, mode, ranks=ranks, timeout=200
+    )
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,10 @@ def alone(launch_once):
 def test_random_callbacks_decide_alike_on_any_ranks_and_after_a_stop(launch, alone, before, after):
     if before:
         done = called(launch, "runs", "half", before)
-        assert done.returncode == 0 and done.stdout.count("the same command goes on from it") > COUNT // 3, done.stderr
+        assert (
+            done.returncode == 0
+            and done.stdout.count("the same command goes on from it") > COUNT // 3
+        ), done.stderr
     done = called(launch, "runs", "whole", after)
     assert done.stdout == alone, done.stderr
 
@@ -43,7 +50,9 @@ def test_a_rank_that_fails_in_a_callback_ends_the_job_and_costs_no_bits(launch, 
     done = called(launch, "runs", "fail", ranks, number, 1)
     assert done.returncode == 70 and not done.stdout, done.stderr
     assert re.search(
-        r"Traceback .*ZeroDivisionError: in on_\w+\n.*odyssey: .*defect: ZeroDivisionError", done.stderr, re.S
+        r"Traceback .*ZeroDivisionError: in on_\w+\n.*odyssey: .*defect: ZeroDivisionError",
+        done.stderr,
+        re.S,
     )
     again = called(launch, "runs", "whole", ranks, number, 1)
     assert again.stdout == called(launch, "others", "whole", 0, number, 1).stdout != ""
@@ -82,14 +91,18 @@ def test_a_user_s_callback_and_early_stopping_on_one_rank_and_three(launch, tmp_
     assert one.stderr.count("epoch ") == 2  # progress: a line per epoch
 
 
-# --- in one process ---------------------------------------------------------------------------------------------------
+# --- in one process -------------------------------------------------------------------------------
 
 
 def parts() -> tuple[DistributedTrainer, data.DataLoader]:
     rng = np.random.default_rng(0)
-    set_ = data.arrays(rng.normal(size=(40, 6)).astype(np.float32), rng.integers(0, 3, 40), classes=3)
+    set_ = data.arrays(
+        rng.normal(size=(40, 6)).astype(np.float32), rng.integers(0, 3, 40), classes=3
+    )
     nn.manual_seed(0)
-    return DistributedTrainer(nn.Linear(6, 3), optim.SGD(lr=0.1), threads=1), data.DataLoader(set_, 16)
+    return DistributedTrainer(nn.Linear(6, 3), optim.SGD(lr=0.1), threads=1), data.DataLoader(
+        set_, 16
+    )
 
 
 class Figures(callbacks.Callback):
@@ -110,21 +123,33 @@ def test_model_checkpoint_keeps_the_best_and_names_them(tmp_path):
         on_epoch_end=lambda context: seen.update({context.steps: context.trainer.weights_sha256()})
     )
     figures = Figures(0.5, 0.2, 0.4, 0.3, 0.6, float("nan"), 0.7)
-    trainer.fit(loader, loader.dataset, epochs=7, checkpoint_dir=tmp_path, callbacks=[figures, best, note])
+    trainer.fit(
+        loader, loader.dataset, epochs=7, checkpoint_dir=tmp_path, callbacks=[figures, best, note]
+    )
     steps = sorted(path.name for path in tmp_path.glob("step_*"))
     assert steps == [f"step_{n:08d}" for n in (6, 12, 18, 21)]  # the two best, the two newest
-    assert best.top == [(0.2, 6), (0.3, 12)] and best.best_value == 0.2 and best.best_path == tmp_path / "best"
+    assert (
+        best.top == [(0.2, 6), (0.3, 12)]
+        and best.best_value == 0.2
+        and best.best_path == tmp_path / "best"
+    )
     assert [(tmp_path / name).resolve().name for name in ("best", "last")] == [steps[0], steps[-1]]
     for name, step in (("best", 6), ("last", 21)):
         other, _ = parts()
-        assert other.load_checkpoint(tmp_path / name) == step and other.weights_sha256() == seen[step]
+        assert (
+            other.load_checkpoint(tmp_path / name) == step and other.weights_sha256() == seen[step]
+        )
 
 
 def test_figures_that_are_no_numbers_stop_early_too(capsys):
     trainer, loader = parts()
     figures = Figures(*[float("nan")] * 5)
-    trainer.fit(loader, loader.dataset, epochs=5, callbacks=[figures, callbacks.EarlyStopping(patience=2)])
-    assert trainer.steps == 6 and "(test_loss was not a number in 2 epochs)" in capsys.readouterr().err
+    trainer.fit(
+        loader, loader.dataset, epochs=5, callbacks=[figures, callbacks.EarlyStopping(patience=2)]
+    )
+    assert (
+        trainer.steps == 6 and "(test_loss was not a number in 2 epochs)" in capsys.readouterr().err
+    )
 
 
 def test_a_plateau_lowers_the_rate_to_its_least_and_that_is_resumed(tmp_path):
@@ -133,7 +158,11 @@ def test_a_plateau_lowers_the_rate_to_its_least_and_that_is_resumed(tmp_path):
         lower = callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_lr=0.03)
         given = [Figures(*[1.0] * 6), lower, callbacks.LearningRateMonitor()]
         history = trainer.fit(
-            loader, loader.dataset, epochs=epochs, checkpoint_dir=tmp_path / str(epochs), callbacks=given
+            loader,
+            loader.dataset,
+            epochs=epochs,
+            checkpoint_dir=tmp_path / str(epochs),
+            callbacks=given,
         )
         return trainer, [record["lr"] for record in history.records]
 
@@ -153,7 +182,12 @@ def test_a_timer_ends_a_training_and_more_time_lets_it_go_on(tmp_path):
     for duration, more in ((0.05, False), ("00:00:10", True)):
         trainer, loader = parts()
         end = callbacks.LambdaCallback(on_step_end=lambda context: context.finish("enough"))
-        trainer.fit(loader, epochs=10**6, callbacks=[callbacks.Timer(duration), end], checkpoint_dir=tmp_path)
+        trainer.fit(
+            loader,
+            epochs=10**6,
+            callbacks=[callbacks.Timer(duration), end],
+            checkpoint_dir=tmp_path,
+        )
         assert (trainer.steps > steps) == more
 
 
@@ -161,11 +195,20 @@ def test_a_timer_ends_a_training_and_more_time_lets_it_go_on(tmp_path):
     ("make", "message"),
     [
         (lambda: callbacks.EarlyStopping(patience=-1), "[EarlyStopping] patience is -1"),
-        (lambda: callbacks.EarlyStopping(mode="least"), "[EarlyStopping] mode is 'least'; choose from auto, min, max"),
-        (lambda: callbacks.ReduceLROnPlateau(factor=2), "[ReduceLROnPlateau] factor is 2; it must be between 0 and 1"),
+        (
+            lambda: callbacks.EarlyStopping(mode="least"),
+            "[EarlyStopping] mode is 'least'; choose from auto, min, max",
+        ),
+        (
+            lambda: callbacks.ReduceLROnPlateau(factor=2),
+            "[ReduceLROnPlateau] factor is 2; it must be between 0 and 1",
+        ),
         (lambda: callbacks.Timer("soon"), "[Timer] duration is 'soon'; give seconds above 0"),
         (lambda: callbacks.ModelCheckpoint(name="step_1"), "[ModelCheckpoint] name is 'step_1'"),
-        (lambda: callbacks.LambdaCallback(on_epoch=print), "'on_epoch' is no event; did you mean 'on_epoch_end'?"),
+        (
+            lambda: callbacks.LambdaCallback(on_epoch=print),
+            "'on_epoch' is no event; did you mean 'on_epoch_end'?",
+        ),
     ],
 )
 def test_what_is_not_allowed(make, message):
@@ -180,10 +223,16 @@ def test_what_fit_refuses(tmp_path):
             return {"best": float("nan")}
 
     for given, message in (
-        ([callbacks.EarlyStopping("val_loss")], "no figure 'val_loss'; give fit() a validation set, whose"),
+        (
+            [callbacks.EarlyStopping("val_loss")],
+            "no figure 'val_loss'; give fit() a validation set, whose",
+        ),
         ([callbacks.EarlyStopping()], "no figure 'test_loss'; give fit() a validation set, whose"),
         ([callbacks.EarlyStopping], "callbacks has the class EarlyStopping; give objects"),
-        ([callbacks.ModelCheckpoint("train_loss")], "fit() makes no checkpoints; give it a checkpoint_dir"),
+        (
+            [callbacks.ModelCheckpoint("train_loss")],
+            "fit() makes no checkpoints; give it a checkpoint_dir",
+        ),
         ([print], "callbacks has a builtin_function_or_method"),
     ):
         trainer, loader = parts()
@@ -191,15 +240,26 @@ def test_what_fit_refuses(tmp_path):
             trainer.fit(loader, callbacks=given)
         assert message in str(caught.value) and trainer.steps == 0
     trainer, loader = parts()
-    with pytest.raises(ConfigError, match="no figure 'test_acc'; choose from train_loss, test_loss, train_accuracy"):
+    with pytest.raises(
+        ConfigError, match="no figure 'test_acc'; choose from train_loss, test_loss, train_accuracy"
+    ):
         trainer.fit(loader, loader.dataset, callbacks=[callbacks.ReduceLROnPlateau("test_acc")])
     with pytest.raises(ConfigError, match="no figure 'lr'"):  # who would give it is not there
         trainer.fit(loader, callbacks=[callbacks.EarlyStopping("lr")])
     assert trainer.steps == 0
-    trainer.fit(loader, callbacks=[callbacks.EarlyStopping("lr"), callbacks.LearningRateMonitor()], verbose=False)
+    trainer.fit(
+        loader,
+        callbacks=[callbacks.EarlyStopping("lr"), callbacks.LearningRateMonitor()],
+        verbose=False,
+    )
     steps = trainer.steps
-    with pytest.raises(ConfigError, match="no figure 'mine'"):  # a callback might have given it: known after an epoch
-        trainer.fit(loader, callbacks=[callbacks.EarlyStopping("mine"), callbacks.Callback(), Odd()], verbose=False)
+    # a callback might have given it: known after an epoch
+    with pytest.raises(ConfigError, match="no figure 'mine'"):
+        trainer.fit(
+            loader,
+            callbacks=[callbacks.EarlyStopping("mine"), callbacks.Callback(), Odd()],
+            verbose=False,
+        )
     assert trainer.steps == 2 * steps
     trainer, loader = parts()
     with pytest.raises(ConfigError, match=r"\[Odd\] state_dict\(\) gives no JSON"):
@@ -211,5 +271,8 @@ def test_a_state_that_a_callback_does_not_take_is_an_error_of_one_line(tmp_path)
     trainer.fit(loader, callbacks=[callbacks.Timer(100)], checkpoint_dir=tmp_path)
     other = type("Timer", (callbacks.EarlyStopping,), {})
     trainer, loader = parts()
-    with pytest.raises(CheckpointError, match="state of Timer is not taken back: KeyError: 'best'; leave the callback"):
+    with pytest.raises(
+        CheckpointError,
+        match="state of Timer is not taken back: KeyError: 'best'; leave the callback",
+    ):
         trainer.fit(loader, epochs=2, callbacks=[other("train_loss")], checkpoint_dir=tmp_path)

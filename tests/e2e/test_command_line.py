@@ -1,5 +1,7 @@
-"""Pictures, a table and a text from the command line alone: trained, stopped, gone on with on other ranks until the
-training stops early, asked, exported, and looked at with the tools that its figures are for."""
+"""Pictures, a table and a text from the command line alone: trained, stopped, gone on with on
+other ranks until the training stops early, asked, exported, and looked at with the tools that
+its figures are for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ def pictures(root: Path) -> list:
             for i in range(count):
                 pixels = np.clip(RNG.normal(colour, 30, size=(9, 8, 3)), 0, 255).astype(np.uint8)
                 image.fromarray(pixels).save(root / "p" / part / name / f"{i}.png")
-    return ["--dataset", "image-folder:p", "--model", "convnet", "--image-size", 8, "--global-batch-size", 8]
+    return [
+        "--dataset",
+        "image-folder:p",
+        "--model",
+        "convnet",
+        "--image-size",
+        8,
+        "--global-batch-size",
+        8,
+    ]
 
 
 def table(root: Path) -> list:
@@ -55,7 +66,9 @@ def mlflow_reads(folder: Path) -> dict[str, list]:
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     (run,) = client.search_runs(["1"])
     assert run.info.status == "FINISHED" and run.data.params["epochs"] == "6"
-    assert "checkpoint/manifest.json" in [f.path for f in client.list_artifacts(run.info.run_id, "checkpoint")]
+    assert "checkpoint/manifest.json" in [
+        f.path for f in client.list_artifacts(run.info.run_id, "checkpoint")
+    ]
     of = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
     return {key: sorted((m.step, m.value) for m in found) for key, found in of.items()}
 
@@ -75,19 +88,26 @@ def pictures_say(launch, session) -> None:
     x = np.stack([pixels[1][0], pixels[4][0]]).astype(np.float32) / 127.5 - 1
     (y,) = session.run(None, {"x": x})
     shares = np.exp(y) / np.exp(y).sum(axis=1, keepdims=True)
-    assert np.sort(shares)[:, ::-1] == pytest.approx(np.array([row["probabilities"] for row in rows]), rel=1e-4)
+    assert np.sort(shares)[:, ::-1] == pytest.approx(
+        np.array([row["probabilities"] for row in rows]), rel=1e-4
+    )
 
 
 def table_says(launch, session) -> None:
-    (launch.folder / "new.csv").write_text("c,b,a\n0,0,1\n-1,1,0\n")  # columns are found by their names
+    # columns are found by their names
+    (launch.folder / "new.csv").write_text("c,b,a\n0,0,1\n-1,1,0\n")
     said = launch.python("-m", "odyssey", "predict", "run", "new.csv", "--json", ranks=2)
     outputs = [json.loads(line)["output"] for line in said.stdout.splitlines()]
     (y,) = session.run(None, {"x": np.array([[1, 0, 0], [0, 1, -1]], np.float32)})
-    assert y == pytest.approx(np.array(outputs), rel=1e-4, abs=1e-5) and len(outputs) == 2, said.stderr
+    assert y == pytest.approx(np.array(outputs), rel=1e-4, abs=1e-5) and len(outputs) == 2, (
+        said.stderr
+    )
 
 
 def text_says(launch, session) -> None:
-    said = launch.python("-m", "odyssey", "generate", "run", "--prompt", "the qu", "--tokens", 6, "--temperature", 0)
+    said = launch.python(
+        "-m", "odyssey", "generate", "run", "--prompt", "the qu", "--tokens", 6, "--temperature", 0
+    )
     assert said.returncode == 0 and said.stdout.startswith("the qu"), said.stderr
     letters = sorted(set((launch.folder / "t.txt").read_text()))
     tokens = [letters.index(c) for c in "the qu"]
@@ -101,13 +121,17 @@ def text_says(launch, session) -> None:
     ("make", "stop", "log", "read", "says"),
     [
         (pictures, "test_accuracy:2:0.9", "tensorboard", tensorboard_reads, pictures_say),
-        pytest.param(table, "test_mae:2:9", "mlflow", mlflow_reads, table_says, marks=pytest.mark.long),
+        pytest.param(
+            table, "test_mae:2:9", "mlflow", mlflow_reads, table_says, marks=pytest.mark.long
+        ),
         pytest.param(text, "train_loss:2:9", "csv", table_reads, text_says, marks=pytest.mark.long),
     ],
 )
 def test_a_training_from_the_command_line_alone(launch, monkeypatch, make, stop, log, read, says):
     runtime = pytest.importorskip("onnxruntime")
-    for module in {"tensorboard": ["tensorboard", "tensorboardX"], "mlflow": ["mlflow"]}.get(log, []):
+    for module in {"tensorboard": ["tensorboard", "tensorboardX"], "mlflow": ["mlflow"]}.get(
+        log, []
+    ):
         pytest.importorskip(module)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     launch.environment["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -120,7 +144,8 @@ def test_a_training_from_the_command_line_alone(launch, monkeypatch, make, stop,
     done = launch.result(*words, ranks=3)
     assert (done["weights_sha256"], done["steps"]) == (whole["weights_sha256"], whole["steps"])
     if log == "csv":  # the quickest
-        assert launch.result(*words)["steps"] == whole["steps"]  # it is complete, for the same command
+        # it is complete, for the same command
+        assert launch.result(*words)["steps"] == whole["steps"]
     curves = read(launch.folder / "logs")
     assert [step for step, _ in curves["loss"]] == list(range(1, whole["steps"] + 1))
     kept = [name for name in whole["history"][0] if name.startswith(("train_", "test_"))]
@@ -131,6 +156,11 @@ def test_a_training_from_the_command_line_alone(launch, monkeypatch, make, stop,
     assert not (launch.folder / "mlruns").exists()
     best = odyssey.load(launch.folder / "run" / "checkpoints" / "best")
     assert best.state_dict().keys() == odyssey.load(launch.folder / "run").state_dict().keys()
-    export = launch.python("-m", "odyssey", "export", "run", "--format", "onnx", "--output", "m.onnx")
+    export = launch.python(
+        "-m", "odyssey", "export", "run", "--format", "onnx", "--output", "m.onnx"
+    )
     assert export.returncode == 0, export.stderr
-    says(launch, runtime.InferenceSession(launch.folder / "m.onnx", providers=["CPUExecutionProvider"]))
+    says(
+        launch,
+        runtime.InferenceSession(launch.folder / "m.onnx", providers=["CPUExecutionProvider"]),
+    )

@@ -1,4 +1,6 @@
-"""`odyssey verify --inference`: outputs have the same bits in any batch, in a training, and from a cache."""
+"""`odyssey verify --inference`: outputs have the same bits in any batch, in a training, and from
+a cache.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,38 @@ from odyssey import DistributedTrainer, Tensor, data, nn, no_grad, optim
 from odyssey import functional as F
 from odyssey.train.inference import ways
 
-WAYS = ["one by one", "random batches", "forward pass of a training step", "texts that go on from a cache"]
+WAYS = [
+    "one by one",
+    "random batches",
+    "forward pass of a training step",
+    "texts that go on from a cache",
+]
 
 
 @pytest.mark.parametrize("model", ["gpt-mini", "lenet5"])
 def test_a_run(model, launch, tmp_path):
     own = ["--global-batch-size", 6] if model == "gpt-mini" else []
-    words = ["train", "--model", model, "--steps", 2, "--no-eval", "-q", "--run-dir", tmp_path / "run"]
+    words = [
+        "train",
+        "--model",
+        model,
+        "--steps",
+        2,
+        "--no-eval",
+        "-q",
+        "--run-dir",
+        tmp_path / "run",
+    ]
     assert launch.python("-m", "odyssey", *words, *own).returncode == 0
-    words = ["verify", "--inference", tmp_path / "run", "--samples", 20, "--json", tmp_path / "v.json"]
+    words = [
+        "verify",
+        "--inference",
+        tmp_path / "run",
+        "--samples",
+        20,
+        "--json",
+        tmp_path / "v.json",
+    ]
     done = launch.python("-m", "odyssey", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "v.json").read_text())["results"]
@@ -38,7 +63,9 @@ def test_a_run(model, launch, tmp_path):
 )
 def test_what_is_refused(launch, words, message):
     done = launch.python("-m", "odyssey", "verify", *words)
-    assert done.returncode in (64, 65) and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert (
+        done.returncode in (64, 65) and message in done.stderr and "Traceback" not in done.stderr
+    ), done.stderr
 
 
 class Net(nn.Module):
@@ -62,7 +89,9 @@ def made(kind, *given):
 def pictures(n=37):
     rng = np.random.default_rng(2)
     x = rng.integers(0, 256, (n, 3, 5, 7), np.uint8)
-    return data.arrays(x, rng.integers(0, 5, n), classes=5, scale=[0.013, 0.017, 0.019], shift=[-0.4, 0.1, 0.3])
+    return data.arrays(
+        x, rng.integers(0, 5, n), classes=5, scale=[0.013, 0.017, 0.019], shift=[-0.4, 0.1, 0.3]
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -118,7 +147,9 @@ class Deep(nn.Module):
 
 
 def test_predictions_are_computed_as_the_training_was():
-    """A training by Winograd's algorithm has other last bits than a direct one, and its predictions have its own."""
+    """A training by Winograd's algorithm has other last bits than a direct one, and its
+    predictions have its own.
+    """
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(20, 1, 12, 12)).astype(np.float32), rng.integers(0, 5, 20)
     outputs = {}

@@ -1,5 +1,6 @@
-"""Loggers: what they write is read back by the tools that it is for, and a training that goes on has the curves of one
-that was never stopped, each step once."""
+"""Loggers: what they write is read back by the tools that it is for, and a training that goes on
+has the curves of one that was never stopped, each step once.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def train(folder: Path, make, fail: int = 0, every: int | None = 4, **more) -> l
 
 def by_csv(folder: Path) -> list[dict]:
     with open(folder / "metrics.csv", newline="") as file:
-        return [{k: float(v) for k, v in row.items() if v and k not in TIMES} for row in csv.DictReader(file)]
+        return [
+            {k: float(v) for k, v in row.items() if v and k not in TIMES}
+            for row in csv.DictReader(file)
+        ]
 
 
 def by_json(folder: Path) -> list[dict]:
@@ -61,7 +65,9 @@ def by_json(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 
 
-@pytest.mark.parametrize(("fail", "every"), [(3, None), (6, 4), (6, 5), (10, 5), (11, None), (15, 4)])
+@pytest.mark.parametrize(
+    ("fail", "every"), [(3, None), (6, 4), (6, 5), (10, 5), (11, None), (15, 4)]
+)
 def test_tables_have_the_rows_of_a_training_that_was_never_stopped(tmp_path, fail, every):
     def make(folder: Path) -> list[loggers.Logger]:
         return [loggers.CSVLogger(folder, 2), loggers.JSONLLogger(folder, 2)]
@@ -80,16 +86,31 @@ def test_tables_have_the_rows_of_a_training_that_was_never_stopped(tmp_path, fai
     assert all((row["workers"], row["batch_size"]) == (1, 8) for row in whole if "epoch" in row)
     with open(tmp_path / "1" / "metrics.csv", newline="") as file:
         assert all(float(row["throughput"]) > 0 for row in csv.DictReader(file) if row["loss"])
-    assert whole[0]["lr"] == 0.1 and [row.get("odd") for row in whole] == [1, 3, 5, None, 7, 9, None, 11, 13, 15]
+    assert whole[0]["lr"] == 0.1 and [row.get("odd") for row in whole] == [
+        1,
+        3,
+        5,
+        None,
+        7,
+        9,
+        None,
+        11,
+        13,
+        15,
+    ]
 
 
 def test_tensorboard_reads_each_step_once(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
 
     def curves(folder: Path) -> dict[str, list]:
         found = accumulator(str(folder), size_guidance={"scalars": 0}).Reload()
         return {
-            tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"] if tag not in TIMES
+            tag: [(e.step, e.value) for e in found.Scalars(tag)]
+            for tag in found.Tags()["scalars"]
+            if tag not in TIMES
         }
 
     for every in (4, 5):
@@ -118,11 +139,21 @@ def test_mlflow_has_parameters_metrics_and_the_checkpoint(tmp_path, monkeypatch)
     (second,) = train(tmp_path, make)
     assert second.run_id == first.run_id
     run = client.get_run(second.run_id)
-    assert run.info.status == "FINISHED" and run.data.params["batch size"] == "8" and run.data.params["epochs"] == "3"
+    assert (
+        run.info.status == "FINISHED"
+        and run.data.params["batch size"] == "8"
+        and run.data.params["epochs"] == "3"
+    )
     history = client.get_metric_history(run.info.run_id, "loss")
     assert sorted(m.step for m in history) == list(range(1, 16))
-    assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "test_loss")) == [5, 10, 15]
-    assert "checkpoint/manifest.json" in [f.path for f in client.list_artifacts(run.info.run_id, "checkpoint")]
+    assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "test_loss")) == [
+        5,
+        10,
+        15,
+    ]
+    assert "checkpoint/manifest.json" in [
+        f.path for f in client.list_artifacts(run.info.run_id, "checkpoint")
+    ]
 
 
 def test_mlflow_joins_the_run_that_the_program_has_started(tmp_path, monkeypatch):
@@ -142,9 +173,24 @@ def test_mlflow_joins_the_run_that_the_program_has_started(tmp_path, monkeypatch
             mlflow.log_metric("afterwards", 1)
         run = client.get_run(mine.info.run_id)
         assert run.info.status == "FINISHED" and run.info.run_name == "mine"
-        assert sorted(m.step for m in client.get_metric_history(mine.info.run_id, "grad_norm")) == list(range(1, 16))
-        assert {"loss", "lr", "throughput", "workers", "batch_size", "afterwards"} <= run.data.metrics.keys()
-        wanted = {"workers": "1", "ranks": "1", "batch_size": "8", "learning_rate": "as I call it", "epochs": "3"}
+        assert sorted(
+            m.step for m in client.get_metric_history(mine.info.run_id, "grad_norm")
+        ) == list(range(1, 16))
+        assert {
+            "loss",
+            "lr",
+            "throughput",
+            "workers",
+            "batch_size",
+            "afterwards",
+        } <= run.data.metrics.keys()
+        wanted = {
+            "workers": "1",
+            "ranks": "1",
+            "batch_size": "8",
+            "learning_rate": "as I call it",
+            "epochs": "3",
+        }
         assert wanted.items() <= run.data.params.items()
         assert len(client.search_runs([run.info.experiment_id])) == 1
         assert client.get_experiment_by_name("odyssey") is None
@@ -168,7 +214,9 @@ def test_the_gradient_norm_is_of_the_mean_gradient(tmp_path, kind, clip_norm):
     else:
         model = nn.Linear(6, 3)
         w, b = model.weight.numpy().copy(), model.bias.numpy().copy()
-        more |= {"own eager": {"execution": "eager"}, "own bucketed": {"bucket_size_mb": 1e-5}}.get(kind, {})
+        more |= {"own eager": {"execution": "eager"}, "own bucketed": {"bucket_size_mb": 1e-5}}.get(
+            kind, {}
+        )
         more |= {"precision": "fp16"} if kind == "fp16" else {}
         trainer = DistributedTrainer(model, optim.SGD(lr=0.1), **more)
     z = np.exp(x @ w.T + b)
@@ -176,7 +224,9 @@ def test_the_gradient_norm_is_of_the_mean_gradient(tmp_path, kind, clip_norm):
     wanted = math.sqrt(np.square(d.T @ x).sum() + np.square(d.sum(0)).sum())
     loader = data.DataLoader(data.arrays(x, y, classes=3), 8)
     trainer.fit(loader, epochs=1, callbacks=[loggers.CSVLogger(tmp_path, 1)], verbose=False)
-    assert by_csv(tmp_path)[0]["grad_norm"] == pytest.approx(wanted, rel=2e-3 if kind == "fp16" else 1e-5)
+    assert by_csv(tmp_path)[0]["grad_norm"] == pytest.approx(
+        wanted, rel=2e-3 if kind == "fp16" else 1e-5
+    )
     assert trainer.gradient_norm() == pytest.approx(wanted, rel=2e-3 if kind == "fp16" else 1e-5)
 
 
@@ -187,7 +237,8 @@ def test_wandb_writes_a_run_without_a_network(tmp_path, monkeypatch):
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert logger.run_id in file.name and wandb.run is None
     wanted, end = list(range(1, 16)), time.monotonic() + 60
-    while (steps := wandb_steps(file.read_bytes())) != wanted and time.monotonic() < end:  # wandb's process writes
+    # wandb's process writes
+    while (steps := wandb_steps(file.read_bytes())) != wanted and time.monotonic() < end:
         time.sleep(0.2)
     assert steps == wanted
 
@@ -203,7 +254,9 @@ def wandb_steps(raw: bytes) -> list[int]:
 
 
 def wandb_records(raw: bytes) -> list:
-    """The records of a file of wandb: 7 bytes, then pieces as in LevelDB's log, in blocks of 32 KB."""
+    """The records of a file of wandb: 7 bytes, then pieces as in LevelDB's log, in blocks of 32
+    KB.
+    """
     from wandb.proto import wandb_internal_pb2
 
     found, data, at = [], b"", 7
@@ -220,12 +273,24 @@ def wandb_records(raw: bytes) -> list:
 
 
 def test_one_rank_writes(launch, tmp_path):
-    words = ("--steps", 4, "--global-batch-size", 32, "--no-eval", "--log", "csv,jsonl", "--log-dir", tmp_path / "logs")
+    words = (
+        "--steps",
+        4,
+        "--global-batch-size",
+        32,
+        "--no-eval",
+        "--log",
+        "csv,jsonl",
+        "--log-dir",
+        tmp_path / "logs",
+    )
     done = launch.train(*words, "--log-every-n-steps", 1, ranks=2)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in by_csv(tmp_path / "logs")] == [1, 2, 3, 4, 4]
     done = launch.train("--log", "csvs", ranks=2)
-    assert done.returncode == 64 and done.stderr.count("--log names 'csvs'; did you mean 'csv'?") == 1, done.stderr
+    assert (
+        done.returncode == 64 and done.stderr.count("--log names 'csvs'; did you mean 'csv'?") == 1
+    ), done.stderr
 
 
 def test_a_full_disk_costs_the_log_and_not_the_training(tmp_path, capsys):
@@ -235,12 +300,19 @@ def test_a_full_disk_costs_the_log_and_not_the_training(tmp_path, capsys):
 
     train(tmp_path, lambda: [Full(tmp_path)])
     said = capsys.readouterr().err
-    assert said.count("[Full] No space left on device; training goes on, without this log from here on") == 1
+    assert (
+        said.count(
+            "[Full] No space left on device; training goes on, without this log from here on"
+        )
+        == 1
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"\[TensorBoardLogger\] the package tensorboardX is not installed"):
+    with pytest.raises(
+        ConfigError, match=r"\[TensorBoardLogger\] the package tensorboardX is not installed"
+    ):
         loggers.TensorBoardLogger()
 
 
@@ -251,7 +323,10 @@ def test_lines_go_to_python_s_logging_where_that_is_configured(tmp_path, caplog,
         train(tmp_path / "2", list)
         train(tmp_path / "2", list)
     lines = [record.getMessage() for record in caplog.records if record.name == "odyssey"]
-    assert sum(line.startswith("epoch ") for line in lines) == 3 and "resumed from step_00000015" in lines[-1]
+    assert (
+        sum(line.startswith("epoch ") for line in lines) == 3
+        and "resumed from step_00000015" in lines[-1]
+    )
     assert capsys.readouterr().err == ""
 
 

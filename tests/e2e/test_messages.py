@@ -1,4 +1,6 @@
-"""What a user's slip is answered: names, next steps and exit codes; with programs as users write them."""
+"""What a user's slip is answered: names, next steps and exit codes; with programs as users write
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,27 @@ def loader():
 @pytest.mark.parametrize(
     ("do", "said"),
     [
-        (lambda: trainer().fit(loader(), epochs="2", verbose=False), "epochs is '2'; it must be an integer"),
-        (lambda: trainer().fit(loader(), max_steps="3", verbose=False), "steps is '3'; it must be an integer"),
+        (
+            lambda: trainer().fit(loader(), epochs="2", verbose=False),
+            "epochs is '2'; it must be an integer",
+        ),
+        (
+            lambda: trainer().fit(loader(), max_steps="3", verbose=False),
+            "steps is '3'; it must be an integer",
+        ),
         (lambda: optim.SGD(lr="0.1"), "lr is '0.1'; it must be a number at least 0"),
-        (lambda: trainer().fit(loader(), epochs=1.5, verbose=False), "epochs is 1.5; it must be an integer"),
+        (
+            lambda: trainer().fit(loader(), epochs=1.5, verbose=False),
+            "epochs is 1.5; it must be an integer",
+        ),
         (
             lambda: trainer().fit(loader(), callbacks=EarlyStopping("val_loss"), verbose=False),
             "give fit() a validation set, whose figures are test_loss",
         ),
         (
-            lambda: trainer().fit(loader(), SET, callbacks=EarlyStopping("val_loss"), verbose=False),
+            lambda: trainer().fit(
+                loader(), SET, callbacks=EarlyStopping("val_loss"), verbose=False
+            ),
             "write 'test_loss', or choose from",
         ),
         (
@@ -66,7 +79,9 @@ def test_what_pytorch_allows_is_allowed():
 def test_a_pytorch_module_is_sent_to_its_trainer():
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(6, 3)
-    with pytest.raises(ConfigError, match="model is PyTorch's .*; odyssey.torch.DistributedTrainer trains"):
+    with pytest.raises(
+        ConfigError, match="model is PyTorch's .*; odyssey.torch.DistributedTrainer trains"
+    ):
         DistributedTrainer(module, optim.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="optimizer is PyTorch's"):
         DistributedTrainer(nn.MLP(), torch.optim.SGD(module.parameters(), lr=0.1))
@@ -101,7 +116,8 @@ trainer.fit(data.DataLoader(data.arrays(x, np.zeros(4000, int)), batch_size=4), 
 def test_exit_codes_of_programs_without_a_launcher(launch):
     (launch.folder / "script.py").write_text(SCRIPT)
     slip = launch.python("script.py", "slip")
-    assert slip.returncode == 64 and "lr is -1" in slip.stderr and "script.py" in slip.stderr  # with the place
+    # with the place
+    assert slip.returncode == 64 and "lr is -1" in slip.stderr and "script.py" in slip.stderr
 
 
 def test_ctrl_c_is_one_line(launch):
@@ -119,15 +135,24 @@ def test_ctrl_c_is_one_line(launch):
     _, err = job.communicate(timeout=60)
     assert job.returncode == 75, err
     lines = [line for line in err.splitlines() if "stopped by" in line]
-    assert len(lines) == 1 and lines[0].startswith("odyssey: [train] stopped by") and "Traceback" not in err
+    assert (
+        len(lines) == 1
+        and lines[0].startswith("odyssey: [train] stopped by")
+        and "Traceback" not in err
+    )
 
 
 def test_ctrl_c_where_nothing_is_saved_is_one_line(launch):
     (launch.folder / "script.py").write_text(SCRIPT.replace('"kept"', "None"))
     words = [sys.executable, "script.py", "go"]
-    job = subprocess.Popen(words, cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        words, cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert job.stdout is not None and job.stdout.readline() == "step\n"
     time.sleep(0.2)
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
-    assert (job.returncode, err.splitlines()[-1]) == (130, "odyssey: interrupted") and "Traceback" not in err
+    assert (job.returncode, err.splitlines()[-1]) == (
+        130,
+        "odyssey: interrupted",
+    ) and "Traceback" not in err

@@ -1,4 +1,6 @@
-"""`--optimizer FILE.py:CLASS`: a rule of the user's own on the command line, on any ranks, resumed, verified."""
+"""`--optimizer FILE.py:CLASS`: a rule of the user's own on the command line, on any ranks,
+resumed, verified.
+"""
 
 from __future__ import annotations
 
@@ -55,24 +57,36 @@ def test_a_rule_of_ones_own_trains_on_any_ranks_and_goes_on_on_others(own):
     built_in = own.result(*words[:-6], "--optimizer", "lion", "--lr", 2e-4, *words[-4:])
     assert one["weights_sha256"] == built_in["weights_sha256"]
     assert own.result(*words, "--zero", 2, ranks=3)["weights_sha256"] == one["weights_sha256"]
-    whole = own.result(*words, "--checkpoint-dir", "kept", "--checkpoint-every", 3, "--keep", 9, ranks=3)
+    whole = own.result(
+        *words, "--checkpoint-dir", "kept", "--checkpoint-every", 3, "--keep", 9, ranks=3
+    )
     assert whole["weights_sha256"] == one["weights_sha256"]
-    resumed = own.result(*words, "--checkpoint-dir", "on", "--resume", "kept/step_00000003", "--zero", 1, ranks=2)
+    resumed = own.result(
+        *words, "--checkpoint-dir", "on", "--resume", "kept/step_00000003", "--zero", 1, ranks=2
+    )
     assert resumed["weights_sha256"] == one["weights_sha256"]
     for more, said in (
         (("--weight-decay", 0.2), "weight_decay"),
         (("--optimizer", "lion"), "lr"),
         (("--optimizer", "lion.py:Heavy"), "optimizer"),
     ):
-        other = own.train(*words, *more, "--checkpoint-dir", "on", "--resume", "kept/step_00000003", ranks=2)
-        assert other.returncode == 64 and said in other.stderr and "Traceback" not in other.stderr, other.stderr
+        other = own.train(
+            *words, *more, "--checkpoint-dir", "on", "--resume", "kept/step_00000003", ranks=2
+        )
+        assert (
+            other.returncode == 64 and said in other.stderr and "Traceback" not in other.stderr
+        ), other.stderr
 
 
 def test_a_rule_of_ones_own_in_a_configuration_file_is_verified(own):
-    (own.folder / "c.toml").write_text('model = "mlp"\noptimizer = "lion.py:Heavy"\nmomentum = 0.5\nlr = 0.01\n')
+    (own.folder / "c.toml").write_text(
+        'model = "mlp"\noptimizer = "lion.py:Heavy"\nmomentum = 0.5\nlr = 0.01\n'
+    )
     words = ("--steps", 2, "--layouts", "dp=3,zero=2", "dp=2,pp=2", "--", "--config", "c.toml")
     done = own.python("-m", "odyssey", "verify", *words)
-    assert done.returncode == 0 and "2 of 2 layouts give the bits" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "2 of 2 layouts give the bits" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,12 +107,19 @@ def test_a_rule_of_ones_own_in_a_configuration_file_is_verified(own):
 def test_what_is_no_optimizer_is_refused_by_name(own, place, more, said):
     done = own.train(*WORDS, "--optimizer", place, *more, ranks=2)
     assert done.returncode == 64 and said in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+        done.stderr
+    )
 
 
 def test_a_class_that_is_no_optimizer(own):
-    (own.folder / "net.py").write_text("class Net:\n    def __init__(self, **settings):\n        pass\n")
+    (own.folder / "net.py").write_text(
+        "class Net:\n    def __init__(self, **settings):\n        pass\n"
+    )
     done = own.train(*WORDS, "--optimizer", "net.py:Net")
-    assert done.returncode == 64 and "gives a Net; a subclass of odyssey.optim.Optimizer is needed" in done.stderr
+    assert (
+        done.returncode == 64
+        and "gives a Net; a subclass of odyssey.optim.Optimizer is needed" in done.stderr
+    )
     unknown = own.train(*WORDS, "--optimizer", "lino")
     assert unknown.returncode == 64 and "FILE.py:CLASS" in unknown.stderr, unknown.stderr

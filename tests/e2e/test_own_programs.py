@@ -1,4 +1,6 @@
-"""Programs as users bring them: pictures, a regression, an augmentation; the same bits on ranks and over resumes."""
+"""Programs as users bring them: pictures, a regression, an augmentation; the same bits on ranks
+and over resumes.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,10 @@ def run(launch, program, limit, *words, ranks):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.long if n in ("gray folder", "augmented, arrays") else ()) for n in PROGRAMS],
+    [
+        pytest.param(n, marks=pytest.mark.long if n in ("gray folder", "augmented, arrays") else ())
+        for n in PROGRAMS
+    ],
 )
 def test_the_same_bits_on_one_rank_and_three_and_over_a_resume(launch, pictures, name):
     program, word = PROGRAMS[name]
@@ -126,4 +131,6 @@ def test_an_augmentation_that_draws_by_itself_is_told_of_transform(launch, resum
         assert run(launch, AUGMENTATION, 6, "drawing", ranks=0).returncode == 0
     done = run(launch, AUGMENTATION, -1 if resumed else 0, "drawing", ranks=0 if resumed else 3)
     line = next(line for line in done.stderr.splitlines() if "[data]" in line or "[resume]" in line)
-    assert done.returncode and "(seed, epoch, sample index), as transform= of DataLoader does" in line
+    assert (
+        done.returncode and "(seed, epoch, sample index), as transform= of DataLoader does" in line
+    )

@@ -23,33 +23,50 @@ if trainer.comm.rank == 0:
 
 
 def test_plan_of_a_script(launch, tmp_path):
-    """Memory and bytes of a script's layouts, beside those of the script on two ranks that share memory."""
+    """Memory and bytes of a script's layouts, beside those of the script on two ranks that share
+    memory.
+    """
     script, found = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)
-    done = launch.python("-m", "odyssey", "plan", script, "--ranks", 2, "--json", found, "-l", "dp=2", "dp=2,zero=3")
+    done = launch.python(
+        "-m", "odyssey", "plan", script, "--ranks", 2, "--json", found, "-l", "dp=2", "dp=2,zero=3"
+    )
     assert done.returncode == 0, done.stderr
     written = json.loads(found.read_text())
     assert sorted(written["best"]) == ["dp=2", "dp=2,zero=3"]
     real = launch.python(script, ranks=2)
     memory, sent = real.stdout.split()
     one = written["layouts"][0]
-    assert (one["memory"], one["layout"], one["why"]) == (int(memory), "dp=2", None) and one["seconds"] > 0
+    assert (one["memory"], one["layout"], one["why"]) == (int(memory), "dp=2", None) and one[
+        "seconds"
+    ] > 0
     assert one["sent"] == pytest.approx(float(sent), abs=200)
     assert "a batch of 64 samples is 4 shards of 16, which suits 2 replicas" in done.stdout
     small, large = sorted(written["layouts"], key=lambda plan: plan["memory"])
     limit = ("--memory", f"{(small['memory'] + 100) / 1e6}")
-    done = launch.python("-m", "odyssey", "plan", script, "--ranks", 2, "-l", "dp=2", "dp=2,zero=3", *limit)
-    assert f"no: takes {large['memory']:,} bytes of the {small['memory'] + 100:,} that a rank may have" in done.stdout
+    done = launch.python(
+        "-m", "odyssey", "plan", script, "--ranks", 2, "-l", "dp=2", "dp=2,zero=3", *limit
+    )
+    assert (
+        f"no: takes {large['memory']:,} bytes of the {small['memory'] + 100:,} that a rank may have"
+        in done.stdout
+    )
     assert f"\n1. {small['layout']}\n" in done.stdout and "\n2." not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("lenet", "--ranks", 2), "'lenet' is no file and no model; give a script, or one of lenet5, mlp"),
+        (
+            ("lenet", "--ranks", 2),
+            "'lenet' is no file and no model; give a script, or one of lenet5, mlp",
+        ),
         (("mlp", "--ranks", 0), "--ranks is 0"),
         (("mlp", "--ranks", 2, "--per-node", 0), "--per-node is 0"),
-        (("mlp", "--ranks", 2, "-l", "dp=3"), "layout dp=3 has 3 ranks, and --ranks is 2; give layouts of 2"),
+        (
+            ("mlp", "--ranks", 2, "-l", "dp=3"),
+            "layout dp=3 has 3 ranks, and --ranks is 2; give layouts of 2",
+        ),
         (("mlp", "--ranks", 2, "--bandwidth", -1), "--bandwidth is -1; give a number above 0"),
         (("mlp", "--ranks", 1, "--lr", "much"), "no layout can be trained; dp=1: "),
         (
@@ -60,7 +77,9 @@ def test_plan_of_a_script(launch, tmp_path):
 )
 def test_what_cannot_be_planned_is_said_in_a_line(launch, words, said):
     done = launch.python("-m", "odyssey", "plan", *words)
-    assert done.returncode == 64 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 64 and said in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
 
 
 def test_a_script_that_trains_nothing_is_named(launch, tmp_path):
@@ -87,7 +106,10 @@ def test_a_training_takes_the_best_layout(launch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train", "--layout", "auto", "--pp", 2), "--layout auto and --pp 2 are both given; leave one of them out"),
+        (
+            ("train", "--layout", "auto", "--pp", 2),
+            "--layout auto and --pp 2 are both given; leave one of them out",
+        ),
         (("train", "--layout", "best"), "'best' is not 'auto'"),
     ],
 )

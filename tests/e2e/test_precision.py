@@ -1,5 +1,6 @@
-"""Mixed precision as a user starts it: the same bits on any number of ranks, an fp16 overflow skipped by all together,
-and the accuracy of float32."""
+"""Mixed precision as a user starts it: the same bits on any number of ranks, an fp16 overflow
+skipped by all together, and the accuracy of float32.
+"""
 
 from __future__ import annotations
 
@@ -46,27 +47,61 @@ def test_the_same_bits_on_any_layout(launch, exact, precision, model):
 
 
 def test_convnet_with_dropout(launch):
-    options = ("--model", "convnet", "--steps", 2, "--global-batch-size", 96, "--no-eval", "--no-progress")
-    hashes = {launch.result(*options, "--precision", "bf16", ranks=n)["weights_sha256"] for n in (0, 2, 3)}
+    options = (
+        "--model",
+        "convnet",
+        "--steps",
+        2,
+        "--global-batch-size",
+        96,
+        "--no-eval",
+        "--no-progress",
+    )
+    hashes = {
+        launch.result(*options, "--precision", "bf16", ranks=n)["weights_sha256"] for n in (0, 2, 3)
+    }
     assert len(hashes) == 1
 
 
 @pytest.mark.long
 def test_small_shards_in_rows(launch):
-    options = ("--steps", 6, "--global-batch-size", 20, "--shard-size", 3, "--no-eval", "--no-progress")
+    options = (
+        "--steps",
+        6,
+        "--global-batch-size",
+        20,
+        "--shard-size",
+        3,
+        "--no-eval",
+        "--no-progress",
+    )
     for precision in ("bf16", "fp16"):
-        hashes = {launch.result(*options, "--precision", precision, ranks=n)["weights_sha256"] for n in (0, 2)}
+        hashes = {
+            launch.result(*options, "--precision", precision, ranks=n)["weights_sha256"]
+            for n in (0, 2)
+        }
         assert len(hashes) == 1
 
 
 def test_an_fp16_overflow_is_skipped_by_all_ranks_and_shown_once(launch):
-    """2^26 is too much for the first gradients: all ranks skip together, and go on at the same scale."""
-    options = (*SHORT, "--precision", "fp16", "--scaler-init-scale", 2.0**26, "--json", launch.folder / "out.json")
+    """2^26 is too much for the first gradients: all ranks skip together, and go on at the same
+    scale.
+    """
+    options = (
+        *SHORT,
+        "--precision",
+        "fp16",
+        "--scaler-init-scale",
+        2.0**26,
+        "--json",
+        launch.folder / "out.json",
+    )
     done = launch.train(*options, ranks=2)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "skipped" in line]
     assert lines[0] == (
-        "odyssey: [precision] step 1 skipped: gradients overflowed at loss scale 67108864; scale is now 33554432"
+        "odyssey: [precision] step 1 skipped: gradients overflowed at loss scale 67108864; scale "
+        "is now 33554432"
     )
     result = json.loads((launch.folder / "out.json").read_text())
     assert len(lines) == len(set(lines)) == result["skipped_steps"]
@@ -77,7 +112,9 @@ def test_an_fp16_overflow_is_skipped_by_all_ranks_and_shown_once(launch):
         assert alone[key] == result[key], key
 
 
-@pytest.mark.parametrize("layout", [("--zero", 2), pytest.param(("--pp", 2), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", [("--zero", 2), pytest.param(("--pp", 2), marks=pytest.mark.long)]
+)
 def test_an_overflow_is_skipped_by_pipelines_and_zero_too(launch, layout):
     options = (*SHORT, "--precision", "fp16", "--scaler-init-scale", 2.0**26)
     alone, split = launch.result(*options), launch.result(*options, *layout, ranks=2)
@@ -113,9 +150,18 @@ def test_lenet5_learns_as_well_as_in_float32(launch, exact, precision):
     ("options", "words"),
     [
         (("--precision", "fp8"), "'fp8' is not one of 'fp32', 'tf32', 'bf16', 'fp16'"),
-        (("--scaler-init-scale", 4), "--scaler-init-scale applies only to --precision fp16, not fp32; remove it"),
-        (("--precision", "bf16", "--scaler-growth-interval", 4), "applies only to --precision fp16, not bf16"),
-        (("--precision", "fp16", "--scaler-init-scale", 1000), "init_scale is 1000; a power of two"),
+        (
+            ("--scaler-init-scale", 4),
+            "--scaler-init-scale applies only to --precision fp16, not fp32; remove it",
+        ),
+        (
+            ("--precision", "bf16", "--scaler-growth-interval", 4),
+            "applies only to --precision fp16, not bf16",
+        ),
+        (
+            ("--precision", "fp16", "--scaler-init-scale", 1000),
+            "init_scale is 1000; a power of two",
+        ),
     ],
 )
 def test_refused(launch, options, words):

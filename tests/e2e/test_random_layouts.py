@@ -1,4 +1,6 @@
-"""Some cases of scripts/random-layouts: random trainings have the bits of one process on random layouts."""
+"""Some cases of scripts/random-layouts: random trainings have the bits of one process on random
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def test_the_bits_of_one_process(launch, options, count):
     same, split, refused = map(
         int,
         re.search(
-            r"(\d+) same \((\d+) with tp, pp or ZeRO\), (\d+) refused, 0 differ, 0 crashed", done.stdout
+            r"(\d+) same \((\d+) with tp, pp or ZeRO\), (\d+) refused, 0 differ, 0 crashed",
+            done.stdout,
         ).groups(),
     )
     assert same + refused == count
@@ -48,5 +51,8 @@ def test_the_bits_of_one_process(launch, options, count):
 
 
 def test_a_case_is_a_function_of_seed_and_number(launch):
-    lines = [launch.python(SCRIPT, "--seed", 5, "--only", 7, "--transport", "mock").stdout.splitlines() for _ in "ab"]
+    lines = [
+        launch.python(SCRIPT, "--seed", 5, "--only", 7, "--transport", "mock").stdout.splitlines()
+        for _ in "ab"
+    ]
     assert lines[0][:2] == lines[1][:2] and lines[0][0].startswith("7: same")

@@ -1,5 +1,6 @@
-"""The ways in which a rank can part from the others, from the start or late, on layouts where ranks have replicas or
-parts: each is found, on all ranks, before a checkpoint or fit() gives what it has made; or it is in a table here.
+"""The ways in which a rank can part from the others, from the start or late, on layouts where
+ranks have replicas or parts: each is found, on all ranks, before a checkpoint or fit() gives
+what it has made; or it is in a table here.
 
 What differs from process to process (target CPU, kernels): tests/preflight.
 """
@@ -33,7 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Ways in which the program of one rank has other ops: with pp its messages differ before settings are compared.
+#: Ways in which the program of one rank has other ops: with pp its messages differ before settings
+#: are compared.
 SAID_BY_CALLS = {("late mode", "pp 2")}
 
 
@@ -87,7 +89,11 @@ class Source:
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
         self.reads += 1
-        x = X[i] + (np.random.standard_normal(8).astype(np.float32) if self.kind == "unseeded" else np.float32(0))
+        x = X[i] + (
+            np.random.standard_normal(8).astype(np.float32)
+            if self.kind == "unseeded"
+            else np.float32(0)
+        )
         return x + np.float32(self.kind == "late" and self.reads > 250), int(Y[i])
 
 
@@ -206,16 +212,25 @@ def hash_of(trainer: DistributedTrainer) -> str:
     return hashlib.sha256(repr((trainer.weights_sha256(), state)).encode()).hexdigest()
 
 
-def fit(comm: Communicator, given: Given, common: Given, folder: Path | None, more: list, **layout: Any) -> str:
-    """Trains; the hash of what a rank holds then. `common`: what samples are, where that is the same on all ranks."""
+def fit(
+    comm: Communicator, given: Given, common: Given, folder: Path | None, more: list, **layout: Any
+) -> str:
+    """Trains; the hash of what a rank holds then.
+
+    `common`: what samples are, where that is the same on all ranks.
+    """
     trainer = made(given, comm, **layout)
     sources = {"arrays": lambda: data.arrays(X, (Y + given.turn) % 3, classes=3)}
     wrong = common.source != "arrays"
     source = Source(given.source) if wrong else sources["arrays"]()
-    loader = data.DataLoader(source, batch_size=64, shuffle=True, seed=given.order, transform=Noise(given))
+    loader = data.DataLoader(
+        source, batch_size=64, shuffle=True, seed=given.order, transform=Noise(given)
+    )
     validation = data.arrays(X[:50] + np.float32(given.valid), Y[:50], classes=3)
     heard = [Late(given.late)][: given.callbacks] + more
-    saving = {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": 4, "keep": 100}
+    saving = (
+        {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": 4, "keep": 100}
+    )
     trainer.fit(loader, validation, epochs=EPOCHS, callbacks=heard, verbose=False, **saving)
     return hash_of(trainer)
 
@@ -224,7 +239,9 @@ def fit(comm: Communicator, given: Given, common: Given, folder: Path | None, mo
 def expected(source: str) -> dict[int, str]:
     """The hash after each step of a training in which nothing is wrong; -1: at its end."""
     steps: dict[int, str] = {}
-    note = callbacks.LambdaCallback(on_step_end=lambda context: steps.update({context.steps: hash_of(context.trainer)}))
+    note = callbacks.LambdaCallback(
+        on_step_end=lambda context: steps.update({context.steps: hash_of(context.trainer)})
+    )
     right = dataclasses.replace(Given(), source="" if source != "arrays" else source)
     steps[-1] = fit(Communicator(), right, dataclasses.replace(right, source=source), None, [note])
     return steps
@@ -266,7 +283,9 @@ def test_a_rank_that_differs_is_found(way, layout, tmp_path, monkeypatch):
         assert not found, f"this is found now, so it does not belong into the table: {ends[0]}"
     else:
         assert found, f"ends with {ends}, checkpoints of steps {wrong} are wrong"
-        said = (way, layout) in SAID_BY_CALLS or not all(isinstance(end, CollectiveError) for end in ends)
+        said = (way, layout) in SAID_BY_CALLS or not all(
+            isinstance(end, CollectiveError) for end in ends
+        )
         assert said, "no rank says what differs"
 
 
@@ -302,6 +321,8 @@ def test_variables_of_an_environment_change_nothing(launch):
     program.write_text(textwrap.dedent(SETTINGS))
     rank = "r=$((${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-0}} + 1))"
     command = f'{rank}; OMP_NUM_THREADS=$r PYTHONHASHSEED=$r exec "$0" "$1"'
-    one, two = (launch("bash", "-c", command, launch.mpirun and "python", program, ranks=n) for n in (0, 2))
+    one, two = (
+        launch("bash", "-c", command, launch.mpirun and "python", program, ranks=n) for n in (0, 2)
+    )
     assert one.returncode == two.returncode == 0, two.stderr
     assert two.stdout.splitlines() == one.stdout.splitlines() * 2 != []

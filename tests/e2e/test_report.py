@@ -1,4 +1,6 @@
-"""The page of a run: what it says, that it loads nothing, and that what a run's files say is text on it."""
+"""The page of a run: what it says, that it loads nothing, and that what a run's files say is
+text on it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def test_two_runs_one_of_which_went_on(monkeypatch, tmp_path):
     trained(monkeypatch, tmp_path / "a", 20)
     early = callbacks.EarlyStopping("train_loss", patience=1, min_delta=9.0)  # after two epochs
     trained(monkeypatch, tmp_path / "b<script>", 20, callbacks=[early])
-    about = {"command": ["train", "--lr", "<b>"], "ranks": 2, "directory": "/d", "versions": {"odyssey": "1"}}
+    about = {
+        "command": ["train", "--lr", "<b>"],
+        "ranks": 2,
+        "directory": "/d",
+        "versions": {"odyssey": "1"},
+    }
     (tmp_path / "a" / "run.json").write_text(json.dumps(about))
     page = report.page([tmp_path / "a", tmp_path / "b<script>"])
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page), "it loads nothing"
@@ -67,15 +74,20 @@ def test_pictures_hold_what_they_show(monkeypatch, tmp_path):
         width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn).groups())
         texts = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" text-anchor="(\w+)">([^<]+)<', drawn)
         assert texts
-        for x, y, anchor, text in texts:  # DejaVu, a wide font, takes 0.64 of its height for a digit
+        # DejaVu, a wide font, takes 0.64 of its height for a digit
+        for x, y, anchor, text in texts:
             wide = 0.64 * picture.TEXT * len(text)
             left = float(x) - (wide if anchor == "end" else wide / 2)
             assert left >= 0 and left + wide <= width and picture.TEXT <= float(y) <= height, text
         for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", re.sub(r"<g .*?</g>", "", drawn)):
             assert 0 <= float(x) <= width and 0 <= float(y) <= height
-    line = next(svg for svg in re.findall(r"<svg.*?</svg>", page) if "end of epoch 1, step 5" in svg)
+    line = next(
+        svg for svg in re.findall(r"<svg.*?</svg>", page) if "end of epoch 1, step 5" in svg
+    )
     said = sorted(marks(line))
-    assert [text for *_, text in said if "epoch" in text] == [f"end of epoch {e}, step {5 * e}" for e in (1, 2, 3, 4)]
+    assert [text for *_, text in said if "epoch" in text] == [
+        f"end of epoch {e}, step {5 * e}" for e in (1, 2, 3, 4)
+    ]
     assert any(text == "checkpoint, step 20" for *_, text in said)
     legend = re.findall(r'<svg class="mark".*?</svg>([\w ]+?) ?(?=<)', page)
     assert legend == ["end of epoch", "checkpoint"]  # what is not drawn is not in it
@@ -89,12 +101,16 @@ def test_every_name_is_escaped(monkeypatch, tmp_path):
     for row in rows:
         row["attempt"], row["why"] = "<script>attempt", "<script>why"
         row["model"], row["hosts"] = "<script>Net()", ["<script>host"]
-        row.get("configuration", {}).update({"<script>key": ["<script>class", {"<script>": "<script>"}]})
+        row.get("configuration", {}).update(
+            {"<script>key": ["<script>class", {"<script>": "<script>"}]}
+        )
         row.get("environment", {}).update({"<script>package": "<script>1.0"})
         row.get("record", {}).update({"test_<script>column": 0.5})
     rows.insert(-1, {**rows[-1], "event": "failed"})
     journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "run.json").write_text(json.dumps({"command": ["<script>c"], "versions": {"<script>": "<script>v"}}))
+    (path / "run.json").write_text(
+        json.dumps({"command": ["<script>c"], "versions": {"<script>": "<script>v"}})
+    )
     page = report.page([path])
     assert "<script" not in page
     for name in "run attempt why Net() host key class package 1.0 column c v".split():
@@ -116,11 +132,17 @@ def test_ticks_are_round(low, high, whole, wanted):
     assert [text for _, text in picture.ticks(low, high, whole)] == wanted.split()
 
 
-@pytest.mark.parametrize("values", [[], [np.nan, np.inf], [3.0], [0.0, 0.0], [1e-300, 1e300], [-5, 7]])
+@pytest.mark.parametrize(
+    "values", [[], [np.nan, np.inf], [3.0], [0.0, 0.0], [1e-300, 1e300], [-5, 7]]
+)
 def test_a_span_has_room(values):
     low, high = picture.span(values, 0.05)
     finite = [v for v in values if np.isfinite(v)]
-    assert low < high and all(low <= v <= high for v in finite) and 1 < len(picture.ticks(low, high)) <= 7
+    assert (
+        low < high
+        and all(low <= v <= high for v in finite)
+        and 1 < len(picture.ticks(low, high)) <= 7
+    )
 
 
 def test_a_run_that_was_stopped_and_damaged_ones(monkeypatch, tmp_path):
@@ -139,7 +161,8 @@ def test_a_run_that_was_stopped_and_damaged_ones(monkeypatch, tmp_path):
         report.page([tmp_path / "a"] * 7)
     journal = tmp_path / "a" / "journal.jsonl"
     journal.write_text(
-        '{"time": 1, "event": "start", "hosts": 5, "attempt": []}\n{"time": 2, "event": "epoch", "record": {}}\n'
+        '{"time": 1, "event": "start", "hosts": 5, "attempt": []}\n{"time": 2, "event": "epoch", '
+        '"record": {}}\n'
     )
     with pytest.raises(DataError, match="damaged"):
         report.page([tmp_path / "a"])

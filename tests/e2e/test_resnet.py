@@ -13,18 +13,29 @@ from odyssey.errors import ConfigError
 from odyssey.parallel.mesh import Mesh
 
 RNG = np.random.default_rng(0)
-DATA = data.arrays(RNG.standard_normal((72, 3, 6, 6)).astype(np.float32), RNG.integers(0, 5, 72), classes=5)
+DATA = data.arrays(
+    RNG.standard_normal((72, 3, 6, 6)).astype(np.float32), RNG.integers(0, 5, 72), classes=5
+)
 
 
 class Block(nn.Module):
-    """As a user writes it: layers as attributes, one that may be None, a function of the input added."""
+    """As a user writes it: layers as attributes, one that may be None, a function of the input
+    added.
+    """
 
     def __init__(self, i: int, o: int, stride: int = 1) -> None:
         super().__init__()
-        self.c1, self.b1 = nn.Conv2d(i, o, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(o)
+        self.c1, self.b1 = (
+            nn.Conv2d(i, o, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(o),
+        )
         self.c2, self.b2 = nn.Conv2d(o, o, 3, padding=1, bias=False), nn.BatchNorm2d(o)
         plain = stride == 1 and i == o
-        self.down = None if plain else nn.Sequential(nn.Conv2d(i, o, 1, stride=stride, bias=False), nn.BatchNorm2d(o))
+        self.down = (
+            None
+            if plain
+            else nn.Sequential(nn.Conv2d(i, o, 1, stride=stride, bias=False), nn.BatchNorm2d(o))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.b2(self.c2(F.relu(self.b1(self.c1(x)))))
@@ -50,7 +61,10 @@ def trainer(comm=None, net=Net, **settings) -> DistributedTrainer:
 
 
 def train(comm=None, **settings) -> tuple[str, float]:
-    """Steps of 48 and 24 samples, the last shard being half full. Running statistics are among the weights."""
+    """Steps of 48 and 24 samples, the last shard being half full.
+
+    Running statistics are among the weights.
+    """
     made = trainer(comm, **settings)
     for batch in data.DataLoader(DATA, 48, shuffle=True, seed=1):
         made.train_step(batch)
@@ -77,7 +91,9 @@ def train(comm=None, **settings) -> tuple[str, float]:
 )
 def test_the_same_bits(ranks, settings):
     of_bits = {k: v for k, v in settings.items() if k in ("clip_norm", "shard_size", "precision")}
-    found = mock.run(ranks, lambda comm: train(comm, **settings)) if ranks > 1 else [train(**settings)]
+    found = (
+        mock.run(ranks, lambda comm: train(comm, **settings)) if ranks > 1 else [train(**settings)]
+    )
     assert set(found) == {train(**of_bits)}
 
 
@@ -100,13 +116,17 @@ def test_running_statistics_are_the_mean_over_samples_of_the_shards():
     np.testing.assert_allclose(state["norm.running_mean"], 0.25 * mean, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(state["norm.running_var"], 0.75 + 0.25 * var, rtol=1e-5)
     assert state["norm.num_batches_tracked"] == 1
-    assert "norm.running_mean" not in made.last_gradients() and "norm.weight" in made.last_gradients()
+    assert (
+        "norm.running_mean" not in made.last_gradients() and "norm.weight" in made.last_gradients()
+    )
 
 
 def test_stopped_and_resumed_on_other_ranks(tmp_path):
     def fit(comm, epochs: int, **settings) -> str:
         made = trainer(comm, **settings)
-        made.fit(data.DataLoader(DATA, 48, shuffle=True, seed=1), epochs=epochs, checkpoint_dir=tmp_path)
+        made.fit(
+            data.DataLoader(DATA, 48, shuffle=True, seed=1), epochs=epochs, checkpoint_dir=tmp_path
+        )
         return made.weights_sha256()
 
     whole = trainer()
@@ -119,7 +139,9 @@ def test_an_optimizer_that_was_made_first_takes_the_buffers_in():
     nn.manual_seed(3)
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    made = DistributedTrainer(model, optimizer, shard_size=16, threads=1, device="cpu", backend="local")
+    made = DistributedTrainer(
+        model, optimizer, shard_size=16, threads=1, device="cpu", backend="local"
+    )
     other = trainer()
     for t in (made, other):
         for batch in data.DataLoader(DATA, 48, shuffle=True, seed=1):
@@ -127,7 +149,9 @@ def test_an_optimizer_that_was_made_first_takes_the_buffers_in():
     assert made.weights_sha256() == other.weights_sha256()
 
 
-@pytest.mark.parametrize("settings", [{"compression": "topk"}, {"reduction": "async_parameter_server"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"compression": "topk"}, {"reduction": "async_parameter_server"}], ids=str
+)
 def test_what_cannot_keep_running_statistics_is_refused(settings):
     def refused(comm) -> str:
         with pytest.raises(ConfigError, match="running statistics"):
@@ -139,14 +163,18 @@ def test_what_cannot_keep_running_statistics_is_refused(settings):
 def test_resnet18_takes_a_step():
     images = RNG.standard_normal((6, 3, 8, 8)).astype(np.float32)
     model = nn.models.build("resnet18", sample_shape=(3, 8, 8), classes=4)
-    made = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=6, threads=1, device="cpu", backend="local")
+    made = DistributedTrainer(
+        model, optim.SGD(lr=0.1), shard_size=6, threads=1, device="cpu", backend="local"
+    )
     (batch,) = data.DataLoader(data.arrays(images, [0, 1, 2, 3, 0, 1], classes=4), 6)
     loss, _ = made.train_step(batch)
     assert 0.5 < loss / 6 < 5 and made.state_dict()["layer4.1.bn2.num_batches_tracked"] == 1
 
 
 class Normed(nn.Module):
-    """Norms that are made of ops, whose parameters have ops in the backward pass alone, where a cut might fall."""
+    """Norms that are made of ops, whose parameters have ops in the backward pass alone, where a
+    cut might fall.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,4 +191,6 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_norms_made_of_ops_in_stages(pp, schedule):
     settings = {"mesh": Mesh(pp=pp), "pipeline_schedule": schedule}
-    assert set(mock.run(pp, lambda comm: train(comm, net=Normed, **settings))) == {train(net=Normed)}
+    assert set(mock.run(pp, lambda comm: train(comm, net=Normed, **settings))) == {
+        train(net=Normed)
+    }

@@ -24,13 +24,18 @@ def test_the_bits_of_the_tree(launch, alone):
 
 
 def test_a_ring_over_buckets(launch, alone):
-    ring = [launch.result(*SHORT, "--reduction", "ring", "--bucket-size-mb", 0.05, ranks=3) for _ in range(2)]
+    ring = [
+        launch.result(*SHORT, "--reduction", "ring", "--bucket-size-mb", 0.05, ranks=3)
+        for _ in range(2)
+    ]
     assert ring[0]["weights_sha256"] == ring[1]["weights_sha256"]
     assert ring[0]["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-3)
 
 
 def test_top_k_says_what_it_sends(launch):
-    done = launch.train(*SHORT, "--compression", "topk", "--json", launch.folder / "out.json", ranks=2)
+    done = launch.train(
+        *SHORT, "--compression", "topk", "--json", launch.folder / "out.json", ranks=2
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads((launch.folder / "out.json").read_text())
     assert result["bytes_per_step"] < 0.03 * result["bytes_per_step_uncompressed"]
@@ -39,7 +44,14 @@ def test_top_k_says_what_it_sends(launch):
 
 def test_an_asynchronous_server_on_processes(launch):
     result = launch.result(
-        *SHORT, "--reduction", "async_parameter_server", "--momentum", 0.5, "--staleness", 2, ranks=4
+        *SHORT,
+        "--reduction",
+        "async_parameter_server",
+        "--momentum",
+        0.5,
+        "--staleness",
+        2,
+        ranks=4,
     )
     record = result["history"][-1]
     assert result["steps"] == sum(record["steps_of_worker"].values()) == 30
@@ -47,7 +59,10 @@ def test_an_asynchronous_server_on_processes(launch):
 
 
 def test_local_sgd_on_processes(launch):
-    results = [launch.result(*SHORT, "--reduction", "local_sgd", "--local-steps", 4, ranks=3) for _ in range(2)]
+    results = [
+        launch.result(*SHORT, "--reduction", "local_sgd", "--local-steps", 4, ranks=3)
+        for _ in range(2)
+    ]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
 
 

@@ -1,5 +1,6 @@
-"""Tasks that are no classification: targets of any form, losses and metrics of one's own; the same bits wherever they
-are trained."""
+"""Tasks that are no classification: targets of any form, losses and metrics of one's own; the
+same bits wherever they are trained.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def table(tmp_path, samples=90):
 
 
 def multilayer():
-    return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 1))
+    return nn.Sequential(
+        nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 12), nn.ReLU(), nn.Linear(12, 1)
+    )
 
 
 def trainer(comm=None, loss=None, metrics=("mae", "mse"), model=None, **settings):
@@ -74,7 +77,9 @@ def trained(samples, comm=None, fit=None, **settings):
     t = trainer(comm, **settings)
     loader = data.DataLoader(samples, batch_size=40, shuffle=True, seed=3)
     history = t.fit(loader, samples.take(33), **{"epochs": 3, **(fit or {})})
-    said = [{k: v for k, v in r.items() if k.startswith(("train_", "test_"))} for r in history.records]
+    said = [
+        {k: v for k, v in r.items() if k.startswith(("train_", "test_"))} for r in history.records
+    ]
     return t.weights_sha256(), said
 
 
@@ -102,12 +107,24 @@ def alone(tmp_path_factory):
 def test_a_table_of_numbers_on_any_layout(alone, name):
     samples, wanted = alone
     ranks, settings = LAYOUTS[name]
-    found = [trained(samples, **settings)] if ranks == 1 else mock.run(ranks, lambda c: trained(samples, c, **settings))
+    found = (
+        [trained(samples, **settings)]
+        if ranks == 1
+        else mock.run(ranks, lambda c: trained(samples, c, **settings))
+    )
     assert all(f == wanted for f in found)
-    assert list(wanted[1][0]) == ["train_loss", "train_mae", "train_mse", "test_loss", "test_mae", "test_mse"]
+    assert list(wanted[1][0]) == [
+        "train_loss",
+        "train_mae",
+        "train_mse",
+        "test_loss",
+        "test_mae",
+        "test_mse",
+    ]
 
 
-@pytest.mark.parametrize("stop", [1, 4, 6])  # in the middle of an epoch of three steps, or at its end
+# in the middle of an epoch of three steps, or at its end
+@pytest.mark.parametrize("stop", [1, 4, 6])
 def test_it_goes_on_on_other_ranks(alone, tmp_path, stop):
     samples, wanted = alone
     saving = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
@@ -130,7 +147,9 @@ APART = [{"reduction": "local_sgd", "local_steps": 2}, {"reduction": "async_para
 def test_ranks_that_train_apart_sum_their_metrics(alone, settings):
     samples, _ = alone
     found = mock.run(3, lambda c: trained(samples, c, **settings))
-    assert all(set(r) >= {"train_mae", "test_mae"} and 0 < r["train_mae"] < 3 for f in found for r in f[1])
+    assert all(
+        set(r) >= {"train_mae", "test_mae"} and 0 < r["train_mae"] < 3 for f in found for r in f[1]
+    )
     assert found[0][1] == found[1][1] == found[2][1]
 
 
@@ -141,11 +160,15 @@ def test_the_means_are_those_of_numpy(alone):
     y = t.model(Tensor(samples.images)).numpy().astype(np.float64)
     difference = y - samples.labels
     assert got.loss == pytest.approx((difference**2).mean(), rel=1e-5)
-    assert got.metrics["mae"] == got.metrics["worst"] == pytest.approx(np.abs(difference).mean(), rel=1e-5)
+    assert (
+        got.metrics["mae"]
+        == got.metrics["worst"]
+        == pytest.approx(np.abs(difference).mean(), rel=1e-5)
+    )
     assert got.accuracy is None and got.samples == 90
 
 
-# --- other forms -----------------------------------------------------------------------------------------------------
+# --- other forms ----------------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -153,7 +176,12 @@ class Two(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.last, self.scores = nn.Linear(6, 9), nn.Linear(3, 9), nn.Linear(9, 2), nn.Linear(9, 8)
+        self.a, self.b, self.last, self.scores = (
+            nn.Linear(6, 9),
+            nn.Linear(3, 9),
+            nn.Linear(9, 2),
+            nn.Linear(9, 8),
+        )
 
     def forward(self, *given):
         a, b = (given[0]["a"], given[0]["b"]) if len(given) == 1 else given
@@ -172,14 +200,22 @@ def test_several_inputs_and_targets(form):
     x = (a, b) if form == "tuple" else {"b": b, "a": a}
     y = {"numbers": rng.random((100, 2)), "class": rng.integers(0, 8, 100)}
     samples = data.arrays(x, y)
-    metrics = {"top3": lambda y, t: F.top_k(y[1], t["class"], 3), "mae": lambda y, t: F.l1_loss(y[0], t["numbers"])}
+    metrics = {
+        "top3": lambda y, t: F.top_k(y[1], t["class"], 3),
+        "mae": lambda y, t: F.l1_loss(y[0], t["numbers"]),
+    }
 
     def run(comm=None, **settings):
         return trained(samples, comm, loss=both, metrics=metrics, model=Two, **settings)
 
     wanted = run()
     assert run(execution="eager") == wanted
-    for ranks, settings in ((3, {}), (3, {"mesh": Mesh(pp=3)}), (2, {"mesh": Mesh(tp=2)}), (2, {"zero": 3})):
+    for ranks, settings in (
+        (3, {}),
+        (3, {"mesh": Mesh(pp=3)}),
+        (2, {"mesh": Mesh(tp=2)}),
+        (2, {"zero": 3}),
+    ):
         assert mock.run(ranks, lambda c, s=settings: run(c, **s)) == [wanted] * ranks
     assert 3 / 8 < wanted[1][-1]["train_top3"] <= 1
     batch = next(iter(data.DataLoader(samples, batch_size=4)))
@@ -198,7 +234,9 @@ def test_rows_of_both_forms_are_what_an_iterable_gives():
         return t.weights_sha256()
 
     pairs = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)]
-    assert run(loader) == run(pairs) and run(loader, accumulation_steps=2) == run(pairs, accumulation_steps=2)
+    assert run(loader) == run(pairs) and run(loader, accumulation_steps=2) == run(
+        pairs, accumulation_steps=2
+    )
 
 
 def test_accuracy_is_for_classes_only_and_counts_with_any_loss(alone):
@@ -244,11 +282,18 @@ def test_targets_that_do_not_fit_the_loss_are_named(alone):
     with pytest.raises(ShapeError, match=r"a target of float32 \(8,(?: 1)?\); it must be integers"):
         trainer(loss=nn.CrossEntropyLoss()).evaluate(samples)
     flat = data.arrays(samples.images, samples.labels[:, 0])
-    with pytest.raises(ShapeError, match=r"output \(8, 1\) and target \(8,\); they must be of the same shape"):
+    with pytest.raises(
+        ShapeError, match=r"output \(8, 1\) and target \(8,\); they must be of the same shape"
+    ):
         trainer(loss=nn.MSELoss()).evaluate(flat)
     classes = data.arrays(samples.images, np.zeros((90, 1), np.int64))
     with pytest.raises(ShapeError, match=r"the target is integers \(8, 1\).*give target.float\(\)"):
         trainer(loss=nn.MSELoss()).evaluate(classes)
-    with pytest.raises(ShapeError, match=r"a tensor of integers, \(8, 1\), where numbers are computed; use its .float"):
+    with pytest.raises(
+        ShapeError,
+        match=r"a tensor of integers, \(8, 1\), where numbers are computed; use its .float",
+    ):
         trainer(loss=lambda y, t: F.mean(y * t)).evaluate(classes)
-    assert trainer(loss=lambda y, t: F.mse_loss(y, t.float()), metrics=None).evaluate(classes).loss > 0
+    assert (
+        trainer(loss=lambda y, t: F.mse_loss(y, t.float()), metrics=None).evaluate(classes).loss > 0
+    )

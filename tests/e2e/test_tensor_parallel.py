@@ -1,4 +1,6 @@
-"""Whole runs whose layers are shared by ranks end with the weights, and the evaluation, of one process."""
+"""Whole runs whose layers are shared by ranks end with the weights, and the evaluation, of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def outcome(run: dict) -> tuple:
     [
         ("lenet5", [("--tp", 2), ("--tp", 2, "--pp", 2)]),
         pytest.param("lenet5", [("--tp", 3), ("--tp", 2, "--dp", 2)], marks=pytest.mark.long),
-        # Its evaluation has no dropout, so fc1 could be split by its inputs there, by its outputs in training.
+        # Its evaluation has no dropout, so fc1 could be split by its inputs there, by its outputs
+        # in training.
         pytest.param("convnet", [("--tp", 2)], marks=pytest.mark.long),
     ],
 )
@@ -26,7 +29,9 @@ def test_evaluation_and_weights(launch, model, layouts):
         ranks = 1
         for n in layout[1::2]:
             ranks *= n
-        assert outcome(launch.result("--model", model, *layout, *STEPS, ranks=ranks)) == wanted, layout
+        assert outcome(launch.result("--model", model, *layout, *STEPS, ranks=ranks)) == wanted, (
+            layout
+        )
 
 
 def test_more_ranks_than_parts_are_refused(launch):

@@ -1,4 +1,6 @@
-"""Timelines: files that keep the rules of Chrome's and Perfetto's format, on every layout, and bits as without."""
+"""Timelines: files that keep the rules of Chrome's and Perfetto's format, on every layout, and
+bits as without.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PHASES = {"X", "i", "C", "M"}
 
 
 def opened(path: Path) -> dict[tuple[str, str], list[dict]]:
-    """The spans by (process, track), after a look at whether Perfetto would take the file: fields, and nesting."""
+    """The spans by (process, track), after a look at whether Perfetto would take the file:
+    fields, and nesting.
+    """
     made = json.loads(path.read_text())
     assert set(made) == {"displayTimeUnit", "traceEvents", "otherData"}
     names: dict[tuple, str] = {}
@@ -46,10 +50,12 @@ def opened(path: Path) -> dict[tuple[str, str], list[dict]]:
         for e in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
             while open_ and open_[-1] <= e["ts"] + 1e-6:
                 open_.pop()
-            assert not open_ or e["ts"] + e["dur"] <= open_[-1] + 1e-3, (e, open_)  # within what is around it
+            # within what is around it
+            assert not open_ or e["ts"] + e["dur"] <= open_[-1] + 1e-3, (e, open_)
             open_.append(e["ts"] + e["dur"])
     return {
-        (names["process_name", pid, 0], names["thread_name", pid, tid]): spans for (pid, tid), spans in tracks.items()
+        (names["process_name", pid, 0], names["thread_name", pid, tid]): spans
+        for (pid, tid), spans in tracks.items()
     }
 
 
@@ -58,7 +64,16 @@ def shown(spans: list[dict]) -> set[str]:
 
 
 def test_a_run_that_goes_on_on_other_ranks_in_other_layouts_is_one_timeline(launch):
-    same = ["-q", "--global-batch-size", 64, "--no-eval", "--schedule", "constant", "--warmup-steps", 0]
+    same = [
+        "-q",
+        "--global-batch-size",
+        64,
+        "--no-eval",
+        "--schedule",
+        "constant",
+        "--warmup-steps",
+        0,
+    ]
     base = [*same, "--run-dir", "run", "--checkpoint-every", 2, "--trace", "t.json"]
     done = launch.train("--bucket-size-mb", 0.1, "--threads", 2, "--steps", 4, *base, ranks=2)
     assert done.returncode == 0, done.stderr
@@ -69,14 +84,27 @@ def test_a_run_that_goes_on_on_other_ranks_in_other_layouts_is_one_timeline(laun
     host = next(name for name, _ in tracks if name.startswith("rank 0"))[7:]
     assert {f"rank {r} {host}" for r in range(3)} | {"run"} == {process for process, _ in tracks}
     main = shown(tracks[f"rank 0 {host}", "main"])
-    assert {"data", "compute", "wait", "forward", "backward", "optimizer", "checkpoint", "conv2d_forward"} <= main
-    assert [e["name"] for e in tracks[f"rank 1 {host}", "steps"]] == [f"step {i}" for i in range(1, 9)]
+    assert {
+        "data",
+        "compute",
+        "wait",
+        "forward",
+        "backward",
+        "optimizer",
+        "checkpoint",
+        "conv2d_forward",
+    } <= main
+    assert [e["name"] for e in tracks[f"rank 1 {host}", "steps"]] == [
+        f"step {i}" for i in range(1, 9)
+    ]
     assert len(tracks["run", "attempts"]) == 2
     assert len([t for _, t in first if t.startswith("wire")]) >= 2 and any(
         "write checkpoint" in shown(s) for s in first.values()
     )
     # clocks: no rank ends a step before all have begun it
-    last = [e for r in range(3) for e in tracks[f"rank {r} {host}", "steps"] if e["name"] == "step 8"]
+    last = [
+        e for r in range(3) for e in tracks[f"rank {r} {host}", "steps"] if e["name"] == "step 8"
+    ]
     assert len(last) == 3 and max(e["ts"] for e in last) < min(e["ts"] + e["dur"] for e in last)
     again = launch("odyssey", "trace", "run", "-o", "again.json")
     assert again.returncode == 0, again.stderr
@@ -89,12 +117,28 @@ def test_a_run_that_goes_on_on_other_ranks_in_other_layouts_is_one_timeline(laun
 def test_what_is_torn_or_damaged(launch, tmp_path):
     folder = tmp_path / "timeline"
     (folder / "1").mkdir(parents=True)
-    head = {"rank": 0, "ranks": 1, "attempt": 0, "wall": 5, "offset": 0, "error": 0, "host": "h", "pid": 1}
-    rows = [json.dumps(head), json.dumps([["main", "data", 10, 20, {}]]), json.dumps([["main", "compute", 20, 40, {}]])]
+    head = {
+        "rank": 0,
+        "ranks": 1,
+        "attempt": 0,
+        "wall": 5,
+        "offset": 0,
+        "error": 0,
+        "host": "h",
+        "pid": 1,
+    }
+    rows = [
+        json.dumps(head),
+        json.dumps([["main", "data", 10, 20, {}]]),
+        json.dumps([["main", "compute", 20, 40, {}]]),
+    ]
     part = folder / "1" / "rank-0.jsonl"
     part.write_text("\n".join(rows) + '\n["main", "wa')
     trace.write(tmp_path / "t.json", folder, None)
-    assert [e["name"] for e in opened(tmp_path / "t.json")["rank 0 (h)", "main"]] == ["data", "compute"]
+    assert [e["name"] for e in opened(tmp_path / "t.json")["rank 0 (h)", "main"]] == [
+        "data",
+        "compute",
+    ]
     part.write_text("\n".join([rows[0], "{", rows[2]]) + "\n")
     for words, said in [
         (("trace", tmp_path, "-o", "u.json"), "line 2 is damaged"),
@@ -102,7 +146,9 @@ def test_what_is_torn_or_damaged(launch, tmp_path):
         (("trace", tmp_path, "-o", "no/u.json"), "no/u.json"),
     ]:
         done = launch("odyssey", *words)
-        assert done.returncode not in (0, 1) and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert (
+            done.returncode not in (0, 1) and said in done.stderr and "Traceback" not in done.stderr
+        ), done.stderr
     assert not (tmp_path / "u.json").exists()
 
 
@@ -152,7 +198,9 @@ def test_nothing_is_left_on_and_the_bits_stay(tmp_path, caplog):
     assert {"evaluate", "sum of gradients", "optimizer"} <= shown(spans)
     assert next(e for e in spans if e["name"] == "linear_forward")["args"]["layer"] == "3"
     assert not list(tmp_path.glob("*.parts"))
-    table = next(r.getMessage() for r in caplog.records if "expensive" in r.getMessage()).splitlines()
+    table = next(
+        r.getMessage() for r in caplog.records if "expensive" in r.getMessage()
+    ).splitlines()
     row = next(line for line in table if line.startswith("conv2d_forward")).split()
     assert row[1] == "0" and float(row[5]) > 0 and len(row) == 8
 
@@ -162,7 +210,21 @@ def test_figures_of_ops(layout, rows):
     """What the table says of a product is what a person would count."""
     lib = native.library()
     row = np.zeros(lib.record, np.int64)
-    row[:13] = [native.header(lib.codes["linear_backward_weight"], layout), 1, 1, 1, 1, 0, 3, 20, 30, 0, 0, 0, 0]
+    row[:13] = [
+        native.header(lib.codes["linear_backward_weight"], layout),
+        1,
+        1,
+        1,
+        1,
+        0,
+        3,
+        20,
+        30,
+        0,
+        0,
+        0,
+        0,
+    ]
     op = Timeline(None, {})._op(lib, row.tolist())
     assert op.flops == 2 * 3 * rows * 20 * 30
 
@@ -181,8 +243,10 @@ def test_a_torch_module(launch):
         "torch.manual_seed(0); rng = np.random.default_rng(0)\n"
         "m = torch.nn.Linear(4, 1)\n"
         "x = rng.normal(size=(64, 4)).astype(np.float32)\n"
-        "t = ot.DistributedTrainer(m, torch.optim.SGD(m.parameters(), lr=0.1), loss=torch.nn.MSELoss())\n"
-        "t.fit(data.DataLoader(data.arrays(x, x[:, :1]), 32), epochs=2, trace='t.json', verbose=False)\n"
+        "t = ot.DistributedTrainer(m, torch.optim.SGD(m.parameters(), lr=0.1), "
+        "loss=torch.nn.MSELoss())\n"
+        "t.fit(data.DataLoader(data.arrays(x, x[:, :1]), 32), epochs=2, trace='t.json', "
+        "verbose=False)\n"
     )
     done = launch("odyssey", "launch", "-n", 2, "program.py")
     assert done.returncode == 0, done.stderr
@@ -211,7 +275,11 @@ def test_a_journal_says_how_a_training_ended(tmp_path, monkeypatch):
         "failed",
         "end",
     ]
-    assert rows[0]["ranks"] == 1 and rows[0]["mesh"] == {"dp": 1, "pp": 1, "tp": 1} and rows[-2]["step"] == 3
+    assert (
+        rows[0]["ranks"] == 1
+        and rows[0]["mesh"] == {"dp": 1, "pp": 1, "tp": 1}
+        and rows[-2]["step"] == 3
+    )
     with open(tmp_path / "run" / "journal.jsonl", "a") as file:
         file.write('{"time": 1, "ev')
     assert journal.read(tmp_path / "run") == rows

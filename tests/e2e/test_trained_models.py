@@ -1,5 +1,6 @@
-"""After training: the model of a checkpoint, its predictions on any ranks, what other programs get; layers that are not
-trained."""
+"""After training: the model of a checkpoint, its predictions on any ranks, what other programs
+get; layers that are not trained.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ class Own(nn.Module):
 
 def plain() -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(6, 8, bias=False), nn.GELU(), nn.LayerNorm(8, eps=1e-3), nn.Dropout(0.1), nn.Linear(8, 3)
+        nn.Linear(6, 8, bias=False),
+        nn.GELU(),
+        nn.LayerNorm(8, eps=1e-3),
+        nn.Dropout(0.1),
+        nn.Linear(8, 3),
     )
 
 
@@ -45,7 +50,9 @@ def trained(folder, model: nn.Module) -> DistributedTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("make", [plain, nn.LeNet5, lambda: nn.MLP(hidden=7), lambda: nn.ConvNet((3, 8, 8), 4)])
+@pytest.mark.parametrize(
+    "make", [plain, nn.LeNet5, lambda: nn.MLP(hidden=7), lambda: nn.ConvNet((3, 8, 8), 4)]
+)
 def test_a_built_in_model_is_built_as_its_recipe_says(make):
     model = make()
     again = trained_models.build(json.loads(json.dumps(trained_models.of_model(model))))
@@ -64,7 +71,8 @@ def test_the_model_of_a_checkpoint(tmp_path):
     a = nn.Linear(2, 2).weight.data.copy()
     nn.manual_seed(3)
     odyssey.load(tmp_path)
-    assert np.array_equal(nn.Linear(2, 2).weight.data, a)  # what is made next is what it would have been
+    # what is made next is what it would have been
+    assert np.array_equal(nn.Linear(2, 2).weight.data, a)
 
 
 def test_a_layer_may_be_called_as_a_setting_is(tmp_path):
@@ -104,18 +112,24 @@ def test_a_hostile_recipe_makes_nothing(said):
 def test_what_load_says_where_it_cannot_build_the_model(tmp_path):
     trainer = trained(tmp_path / "own", Own())
     with pytest.raises(
-        ConfigError, match=r"is of a model of your own, Own of .*test_trained_models.py; build it and give odys"
+        ConfigError,
+        match=r"is of a model of your own, Own of .*test_trained_models.py; build it and give odys",
     ):
         odyssey.load(tmp_path / "own")
     model = odyssey.load(tmp_path / "own", Own())
     assert np.array_equal(model.a.weight.data, trainer.model.a.weight.data)
-    with pytest.raises(ConfigError, match=r"a.weight has shape \(8, 6\), not \(9, 6\); the checkpoint is of another"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a.weight has shape \(8, 6\), not \(9, 6\); the checkpoint is of another",
+    ):
         odyssey.load(tmp_path / "own", Own(9))
     with pytest.raises(ConfigError, match="is of a model of your own, Own of"):
         trained(tmp_path / "within", nn.Sequential(Own()))
         odyssey.load(tmp_path / "within")
     trainer.save_checkpoint(tmp_path / "older")  # of a loop of one's own: nothing is said
-    with pytest.raises(ConfigError, match="does not say what its model is.*build it and give odyssey.load"):
+    with pytest.raises(
+        ConfigError, match="does not say what its model is.*build it and give odyssey.load"
+    ):
         odyssey.load(tmp_path / "older")
     with pytest.raises(CheckpointError, match="has no valid checkpoint; name a run"):
         odyssey.load(tmp_path / "nowhere")
@@ -139,7 +153,9 @@ def test_predictions_are_the_same_on_any_ranks():
         return trainer.predict(data.DataLoader(SET, 50)), trainer.evaluate(SET)
 
     alone, result = work(None)
-    assert alone.shape == (70, 3) and np.mean(alone.argmax(1) == SET.labels) == pytest.approx(result.accuracy)
+    assert alone.shape == (70, 3) and np.mean(alone.argmax(1) == SET.labels) == pytest.approx(
+        result.accuracy
+    )
     for ranks, layout in ((2, LAYOUTS[0]), (3, LAYOUTS[3]), (4, LAYOUTS[4])):
         for found, _ in mock.run(ranks, lambda comm, layout=layout: work(comm, **layout)):
             assert np.array_equal(found, alone), layout
@@ -166,7 +182,9 @@ def test_frozen_parameters_keep_their_bits_and_others_theirs_on_all_layouts(froz
     assert alone == work(None, execution="eager")
     for layout in LAYOUTS:
         ranks = 2 if "mesh" in layout else 3
-        assert set(mock.run(ranks, lambda comm, layout=layout: work(comm, **layout))) == {alone}, layout
+        assert set(mock.run(ranks, lambda comm, layout=layout: work(comm, **layout))) == {alone}, (
+            layout
+        )
 
 
 def test_predictions_of_several_outputs_are_of_their_form_on_any_ranks():
@@ -201,7 +219,9 @@ def test_frozen_layers_are_those_of_pytorch():
     theirs = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
     odyssey.torch.to_torch(model, theirs, {"a": "0", "b": "2"})
     theirs[0].weight.requires_grad = False
-    optimizer = torch.optim.SGD((p for p in theirs.parameters() if p.requires_grad), lr=0.1, weight_decay=0.1)
+    optimizer = torch.optim.SGD(
+        (p for p in theirs.parameters() if p.requires_grad), lr=0.1, weight_decay=0.1
+    )
     trainer = DistributedTrainer(model, optim.SGD(lr=0.1, weight_decay=0.1), threads=1)
     trainer.fit([(SET.images[:32], SET.labels[:32])], epochs=3, verbose=False)
     for _ in range(3):
@@ -219,7 +239,9 @@ def test_a_state_of_another_head_is_loaded_but_for_it():
     del state["b.weight"]
     kept = model.b.weight.data.copy()
     assert model.load_state_dict(state, strict=False) == (["b.weight"], ["c"])
-    assert np.array_equal(model.a.weight.data, state["a.weight"]) and np.array_equal(model.b.weight.data, kept)
+    assert np.array_equal(model.a.weight.data, state["a.weight"]) and np.array_equal(
+        model.b.weight.data, kept
+    )
     with pytest.raises(ShapeError, match="missing"):
         other.load_state_dict(state)
 
@@ -227,7 +249,10 @@ def test_a_state_of_another_head_is_loaded_but_for_it():
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1)
+        self.a, self.b = (
+            nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
+            nn.Conv2d(4, 4, 3, padding=1),
+        )
         self.f = nn.Linear(64, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -263,7 +288,10 @@ class Dilated(nn.Sequential):
         (plain, (6,)),
         (Residual, (3, 16, 16)),
         (Dilated, (4, 9, 11)),
-        *[(lambda layer=layer: nn.Sequential(nn.Linear(6, 4), getattr(nn, layer)()), (6,)) for layer in F.ACTIVATIONS],
+        *[
+            (lambda layer=layer: nn.Sequential(nn.Linear(6, 4), getattr(nn, layer)()), (6,))
+            for layer in F.ACTIVATIONS
+        ],
         (Functions, (6,)),
     ],
 )
@@ -271,7 +299,9 @@ def test_onnx_runs_elsewhere_with_the_same_numbers(make, shape):
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     model = make().eval()
-    made = runtime.InferenceSession(onnx_model(model, shape).SerializeToString(), providers=["CPUExecutionProvider"])
+    made = runtime.InferenceSession(
+        onnx_model(model, shape).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     for n in (1, 3, 20):
         x = RNG.normal(size=(n, *shape)).astype(np.float32)
         (y,) = made.run(None, {"x": x})
@@ -285,20 +315,30 @@ def test_a_residual_network_as_onnx(shape):
     model = nn.models.build("resnet18", sample_shape=shape, classes=5).eval()
     for name, buffer in model.named_buffers():
         if "running" in name:
-            buffer.data[...] = RNG.uniform(0.5, 1, buffer.shape) * (-0.1 if name.endswith("mean") else 1)
-    made = runtime.InferenceSession(onnx_model(model, shape).SerializeToString(), providers=["CPUExecutionProvider"])
+            buffer.data[...] = RNG.uniform(0.5, 1, buffer.shape) * (
+                -0.1 if name.endswith("mean") else 1
+            )
+    made = runtime.InferenceSession(
+        onnx_model(model, shape).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     x = RNG.normal(size=(3, *shape)).astype(np.float32)
     (y,) = made.run(None, {"x": x})
     expected = model(Tensor(x)).numpy()
-    assert expected.std(0).max() > 1e-3 and np.allclose(y, expected, atol=1e-4 * np.abs(expected).max())
+    assert expected.std(0).max() > 1e-3 and np.allclose(
+        y, expected, atol=1e-4 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"gelu": "tanh", "bias": True, "tied": False}])
 def test_a_gpt_as_onnx(more):
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
-    model = nn.models.build("gpt", vocab_size=11, context=12, layers=2, heads=2, width=16, **more).eval()
-    made = runtime.InferenceSession(onnx_model(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    model = nn.models.build(
+        "gpt", vocab_size=11, context=12, layers=2, heads=2, width=16, **more
+    ).eval()
+    made = runtime.InferenceSession(
+        onnx_model(model).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     for n, length in ((1, 1), (3, 12), (2, 5)):
         x = RNG.integers(0, 11, (n, length))
         (y,) = made.run(None, {"x": x})
@@ -307,7 +347,9 @@ def test_a_gpt_as_onnx(more):
 
 def test_an_op_without_an_onnx_form_is_named():
     pytest.importorskip("onnx")
-    with pytest.raises(ConfigError, match=r"\[export\] \w+ has no ONNX form here; .* Use --format safetensors"):
+    with pytest.raises(
+        ConfigError, match=r"\[export\] \w+ has no ONNX form here; .* Use --format safetensors"
+    ):
         onnx_model(nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8)), (6,))
 
 
@@ -353,15 +395,28 @@ def test_a_class_of_ones_own_on_the_command_line(launch):
     for place, name in (("net.py:Own", "plain"), ("net.py:wide", "wide")):
         done = launch.python("train.py", name)
         assert done.returncode == 0, done.stderr
-        said = launch.python("-m", "odyssey", "predict", name, "rows.csv", "--json", "--model", place)
+        said = launch.python(
+            "-m", "odyssey", "predict", name, "rows.csv", "--json", "--model", place
+        )
         rows = [json.loads(line) for line in said.stdout.splitlines()]
         logits = np.load(launch.folder / f"{name}.npy", allow_pickle=False)
         assert [row["classes"][0] for row in rows] == logits.argmax(1).tolist(), said.stderr
-        words = ("-m", "odyssey", "export", name, "--format", "safetensors", "--output", "w.safetensors")
+        words = (
+            "-m",
+            "odyssey",
+            "export",
+            name,
+            "--format",
+            "safetensors",
+            "--output",
+            "w.safetensors",
+        )
         assert launch.python(*words).returncode == 0
         words = ("--dataset", "csv", "--data-dir", "labelled.csv", "--model", place)
         own = launch.python("-m", "odyssey", "evaluate", name, *words)
-        assert own.returncode == 0 and "accuracy" in own.stdout and "4 samples" in own.stdout, own.stderr
+        assert own.returncode == 0 and "accuracy" in own.stdout and "4 samples" in own.stdout, (
+            own.stderr
+        )
     refused = launch.python("-m", "odyssey", "predict", "plain", "rows.csv")
     assert refused.returncode == 64 and "net.py:Own on the command line" in refused.stderr
     for place, said in (
@@ -374,7 +429,9 @@ def test_a_class_of_ones_own_on_the_command_line(launch):
         ("net.py:wide", "a.weight"),
     ):
         done = launch.python("-m", "odyssey", "predict", "plain", "rows.csv", "--model", place)
-        assert done.returncode == 64 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 64 and said in done.stderr and "Traceback" not in done.stderr, (
+            done.stderr
+        )
 
 
 def test_export_and_predict_in_python(tmp_path):
@@ -384,7 +441,10 @@ def test_export_and_predict_in_python(tmp_path):
     loader = data.DataLoader(data.arrays(x, np.zeros(70, int)), batch_size=20)
     for given in (x, x.astype(np.float64), Tensor(x), loader.dataset, loader):
         assert np.allclose(odyssey.predict(model, given), expected, atol=1e-6)
-    assert mock.run(2, lambda comm: odyssey.predict(model, x).tobytes())[1] == odyssey.predict(model, x).tobytes()
+    assert (
+        mock.run(2, lambda comm: odyssey.predict(model, x).tobytes())[1]
+        == odyssey.predict(model, x).tobytes()
+    )
     odyssey.export(model, tmp_path / "m.safetensors")
     assert set(read_weights(tmp_path / "m.safetensors")[0]) == set(model.state_dict())
     for words, said in (
@@ -423,25 +483,39 @@ def test_pictures_from_the_command_line_alone(launch, tmp_path):
         3,
         "-q",
     )
-    done = launch.train(*words, "--global-batch-size", 8, "--run-dir", "run", "--log", "csv,tensorboard")
+    done = launch.train(
+        *words, "--global-batch-size", 8, "--run-dir", "run", "--log", "csv,tensorboard"
+    )
     assert done.returncode == 0, done.stderr
     found = ["p/test/red/0.png", "p/test/blue/1.png"]
     one = launch.python("-m", "odyssey", "predict", "run", *found, "--top", 2, "--json")
     assert one.returncode == 0, one.stderr
     rows = [json.loads(line) for line in one.stdout.splitlines()]
-    assert [row["input"] for row in rows] == found and [row["classes"][0] for row in rows] == ["red", "blue"]
+    assert [row["input"] for row in rows] == found and [row["classes"][0] for row in rows] == [
+        "red",
+        "blue",
+    ]
     assert all(sum(row["probabilities"]) == pytest.approx(1) for row in rows)
     three = launch.python("-m", "odyssey", "predict", "run", *found, "--top", 2, "--json", ranks=3)
     assert three.stdout == one.stdout, three.stderr
     said = launch.python("-m", "odyssey", "evaluate", "run", "--json", ranks=2)
-    assert json.loads(said.stdout)["samples"] == 8 and json.loads(said.stdout)["accuracy"] > 0.9, said.stderr
+    assert json.loads(said.stdout)["samples"] == 8 and json.loads(said.stdout)["accuracy"] > 0.9, (
+        said.stderr
+    )
     torch, load = pytest.importorskip("torch"), pytest.importorskip("safetensors.numpy").load_file
     for kind in ("onnx", "torch", "safetensors"):
-        done = launch.python("-m", "odyssey", "export", "run", "--format", kind, "--output", f"m.{kind}")
+        done = launch.python(
+            "-m", "odyssey", "export", "run", "--format", kind, "--output", f"m.{kind}"
+        )
         assert done.returncode == 0, done.stderr
     state = odyssey.load(tmp_path / "run").state_dict()
-    for other in (load(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.torch", weights_only=True)):
-        assert all(np.array_equal(other[name], value) for name, value in state.items()) and len(other) == len(state)
+    for other in (
+        load(tmp_path / "m.safetensors"),
+        torch.load(tmp_path / "m.torch", weights_only=True),
+    ):
+        assert all(np.array_equal(other[name], value) for name, value in state.items()) and len(
+            other
+        ) == len(state)
     session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "m.onnx")
     x = data.ImageFolder(tmp_path / "p" / "test", 8)[0][0][None].astype(np.float32) / 127.5 - 1
     (y,) = session.run(None, {"x": x})
@@ -452,44 +526,97 @@ def test_a_table_from_the_command_line_alone(launch, tmp_path):
     x = RNG.normal(size=(60, 3))
     rows = "".join(f"{a},{a + 2 * b - c},{b},{c}\n" for a, b, c in x.tolist())
     (tmp_path / "t.csv").write_text("a,price,b,c\n" + rows)
-    words = ("--model", "mlp", "--dataset", "csv", "--data-dir", "t.csv", "--target", "price", "--epochs", 20, "-q")
+    words = (
+        "--model",
+        "mlp",
+        "--dataset",
+        "csv",
+        "--data-dir",
+        "t.csv",
+        "--target",
+        "price",
+        "--epochs",
+        20,
+        "-q",
+    )
     done = launch.train(*words, "--global-batch-size", 16, "--run-dir", "run")
     assert done.returncode == 0, done.stderr
     (tmp_path / "new.csv").write_text("c;b;a\n0;0;1\n0;1;0\n")  # columns are found by their names
     said = launch.python("-m", "odyssey", "predict", "run", "new.csv", "--json")
     outputs = [json.loads(line)["output"][0] for line in said.stdout.splitlines()]
     assert outputs == pytest.approx([1, 2], abs=0.7), said.stderr
-    for word, message in (("t.png", "are no pictures; give a table"), ("no.csv", "cannot be read as a table")):
+    for word, message in (
+        ("t.png", "are no pictures; give a table"),
+        ("no.csv", "cannot be read as a table"),
+    ):
         said = launch.python("-m", "odyssey", "predict", "run", word)
-        assert said.returncode in (64, 65) and message in said.stderr and said.stderr.count("\n") == 1
+        assert (
+            said.returncode in (64, 65) and message in said.stderr and said.stderr.count("\n") == 1
+        )
 
 
 def test_a_table_that_is_prepared_from_the_command_line_alone(launch, tmp_path):
     draw = np.random.default_rng(0)
-    # prices of thousands: the model is told their mean and deviation, else 200 steps do not come near
-    area, rooms, town = draw.uniform(20, 2000, 80), draw.integers(1, 6, 80), draw.choice(["Oslo", "Rome"], 80)
+    # prices of thousands: the model is told their mean and deviation, else 200 steps do not come
+    # near
+    area, rooms, town = (
+        draw.uniform(20, 2000, 80),
+        draw.integers(1, 6, 80),
+        draw.choice(["Oslo", "Rome"], 80),
+    )
     price = 1000 * (area / 400 + rooms + 2 * (town == "Rome"))
     every = enumerate(zip(area, rooms, town, price, strict=True))
     rows = [f"{i},{a:.3f},{r},{t},{p:.4f}\n" for i, (a, r, t, p) in every]
     rows[3] = rows[3].replace(f",{rooms[3]},", ",,")
     (tmp_path / "t.csv").write_text("id,area,rooms,town,price\n" + "".join(rows))
-    words = ("--model", "mlp", "--dataset", "csv", "--data-dir", "t.csv", "--epochs", 40, "--global-batch-size", 16)
-    more = ("--normalize", "--drop-columns", "id", "--fill", "mean", "--run-dir", "run", "--json", "r.json")
+    words = (
+        "--model",
+        "mlp",
+        "--dataset",
+        "csv",
+        "--data-dir",
+        "t.csv",
+        "--epochs",
+        40,
+        "--global-batch-size",
+        16,
+    )
+    more = (
+        "--normalize",
+        "--drop-columns",
+        "id",
+        "--fill",
+        "mean",
+        "--run-dir",
+        "run",
+        "--json",
+        "r.json",
+    )
     done = launch.train(*words, *more, ranks=2)
-    assert done.returncode == 0 and "column town is text, and becomes 2 numbers: Oslo, Rome" in done.stderr, done.stderr
+    assert (
+        done.returncode == 0
+        and "column town is text, and becomes 2 numbers: Oslo, Rome" in done.stderr
+    ), done.stderr
     trained = json.loads((tmp_path / "r.json").read_text())
     assert trained["normalize"] is True and trained["test_loss"] < 0.1 * price.var()
     raw = launch.train(*words, "--drop-columns", "id", "--fill", "mean", "--steps", 1, "--no-eval")
     assert "column area: numbers of about 1," in raw.stderr and "; give --normalize" in raw.stderr
     said = launch.python("-m", "odyssey", "evaluate", "run", "--json", ranks=2)
-    assert json.loads(said.stdout)["loss"] == pytest.approx(trained["test_loss"], rel=1e-6), said.stderr
+    assert json.loads(said.stdout)["loss"] == pytest.approx(trained["test_loss"], rel=1e-6), (
+        said.stderr
+    )
     (tmp_path / "new.csv").write_text("town,rooms,area\nRome,2,800\nOslo,,400\n")
     said = launch.python("-m", "odyssey", "predict", "run", "new.csv", "--json")
     outputs = np.array([json.loads(line)["output"] for line in said.stdout.splitlines()])
-    assert outputs.reshape(-1) == pytest.approx([6000, 1000 * (1 + rooms.mean())], abs=1000), said.stderr
+    assert outputs.reshape(-1) == pytest.approx([6000, 1000 * (1 + rooms.mean())], abs=1000), (
+        said.stderr
+    )
     (tmp_path / "bad.csv").write_text("town,rooms,area\nBonn,2,800\n")
     said = launch.python("-m", "odyssey", "predict", "run", "bad.csv")
-    assert said.returncode == 65 and "bad.csv, line 2, column town: 'Bonn' is unknown; the training had" in said.stderr
+    assert (
+        said.returncode == 65
+        and "bad.csv, line 2, column town: 'Bonn' is unknown; the training had" in said.stderr
+    )
     onnx = pytest.importorskip("onnx")
     done = launch.python("-m", "odyssey", "export", "run", "--format", "onnx", "--output", "m.onnx")
     assert done.returncode == 0, done.stderr
@@ -532,18 +659,46 @@ def test_a_pytorch_module_on_the_command_line(launch, tmp_path):
     expected = torch.load(tmp_path / "y.pt", weights_only=True).numpy()
     rows = [line.rpartition(",")[0] for line in (tmp_path / "t.csv").read_text().splitlines()]
     (tmp_path / "x.csv").write_text("\n".join(rows))
-    said = launch.python("-m", "odyssey", "predict", "c", "x.csv", "--json", "--model", "net.py:build", ranks=2)
+    said = launch.python(
+        "-m", "odyssey", "predict", "c", "x.csv", "--json", "--model", "net.py:build", ranks=2
+    )
     outputs = [json.loads(line)["output"][0] for line in said.stdout.splitlines()]
     assert outputs == pytest.approx(expected.tolist(), abs=1e-5), said.stderr
-    words = ("-m", "odyssey", "evaluate", "c", "--dataset", "csv:t.csv", "--json", "--model", "net.py:build")
+    words = (
+        "-m",
+        "odyssey",
+        "evaluate",
+        "c",
+        "--dataset",
+        "csv:t.csv",
+        "--json",
+        "--model",
+        "net.py:build",
+    )
     parts = [json.loads(launch.python(*words, *which).stdout) for which in (("--train",), ())]
     y = np.loadtxt(tmp_path / "t.csv", delimiter=",", skiprows=1)[:, 5]
     total = sum(part["loss"] * part["samples"] for part in parts)
-    assert total == pytest.approx(np.square(expected - y).sum(), rel=1e-4) and sum(p["samples"] for p in parts) == 30
+    assert (
+        total == pytest.approx(np.square(expected - y).sum(), rel=1e-4)
+        and sum(p["samples"] for p in parts) == 30
+    )
     for words, message in (
-        (("predict", "c", "x.csv"), "is of a PyTorch module, Sequential; build it and give odyssey.load(path, model)"),
-        (("predict", "c", "t.csv", "--model", "net.py:build"), "samples (6,): mat1 and mat2 shapes"),
-        (("export", "c", "--format", "onnx", "--output", "m.onnx", "--model", "net.py:build"), "torch.onnx.export"),
+        (
+            ("predict", "c", "x.csv"),
+            "is of a PyTorch module, Sequential; build it and give odyssey.load(path, model)",
+        ),
+        (
+            ("predict", "c", "t.csv", "--model", "net.py:build"),
+            "samples (6,): mat1 and mat2 shapes",
+        ),
+        (
+            ("export", "c", "--format", "onnx", "--output", "m.onnx", "--model", "net.py:build"),
+            "torch.onnx.export",
+        ),
     ):
         done = launch.python("-m", "odyssey", *words)
-        assert done.returncode in (64, 65) and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert (
+            done.returncode in (64, 65)
+            and message in done.stderr
+            and "Traceback" not in done.stderr
+        ), done.stderr

@@ -1,4 +1,6 @@
-"""Whole trainings with the real trainer: accuracy, the files they write, and how they end when something is wrong."""
+"""Whole trainings with the real trainer: accuracy, the files they write, and how they end when
+something is wrong.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ def test_default_training_reaches_98_9_percent(launch):
 
 
 def test_saved_weights_are_those_of_the_hash(launch):
-    """The arena's bytes, rebuilt from the file: every parameter in order, each filled up to a vector."""
+    """The arena's bytes, rebuilt from the file: every parameter in order, each filled up to a
+    vector.
+    """
     path = launch.folder / "weights.safetensors"
     result = launch.result(*SHORT, "--save-weights", path, ranks=2)
     weights = load_file(path)
     model = nn.LeNet5()
     assert set(weights) == {name for name, _ in model.named_parameters()}
-    flat = [np.pad(weights[name].ravel(), (0, -p.size % 16)) for name, p in model.named_parameters()]
+    flat = [
+        np.pad(weights[name].ravel(), (0, -p.size % 16)) for name, p in model.named_parameters()
+    ]
     assert hashlib.sha256(np.concatenate(flat).tobytes()).hexdigest() == result["weights_sha256"]
     model.load_state_dict(weights)
     assert DistributedTrainer(model, optim.SGD()).weights_sha256() == result["weights_sha256"]
@@ -48,13 +54,17 @@ def test_python_and_the_command_line_train_the_same(launch):
     model = nn.models.build("lenet5", seed=3)
     optimizer = optim.SGD(lr=0.02, momentum=0.5, weight_decay=0.01)
     trainer = DistributedTrainer(model, optimizer, seed=3)
-    history = trainer.fit(data.DataLoader(data.load("mnist", train=True), 128, shuffle=True, seed=3), steps=3)
+    history = trainer.fit(
+        data.DataLoader(data.load("mnist", train=True), 128, shuffle=True, seed=3), steps=3
+    )
     assert trainer.weights_sha256() == result["weights_sha256"]
     assert history.train_loss == result["train_loss"]
 
 
 def test_a_training_of_ones_own_arrays(launch):
-    """Two clouds of points that a line separates, learned by a model of one's own, evaluated on other points."""
+    """Two clouds of points that a line separates, learned by a model of one's own, evaluated on
+    other points.
+    """
     rng = np.random.default_rng(0)
     points = rng.standard_normal((600, 2)).astype(np.float32)
     labels = (points.sum(1) > 0).astype(int)
@@ -62,7 +72,9 @@ def test_a_training_of_ones_own_arrays(launch):
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
     trainer = DistributedTrainer(model, optim.Adam(lr=0.05), num_gpus=2, device="cpu", shard_size=8)
     train, test = data.arrays(points[:500], labels[:500]), data.arrays(points[500:], labels[500:])
-    history = trainer.fit(data.DataLoader(train, 50, shuffle=True), data.DataLoader(test, 30), epochs=6)
+    history = trainer.fit(
+        data.DataLoader(train, 50, shuffle=True), data.DataLoader(test, 30), epochs=6
+    )
     assert history.test_accuracy > 0.95
     assert history.best_accuracy == max(r["test_accuracy"] for r in history.records)
     assert (len(history.records), history.steps, history.samples) == (6, 60, 3000)
@@ -77,12 +89,23 @@ def test_a_training_of_ones_own_arrays(launch):
 def test_a_training_that_diverges_stops_at_the_step_and_writes_nothing(launch, ranks):
     weights, results = launch.folder / "w.safetensors", launch.folder / "r.json"
     done = launch.train(
-        "--lr", 1e6, "--no-eval", "--no-progress", "--save-weights", weights, "--json", results, ranks=ranks
+        "--lr",
+        1e6,
+        "--no-eval",
+        "--no-progress",
+        "--save-weights",
+        weights,
+        "--json",
+        results,
+        ranks=ranks,
     )
     assert done.returncode == 65
     lines = [line for line in done.stderr.splitlines() if "not finite" in line]
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("odyssey: error: [train] the ") and " is not finite at step " in lines[0]
+    assert (
+        lines[0].startswith("odyssey: error: [train] the ")
+        and " is not finite at step " in lines[0]
+    )
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert list(launch.folder.iterdir()) == []
@@ -93,10 +116,18 @@ def test_a_step_that_diverges_changes_nothing():
     trainer = DistributedTrainer(nn.Linear(3, 2), optim.SGD(lr=0.1, momentum=0.9))
     x, y = np.ones((8, 3), np.float32), np.zeros(8, int)
     trainer.fit([(x, y)])
-    before = trainer.weights_sha256(), trainer.optimizer.state_dict()["momentum"].tobytes(), trainer.steps
+    before = (
+        trainer.weights_sha256(),
+        trainer.optimizer.state_dict()["momentum"].tobytes(),
+        trainer.steps,
+    )
     with pytest.raises(Exception, match="the loss is not finite at step 2"):
         trainer.fit([(np.full((8, 3), 3e38, np.float32), y)])
-    assert (trainer.weights_sha256(), trainer.optimizer.state_dict()["momentum"].tobytes(), trainer.steps) == before
+    assert (
+        trainer.weights_sha256(),
+        trainer.optimizer.state_dict()["momentum"].tobytes(),
+        trainer.steps,
+    ) == before
     trainer.fit([(x, y)])
     assert trainer.steps == 2, "it goes on with good data"
 
@@ -162,5 +193,7 @@ def test_more_ranks_than_shards(launch):
     short = (*SHORT, "--steps", 5, "--global-batch-size", 32)
     alone, idle = (launch.train(*short, ranks=ranks) for ranks in (0, 3))
     assert idle.returncode == 0 and "idle" not in alone.stderr
-    assert idle.stderr.count("3 workers but 2 shards (global batch 32, shard size 16): 1 is idle") == 1
+    assert (
+        idle.stderr.count("3 workers but 2 shards (global batch 32, shard size 16): 1 is idle") == 1
+    )
     assert idle.stdout.split("weights")[1] == alone.stdout.split("weights")[1]

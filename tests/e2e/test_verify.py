@@ -1,5 +1,6 @@
-"""`odyssey verify`: the models of the command line on many layouts; scripts of one's own; what it says when a layout
-differs or fails."""
+"""`odyssey verify`: the models of the command line on many layouts; scripts of one's own; what
+it says when a layout differs or fails.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +57,18 @@ def test_the_models_of_the_command_line(launch, model, options, layouts):
     assert lines[-1] == f"{len(layouts)} of {len(layouts)} layouts give the bits of one process"
     assert [r["layout"] for r in found["results"]] == list(layouts)
     values = {r["values"] for r in found["results"]}
-    assert len(values) == 1 and values.pop() > 2 * 61_706  # weights, what the optimizer keeps, losses
+    # weights, what the optimizer keeps, losses
+    assert len(values) == 1 and values.pop() > 2 * 61_706
     assert all(r["same"] and r["steps"] == 2 and r["difference"] is None for r in found["results"])
-    assert [r["ranks"] for r in found["results"]] == [verify.ranks(verify.parse(text)) for text in layouts]
+    assert [r["ranks"] for r in found["results"]] == [
+        verify.ranks(verify.parse(text)) for text in layouts
+    ]
 
 
 def test_scripts_of_ones_own(launch):
-    """Two trainers, one of a model that is placed by hand, one with dropout and a last batch of 12 samples."""
+    """Two trainers, one of a model that is placed by hand, one with dropout and a last batch of
+    12 samples.
+    """
     code, lines, errors, found = run(
         launch,
         "--layouts", "dp=2,zero=3", "pp=2", "accumulation=3",
@@ -87,7 +93,9 @@ def test_scripts_of_ones_own(launch):
 
 
 def test_a_difference_is_named(launch):
-    """With two ranks one weight starts elsewhere; three ranks fail; one rank of another layout does not."""
+    """With two ranks one weight starts elsewhere; three ranks fail; one rank of another layout
+    does not.
+    """
     code, lines, errors, found = run(
         launch,
         "--layouts", "dp=2", "dp=3", "zero=1", "--steps", 3,
@@ -111,9 +119,12 @@ def test_a_difference_is_named(launch):
     two, three, zero = found["results"]
     assert two["difference"]["step"] == 2 and two["difference"]["tensor"] == "weight 2.weight"
     assert two["difference"]["element"] == [3, 5] and two["difference"]["differing"] == 1
-    assert (two["difference"]["expected"], two["difference"]["found"]) == (0.25, 0.5) and two["steps"] == 1
+    assert (two["difference"]["expected"], two["difference"]["found"]) == (0.25, 0.5) and two[
+        "steps"
+    ] == 1
     assert lines[0] == (
-        "dp=2    2 ranks  DIFFERS  step 2: weight 2.weight[3, 5] is 0.5 instead of 0.25 (1 element differs)"
+        "dp=2    2 ranks  DIFFERS  step 2: weight 2.weight[3, 5] is 0.5 instead of 0.25 (1 "
+        "element differs)"
     )
     assert "three are a crowd" in three["error"] and lines[1].startswith("dp=3    3 ranks  FAILED")
     assert zero["same"] and lines[-1] == "1 of 3 layouts give the bits of one process"
@@ -123,7 +134,10 @@ def test_a_difference_is_named(launch):
 @pytest.mark.parametrize(
     "words,message",
     [
-        (("--layouts", "dp=2,zoro=1"), "'zoro=1' in layout 'dp=2,zoro=1'; write key=value with dp, pp, tp, zero"),
+        (
+            ("--layouts", "dp=2,zoro=1"),
+            "'zoro=1' in layout 'dp=2,zoro=1'; write key=value with dp, pp, tp, zero",
+        ),
         (("--layouts", "dp=two"), "dp must be a number"),
         (("--layouts", "dp=2,dp=3"), "dp is given twice"),
         (("--layouts", "dp=0"), "0 x 1 x 1; each must be at least 1"),
@@ -141,7 +155,10 @@ def test_a_launcher_that_is_not_there(launch):
     words = ("--layouts", "dp=2", "--steps", 1, "--launcher", "/no/mpirun -n {ranks}")
     done = launch.python("-m", "odyssey", "verify", *words)
     assert done.returncode == 1
-    assert "FAILED  /no/mpirun cannot be started: No such file or directory; `odyssey doctor` says" in done.stdout
+    assert (
+        "FAILED  /no/mpirun cannot be started: No such file or directory; `odyssey doctor` says"
+        in done.stdout
+    )
 
 
 def test_a_script_that_keeps_checkpoints_and_logs(launch):
@@ -180,7 +197,7 @@ def test_scripts_that_cannot_be_compared(launch):
     assert "this layout ended before step 4; the other went on" in lines[0]
 
 
-# --- without processes ----------------------------------------------------------------------------------------------
+# --- without processes ----------------------------------------------------------------------------
 
 
 def test_every_key_is_a_setting_of_the_trainer():
@@ -215,7 +232,10 @@ def test_bits_are_compared_not_numbers(tmp_path):
     write(folders[0], 2, w=x)
     write(folders[1], 2, w=y)
     found, steps, values = verify.compare(*folders, 5)
-    assert (found.step, found.tensor, found.element, found.differing) == (2, "w", (0, 2), 1) and (steps, values) == (
+    assert (found.step, found.tensor, found.element, found.differing) == (2, "w", (0, 2), 1) and (
+        steps,
+        values,
+    ) == (
         1,
         3,
     )

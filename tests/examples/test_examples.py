@@ -12,11 +12,21 @@ import odyssey
 
 EXAMPLES = Path(odyssey.__file__).parents[2] / "examples"
 
-# What the quick form of each prints, alone and on two ranks ({n}); what must be found in its output.
+# What the quick form of each prints, alone and on two ranks ({n}); what must be found in its
+# output.
 PRINTED = {
     "accumulation.py": ["10 passes, 3 steps, 3 reductions: loss 2.", "on {n} ranks"],
-    "collectives.py": ["rank 0 of {n}", "all_reduce: ", "broadcast: [3.0, 1.0, 4.0]", "sum of my group: 0"],
-    "custom_ring_allreduce.py": ["1,003 floats on {n} ranks: largest difference", "ring: ", "all_reduce: "],
+    "collectives.py": [
+        "rank 0 of {n}",
+        "all_reduce: ",
+        "broadcast: [3.0, 1.0, 4.0]",
+        "sum of my group: 0",
+    ],
+    "custom_ring_allreduce.py": [
+        "1,003 floats on {n} ranks: largest difference",
+        "ring: ",
+        "all_reduce: ",
+    ],
     "ddp_loop.py": ["epoch 1: loss 2.", "on {n} ranks"],
     "gpt.py": ["5 steps on {n} ranks: ", "HAMLET"],
     "jax_gradients.py": ["step 3: loss 1.908 on {n} ranks"],
@@ -37,7 +47,9 @@ def test_every_example_is_here():
 @pytest.fixture(scope="module")
 def quick(launch_once):
     """The quick form of an example, on so many ranks; each is run once."""
-    return functools.cache(lambda name, ranks: launch_once.python(EXAMPLES / name, "--quick", ranks=ranks))
+    return functools.cache(
+        lambda name, ranks: launch_once.python(EXAMPLES / name, "--quick", ranks=ranks)
+    )
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -64,7 +76,9 @@ def test_figures_do_not_depend_on_the_ranks(quick):
 def test_copies_by_hand_give_the_same_bits_wherever_they_are(launch):
     example = EXAMPLES / "manual_multi_device.py"
     said = {
-        launch.python(example, "--devices", 4 // ranks, "--steps", 12, ranks=ranks).stdout.replace("\r", "")
+        launch.python(example, "--devices", 4 // ranks, "--steps", 12, ranks=ranks).stdout.replace(
+            "\r", ""
+        )
         for ranks in (1, 2, 4)
     }
     assert len(said) == 1 and re.search(

@@ -1,4 +1,6 @@
-"""The examples of the kinds of parallelism: what they print alone and under mpirun, and that the weights agree."""
+"""The examples of the kinds of parallelism: what they print alone and under mpirun, and that the
+weights agree.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_the_folder_lists_nothing_else():
 
 def test_zero_holds_less_with_each_stage(launch):
     done = launch.python(EXAMPLES / "zero.py", "--steps", 2, ranks=2)
-    rows = re.findall(r"zero \d: parameters +([\d.]+)  gradients +([\d.]+)  optimizer +([\d.]+)", done.stdout)
+    rows = re.findall(
+        r"zero \d: parameters +([\d.]+)  gradients +([\d.]+)  optimizer +([\d.]+)", done.stdout
+    )
     parameters, gradients, optimizer = zip(*(map(float, row) for row in rows), strict=True)
     assert optimizer[1] == optimizer[2] == optimizer[3] < 0.6 * optimizer[0]
     assert gradients[2] == gradients[3] < gradients[1] == gradients[0]
@@ -64,7 +68,10 @@ def test_zero_holds_less_with_each_stage(launch):
 
 
 def test_pipeline_schedules_give_the_same_weights(launch):
-    both = [launch.python(EXAMPLES / "pipeline.py", "--steps", 2, "--schedule", kind) for kind in ("gpipe", "1f1b")]
+    both = [
+        launch.python(EXAMPLES / "pipeline.py", "--steps", 2, "--schedule", kind)
+        for kind in ("gpipe", "1f1b")
+    ]
     assert weights(both[0]) == weights(both[1])
     assert both[0].stdout != both[1].stdout  # the pictures
 
@@ -80,6 +87,8 @@ def test_fp16_skips_the_steps_that_overflow(launch):
 
 def test_verify_takes_the_script(launch):
     script, layouts = EXAMPLES / "verify_own_script.py", ("dp=2", "tp=2")
-    done = launch.python("-m", "odyssey", "verify", "--script", script, "--layouts", *layouts, "--steps", 2)
+    done = launch.python(
+        "-m", "odyssey", "verify", "--script", script, "--layouts", *layouts, "--steps", 2
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("same bits") == 2

@@ -1,7 +1,8 @@
-"""A program that catches an error of one rank's forward() and goes on: step_fails.py eager|torch FAILING [CLASS].
+"""A program that catches an error of one rank's forward() and goes on: step_fails.py eager|torch
+FAILING [CLASS].
 
-Three ranks, two shards, so one has none. Each rank prints what it caught, then a fingerprint of the weights after
-two more steps.
+Three ranks, two shards, so one has none. Each rank prints what it caught, then a fingerprint of the
+weights after two more steps.
 """
 
 import os
@@ -21,7 +22,11 @@ now = {"fails": False}
 
 def fail() -> None:
     if now["fails"] and world.rank == failing:
-        raise errors.ShapeError("[ops] too wide") if how == "ShapeError" else ValueError("no such sample")
+        raise (
+            errors.ShapeError("[ops] too wide")
+            if how == "ShapeError"
+            else ValueError("no such sample")
+        )
 
 
 def say(text: str) -> None:
@@ -41,7 +46,9 @@ def trainer() -> DistributedTrainer:
             return self.line(x)
 
     nn.manual_seed(0)
-    return DistributedTrainer(Model(), optim.SGD(lr=0.1), shard_size=4, threads=1, execution="eager")
+    return DistributedTrainer(
+        Model(), optim.SGD(lr=0.1), shard_size=4, threads=1, execution="eager"
+    )
 
 
 def torch_trainer():
@@ -62,7 +69,9 @@ def torch_trainer():
 
     torch.manual_seed(0)
     model = Model()
-    return DistributedTrainer(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), shard_size=4)
+    return DistributedTrainer(
+        model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), shard_size=4
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""An error in one rank's part of a step ends that step on all ranks, which may then go on (step_fails.py)."""
+"""An error in one rank's part of a step ends that step on all ranks, which may then go on
+(step_fails.py).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def ends(done) -> tuple[dict[int, str], set[str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_without_a_shard_hear_of_an_error_at_once(launch, kind):
-    """Three ranks, two shards: without word of it the others would wait for ODYSSEY_TIMEOUT, then find calls apart."""
+    """Three ranks, two shards: without word of it the others would wait for ODYSSEY_TIMEOUT,
+    then find calls apart.
+    """
     alone = ends(launch(sys.executable, PROGRAM, kind, 0, ranks=1))
     assert alone[0] == {0: "ValueError: no such sample"} and len(alone[1]) == 1
     caught, found = ends(launch(sys.executable, PROGRAM, kind, 1, ranks=3, timeout=100))
@@ -33,6 +37,8 @@ def test_ranks_without_a_shard_hear_of_an_error_at_once(launch, kind):
 
 
 def test_an_error_of_odyssey_keeps_its_class(launch):
-    caught, _ = ends(launch(sys.executable, PROGRAM, "eager", 1, "ShapeError", ranks=3, timeout=100))
+    caught, _ = ends(
+        launch(sys.executable, PROGRAM, "eager", 1, "ShapeError", ranks=3, timeout=100)
+    )
     told = "ShapeError: [train] rank 1 failed in its part: [ops] too wide"
     assert caught == {0: told, 1: "ShapeError: [ops] too wide", 2: told}

@@ -1,9 +1,11 @@
-"""A small fuzzer: inputs made from good ones by seeded damage, given to a parser that may only accept or refuse.
+"""A small fuzzer: inputs made from good ones by seeded damage, given to a parser that may only
+accept or refuse.
 
-`fuzz(parse, seeds, count, seed)` gives the parser `count` inputs and returns `Statistics`. It fails (`Finding`) on an
-exception that is not allowed, on an input that takes too long and on memory that grows. The same arguments give the
-same inputs on any machine. What it is not: guided by coverage. It knows the parsers' formats instead: `Spans` cuts a
-seed into the parts that its grammar has, and replaces, repeats, removes, nests and moves those.
+`fuzz(parse, seeds, count, seed)` gives the parser `count` inputs and returns `Statistics`. It fails
+(`Finding`) on an exception that is not allowed, on an input that takes too long and on memory that
+grows. The same arguments give the same inputs on any machine. What it is not: guided by coverage.
+It knows the parsers' formats instead: `Spans` cuts a seed into the parts that its grammar has, and
+replaces, repeats, removes, nests and moves those.
 """
 
 from __future__ import annotations
@@ -25,16 +27,42 @@ LONGEST = 1 << 16  # bytes of an input
 ENDLESS = 10  # seconds after which an input is given up
 
 _BITS = (0, 7, 8, 15, 16, 24, 31, 32, 40, 53, 62, 63, 64, 128)
-_EDGES = sorted({(1 << bits) + more for bits in _BITS for more in (-1, 0, 1)} | {3, 10, 100, 255, 4096, 10**6, 10**9})
-_ODD_NUMBERS = "-0 00 0x10 1e999 -1e999 1e-999 nan inf -inf NaN Infinity 1.5 0.1 1_000 +1 .5 5. 1e5 １".split()
+_EDGES = sorted(
+    {(1 << bits) + more for bits in _BITS for more in (-1, 0, 1)}
+    | {3, 10, 100, 255, 4096, 10**6, 10**9}
+)
+_ODD_NUMBERS = (
+    "-0 00 0x10 1e999 -1e999 1e-999 nan inf -inf NaN Infinity 1.5 0.1 1_000 +1 .5 5. 1e5 １".split()
+)
 NUMBERS = (
     *(str(number).encode() for edge in _EDGES for number in (edge, -edge)),
     *(number.encode() for number in _ODD_NUMBERS),
     b"9" * 400,
     b"9" * 5000,
 )
-_COMMANDS = ("$(touch x)", "`touch x`", ";touch x", "|touch x", "&&touch x", "-oProxyCommand=touch x", "--", "-")
-_PLACES = ("../../etc/passwd", "/etc/passwd", "..", ".", "/", "~", "*", "a/../b", "a//b", "A" * 300, "A" * 5000)
+_COMMANDS = (
+    "$(touch x)",
+    "`touch x`",
+    ";touch x",
+    "|touch x",
+    "&&touch x",
+    "-oProxyCommand=touch x",
+    "--",
+    "-",
+)
+_PLACES = (
+    "../../etc/passwd",
+    "/etc/passwd",
+    "..",
+    ".",
+    "/",
+    "~",
+    "*",
+    "a/../b",
+    "a//b",
+    "A" * 300,
+    "A" * 5000,
+)
 _LETTERS = (
     "\0",
     "\n",
@@ -62,7 +90,8 @@ _LETTERS = (
 _JSON = ("{}", "[]", "null", "true", "false", "{0}", "%s%n%x", "\\u0000", "\\ud800")
 WORDS = (
     *(word.encode() for word in ("", *_COMMANDS, *_PLACES, *_LETTERS, *_JSON)),
-    *(b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xef\xbb\xbf"),  # no UTF-8; the last is a byte order mark
+    # no UTF-8; the last is a byte order mark
+    *(b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xef\xbb\xbf"),
 )
 
 
@@ -77,7 +106,10 @@ class Finding(AssertionError):
 
 @dataclass
 class Statistics:
-    """What became of the inputs. `places`: lines of code that refused one; few of them mean a shallow fuzzer."""
+    """What became of the inputs.
+
+    `places`: lines of code that refused one; few of them mean a shallow fuzzer.
+    """
 
     inputs: int = 0
     accepted: int = 0
@@ -100,7 +132,7 @@ class Statistics:
         return {**asdict(self), "places": sorted(self.places)}
 
 
-# -- what a grammar's parts are ---------------------------------------------------------------------------------------
+# -- what a grammar's parts are --------------------------------------------------------------------
 
 
 class Spans:
@@ -188,10 +220,17 @@ def json_parts(text: bytes) -> list[tuple[int, int]]:
 
 
 def json_spans() -> Spans:
-    return Spans(json_parts, joiner=b",", nest=((b"[", b"]"), (b'{"a":', b"}")), literals=JSON_LITERALS)
+    return Spans(
+        json_parts, joiner=b",", nest=((b"[", b"]"), (b'{"a":', b"}")), literals=JSON_LITERALS
+    )
 
 
-JSON_LITERALS = NUMBERS + WORDS + tuple(b'"' + word + b'"' for word in WORDS if b'"' not in word) + (b"[0]", b'{"":0}')
+JSON_LITERALS = (
+    NUMBERS
+    + WORDS
+    + tuple(b'"' + word + b'"' for word in WORDS if b'"' not in word)
+    + (b"[0]", b'{"":0}')
+)
 
 
 def line_parts(pattern: str) -> Callable[[bytes], list[tuple[int, int]]]:
@@ -201,13 +240,15 @@ def line_parts(pattern: str) -> Callable[[bytes], list[tuple[int, int]]]:
     def find(text: bytes) -> list[tuple[int, int]]:
         parts = [m.span() for m in re.finditer(rb"[^\n]+", text)]
         for m in compiled.finditer(text):
-            parts += [m.span(g) for g in range(1, (compiled.groups or 0) + 1) if m.span(g) != (-1, -1)]
+            parts += [
+                m.span(g) for g in range(1, (compiled.groups or 0) + 1) if m.span(g) != (-1, -1)
+            ]
         return parts
 
     return find
 
 
-# -- damage of bytes --------------------------------------------------------------------------------------------------
+# -- damage of bytes -------------------------------------------------------------------------------
 
 
 def _choice(rng: Random, items: Sequence[Any]) -> Any:
@@ -215,10 +256,15 @@ def _choice(rng: Random, items: Sequence[Any]) -> Any:
 
 
 class Mutator:
-    """Makes inputs from seeds: half of them by `structure` first, then up to four random damages."""
+    """Makes inputs from seeds: half of them by `structure` first, then up to four random
+    damages.
+    """
 
     def __init__(
-        self, seeds: Sequence[bytes], structure: Spans | None = None, tokens: Sequence[bytes] = WORDS + NUMBERS
+        self,
+        seeds: Sequence[bytes],
+        structure: Spans | None = None,
+        tokens: Sequence[bytes] = WORDS + NUMBERS,
     ) -> None:
         if not seeds:
             raise ValueError("a fuzzer needs a seed")
@@ -255,11 +301,15 @@ class Mutator:
         elif way == 6:  # a part of a seed
             other = _choice(rng, self.seeds)
             start = int(rng.random() * (len(other) + 1))
-            work[at : at + self._length(rng, size)] = other[start : start + self._length(rng, len(other))]
+            work[at : at + self._length(rng, size)] = other[
+                start : start + self._length(rng, len(other))
+            ]
         elif way == 7:  # a number of 1, 2, 4 or 8 bytes
             width = 1 << int(rng.random() * 4)
             number = _choice(rng, _EDGES) & ((1 << 8 * width) - 1)
-            work[at : at + width] = number.to_bytes(width, "big" if rng.random() < 0.5 else "little")
+            work[at : at + width] = number.to_bytes(
+                width, "big" if rng.random() < 0.5 else "little"
+            )
         elif way == 8:
             token = _choice(rng, self.tokens)
             work[at : at + (len(token) if rng.random() < 0.5 else 0)] = token
@@ -272,7 +322,7 @@ class Mutator:
         return 1 + int(rng.random() ** 3 * longest)  # short ones as a rule
 
 
-# -- the loop ---------------------------------------------------------------------------------------------------------
+# -- the loop --------------------------------------------------------------------------------------
 
 
 def blocks(mutator: Mutator, count: int, seed: int, first: int = 0) -> Iterator[bytes]:
@@ -302,11 +352,11 @@ def fuzz(
     Args:
         parse: takes the bytes; returns anything, or raises one of `allowed`.
         seeds: inputs that it accepts; this is checked.
-        structure, tokens: what is known of the format.
-        first: number of the first input, a multiple of BLOCK: so that processes can share out a count.
-        each: seconds that one input may take (processor time, so that a busy machine is no finding).
-        growth_mb: how much resident memory may grow.
-        watch: is given each input before `parse`, for finding the one that ends the process.
+        structure, tokens: what is known of the format. first: number of the first input, a multiple
+        of BLOCK: so that processes can share out a count. each: seconds that one input may take
+        (processor time, so that a busy machine is no finding). growth_mb: how much resident memory
+        may grow. watch: is given each input before `parse`, for finding the one that ends the
+        process.
 
     Raises:
         Finding: another exception, a slow input, or memory; with the input.
@@ -315,7 +365,9 @@ def fuzz(
         try:
             parse(good)
         except Exception as error:
-            raise Finding(f"seed {number} is refused: {type(error).__name__}: {error}", good) from error
+            raise Finding(
+                f"seed {number} is refused: {type(error).__name__}: {error}", good
+            ) from error
     done, began = Statistics(), time.perf_counter()
     mutator = Mutator(seeds, structure, tokens)
     clock, memory = time.process_time, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -332,7 +384,9 @@ def fuzz(
                 done.places.add(_place(refusal))
                 message = str(refusal)
                 if len(message) > 6000 or "\x1b" in message:
-                    raise Finding(f"a message of {len(message)} characters: {message[:200]!r}", data) from None
+                    raise Finding(
+                        f"a message of {len(message)} characters: {message[:200]!r}", data
+                    ) from None
             except BaseException as error:
                 raise Finding(f"{type(error).__name__}: {str(error)[:300]}", data) from error
             took = clock() - before
@@ -343,9 +397,15 @@ def fuzz(
             done.inputs += 1
             if not done.inputs % 100:
                 signal.setitimer(signal.ITIMER_VIRTUAL, ENDLESS)
-                done.growth_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
+                done.growth_mb = (
+                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+                ) / 1024
                 if done.growth_mb > growth_mb:
-                    raise Finding(f"resident memory grew by {done.growth_mb:.0f} MB; {growth_mb:.0f} are allowed", data)
+                    raise Finding(
+                        f"resident memory grew by {done.growth_mb:.0f} MB; {growth_mb:.0f} are "
+                        "allowed",
+                        data,
+                    )
     done.seconds = time.perf_counter() - began
     done.growth_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     return done

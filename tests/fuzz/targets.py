@@ -1,4 +1,6 @@
-"""Every parser of the package that reads what others may have written: how to call it, and good inputs to damage."""
+"""Every parser of the package that reads what others may have written: how to call it, and good
+inputs to damage.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,19 @@ def _idx_spans() -> Spans:
 
     def find(data: bytes) -> list[tuple[int, int]]:
         end = 4 + 4 * data[3]
-        return [(2, 3), (3, 4), (0, 4), *((at, at + 4) for at in range(4, end, 4)), (end, len(data)), (4, end)]
+        return [
+            (2, 3),
+            (3, 4),
+            (0, 4),
+            *((at, at + 4) for at in range(4, end, 4)),
+            (end, len(data)),
+            (4, end),
+        ]
 
     sizes = [n.to_bytes(4, "big") for n in (0, 1, 2, 3, 5, 60, 65536, 2**31, 2**32 - 1)]
-    return Spans(find, [*sizes, b"\x00", b"\x01", b"\x03", b"\x08", b"\x09", b"\x0d", b"\xff"], joiner=b"")
+    return Spans(
+        find, [*sizes, b"\x00", b"\x01", b"\x03", b"\x08", b"\x09", b"\x0d", b"\xff"], joiner=b""
+    )
 
 
 _GZIP_SEEDS = [gzip.compress(data, mtime=0) for data in (_idx(2, 3, 4), _idx(5), _idx(1, 1000))]
@@ -89,10 +100,13 @@ def _gzip_spans() -> Spans:
 
 
 _CONFIGS = [
-    b'model = "mlp"\nglobal-batch-size = 256\nshard_size = 16\neval = false\nno-progress = true\nlr = 1\n',
-    b'# a run\nepochs = 2\noptimizer = "adamw"\nweight-decay = 1e-2\nseed = 7\ndata-dir = "/data/mnist"\n'
+    b'model = "mlp"\nglobal-batch-size = 256\nshard_size = 16\neval = false\nno-progress = '
+    b"true\nlr = 1\n",
+    b'# a run\nepochs = 2\noptimizer = "adamw"\nweight-decay = 1e-2\nseed = 7\ndata-dir = '
+    b'"/data/mnist"\n'
     b"overlap = true\nclip-norm = 1.5\n",
-    b'schedule = """cosine"""\njson = \'out.json\'\nwarmup-steps = 0x10\nbucket-size-mb = 0.5\nsteps = 1_000\n',
+    b'schedule = """cosine"""\njson = \'out.json\'\nwarmup-steps = 0x10\nbucket-size-mb = '
+    b"0.5\nsteps = 1_000\n",
 ]
 
 
@@ -109,12 +123,19 @@ def _toml_spans() -> Spans:
         b"[[a]]",
         b"a.b.c",
     )
-    return Spans(line_parts(r"^([\w-]+) *= *(.*)$"), (*words, b"epochs", b"no-eval"), joiner=b"\n", nest=arrays)
+    return Spans(
+        line_parts(r"^([\w-]+) *= *(.*)$"),
+        (*words, b"epochs", b"no-eval"),
+        joiner=b"\n",
+        nest=arrays,
+    )
 
 
 def _settings(data: bytes) -> Any:
     """The whole way of a configuration file: TOML, types, choices, recipe, ranges."""
-    with train.make_context("train", [], default_map=parse_config(data, "run.toml", train.params)) as context:
+    with train.make_context(
+        "train", [], default_map=parse_config(data, "run.toml", train.params)
+    ) as context:
         return settings(context.params)
 
 
@@ -122,13 +143,17 @@ def _json(data: bytes) -> Any:
     """What is accepted can be written again, and is then the same."""
     found = parse_json(data, "x.json")
     text = json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
-    assert json.dumps(parse_json(text, "again"), sort_keys=True) == json.dumps(found, sort_keys=True)
+    assert json.dumps(parse_json(text, "again"), sort_keys=True) == json.dumps(
+        found, sort_keys=True
+    )
     return found
 
 
 _JSONS = [
-    b'{"steps": 120, "weights_sha256": "87f10a6fc1ccb8f7", "ranks": [0, 1], "loss": 0.25, "done": true, "host": null}',
-    b'{"attempt": {"number": 3, "host": "node-7", "pid": 4242}, "ranks": [{"rank": 0, "code": -9}, {"rank": 1}]}',
+    b'{"steps": 120, "weights_sha256": "87f10a6fc1ccb8f7", "ranks": [0, 1], "loss": 0.25, '
+    b'"done": true, "host": null}',
+    b'{"attempt": {"number": 3, "host": "node-7", "pid": 4242}, "ranks": [{"rank": 0, "code": '
+    b'-9}, {"rank": 1}]}',
     b'[1, -2.5e-3, "\\u00e9\\n\\"", [], {}, [[[[1]]]]]',
 ]
 
@@ -144,7 +169,9 @@ def _layout(data: bytes) -> Any:
 
 _STEPS = [
     steplog.header()
-    + b"".join(steplog.StepRecord(n, 0, n - 1, 128, 2.3, n * 7, None, 0.1, n != 3, 1).encoded() for n in ns)
+    + b"".join(
+        steplog.StepRecord(n, 0, n - 1, 128, 2.3, n * 7, None, 0.1, n != 3, 1).encoded() for n in ns
+    )
     for ns in (range(1, 5), (1, 2, 2, 3), ())
 ]
 
@@ -156,7 +183,9 @@ def _steps(data: bytes) -> Any:
 def _sealed(data: bytes) -> bytes:
     """With checksums that are right again: what is behind them must not trust them."""
     records = [data[at : at + steplog.SIZE] for at in range(steplog.SIZE, len(data), steplog.SIZE)]
-    return data[: steplog.SIZE] + b"".join(r[:60] + zlib.crc32(r[:60]).to_bytes(4, "little") for r in records)
+    return data[: steplog.SIZE] + b"".join(
+        r[:60] + zlib.crc32(r[:60]).to_bytes(4, "little") for r in records
+    )
 
 
 def _steps_spans() -> Spans:
@@ -166,19 +195,37 @@ def _steps_spans() -> Spans:
         fields = [offset for _, offset in steplog.LAYOUT.fields.values()] + [steplog.SIZE]
         parts = [(0, 8), (8, 12), (12, 16), (16, 20), (0, 64)]
         for at in range(steplog.SIZE, len(data), steplog.SIZE):
-            parts += [(at + a, at + b) for a, b in zip(fields, fields[1:], strict=False)] + [(at, at + steplog.SIZE)]
+            parts += [(at + a, at + b) for a, b in zip(fields, fields[1:], strict=False)] + [
+                (at, at + steplog.SIZE)
+            ]
         return parts
 
-    numbers = [n.to_bytes(width, "little") for width in (4, 8) for n in (0, 1, 7, 8, 2**31, 2**32 - 1)]
-    return Spans(find, [*numbers, struct.pack("<d", float("nan")), struct.pack("<d", float("inf"))], joiner=b"")
+    numbers = [
+        n.to_bytes(width, "little") for width in (4, 8) for n in (0, 1, 7, 8, 2**31, 2**32 - 1)
+    ]
+    return Spans(
+        find,
+        [*numbers, struct.pack("<d", float("nan")), struct.pack("<d", float("inf"))],
+        joiner=b"",
+    )
 
 
-_ARRAYS = {"conv1.weight": np.zeros((2, 3), "<f4"), "step": np.zeros((), "<i8"), "none": np.zeros((0, 4), "|i1")}
+_ARRAYS = {
+    "conv1.weight": np.zeros((2, 3), "<f4"),
+    "step": np.zeros((), "<i8"),
+    "none": np.zeros((0, 4), "|i1"),
+}
 _TENSORS = header.make_header({name: (array.dtype, array.shape) for name, array in _ARRAYS.items()})
 _SPACE = sum(tensor.nbytes for tensor in _TENSORS[1])
 
 
-_CHECKPOINT_WORDS = (*WORDS, *NUMBERS, *(f'"{name}"'.encode() for name in header.DTYPES), b'"a/../b"', b'"/a"')
+_CHECKPOINT_WORDS = (
+    *WORDS,
+    *NUMBERS,
+    *(f'"{name}"'.encode() for name in header.DTYPES),
+    b'"a/../b"',
+    b'"/a"',
+)
 
 
 def _manifests() -> list[bytes]:
@@ -193,13 +240,21 @@ def _manifests() -> list[bytes]:
         part = header.Entry(f"p/w/{run[0]}", "F32", (6,), 0, 24, (3, 4), header.ElementRun(*run))
         files.append(manifest.File(f"rank-{rank}.safetensors", 100, digest, (part,), (digest,)))
     parts = manifest.Manifest(3, 1, {}, tuple(files))
-    return [whole.encoded(), whole.encoded(b"k" * 16), least.encoded(), parts.encoded(b"k" * 16), parts.encoded()]
+    return [
+        whole.encoded(),
+        whole.encoded(b"k" * 16),
+        least.encoded(),
+        parts.encoded(b"k" * 16),
+        parts.encoded(),
+    ]
 
 
 def _sealed_manifest(data: bytes) -> Any:
     """With a digest that is right again, so that what it protects is looked at."""
     body = data.rpartition(b',\n"sha256":')[0]
-    return manifest.parse_manifest(body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
+    return manifest.parse_manifest(
+        body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+    )
 
 
 def _some(found: Any) -> Any:
@@ -210,8 +265,10 @@ def _some(found: Any) -> Any:
 
 
 def _slot_bytes() -> bytes:
-    """A status slot of a rank that waits. This process's own is written: a worker of the fuzzer has no other use for
-    it."""
+    """A status slot of a rank that waits.
+
+    This process's own is written: a worker of the fuzzer has no other use for it.
+    """
     slot.describe(2, 4, 1)
     slot.step(7, 128)
     slot.call(3, "all_reduce (61706,) float32")
@@ -258,27 +315,45 @@ def _of_file(read: Callable[[Path], Any], data: bytes) -> Any:
 
 TARGETS: dict[str, Target] = {
     "idx": Target(
-        lambda data: _of_file(read_idx, data), [_idx(2, 3, 4), _idx(5), _idx(1, 1, 1, 1, 1, 1, 1, 2)], _idx_spans
+        lambda data: _of_file(read_idx, data),
+        [_idx(2, 3, 4), _idx(5), _idx(1, 1, 1, 1, 1, 1, 1, 2)],
+        _idx_spans,
     ),
     "gzip": Target(lambda data: _of_file(read_idx, data), _GZIP_SEEDS, _gzip_spans),
     "idx in gzip": Target(
-        lambda data: _of_file(read_idx, gzip.compress(data, 1, mtime=0)), [_idx(2, 3, 4), _idx(5)], _idx_spans
+        lambda data: _of_file(read_idx, gzip.compress(data, 1, mtime=0)),
+        [_idx(2, 3, 4), _idx(5)],
+        _idx_spans,
     ),
-    "cifar10": Target(lambda data: _of_file(_read_records, data), [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2]),
-    "config": Target(lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans),
-    "settings": Target(_settings, _CONFIGS, _toml_spans, allowed=(OdysseyError, click.UsageError), one_in=10),
+    "cifar10": Target(
+        lambda data: _of_file(_read_records, data),
+        [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2],
+    ),
+    "config": Target(
+        lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans
+    ),
+    "settings": Target(
+        _settings, _CONFIGS, _toml_spans, allowed=(OdysseyError, click.UsageError), one_in=10
+    ),
     "json": Target(_json, _JSONS, json_spans),
     "steps": Target(_steps, _STEPS, _steps_spans),
     "steps sealed": Target(lambda data: _steps(_sealed(data)), _STEPS, _steps_spans),
     "manifest": Target(manifest.parse_manifest, _manifests(), json_spans),
     "manifest sealed": Target(_sealed_manifest, _manifests()[::2], json_spans, _CHECKPOINT_WORDS),
     "status slot": Target(_slot, [_slot_bytes()]),
-    "watch lines": Target(lambda data: [_some(diagnosis.seen_of(v)) for v in _lines(data, False)], _SEEN, json_spans),
-    "watch hello": Target(lambda data: _lines(data, True), [b"odyssey watch 1 " + b"0123456789abcdef" * 4]),
+    "watch lines": Target(
+        lambda data: [_some(diagnosis.seen_of(v)) for v in _lines(data, False)], _SEEN, json_spans
+    ),
+    "watch hello": Target(
+        lambda data: _lines(data, True), [b"odyssey watch 1 " + b"0123456789abcdef" * 4]
+    ),
     "hosts": Target(
         _hosts,
         [b"node1,node2:4,10.0.0.7:2", b"h1,h2", b"a.b-c.example.org:1024"],
-        lambda: Spans(lambda text: [(m, m + 1) for m in range(len(text))] + line_parts("([^,]+)")(text), joiner=b","),
+        lambda: Spans(
+            lambda text: [(m, m + 1) for m in range(len(text))] + line_parts("([^,]+)")(text),
+            joiner=b",",
+        ),
     ),
     "hostfile": Target(
         lambda data: parse_hostfile_text(data, "hosts"),
@@ -287,7 +362,11 @@ TARGETS: dict[str, Target] = {
     ),
     "layout": Target(
         _layout,
-        [b"dp=2,pp=2,schedule=gpipe", b"tp=2,zero=3,bucket=0.5,overlap=0", b"reduction=ring,servers=1,dp=3"],
+        [
+            b"dp=2,pp=2,schedule=gpipe",
+            b"tp=2,zero=3,bucket=0.5,overlap=0",
+            b"reduction=ring,servers=1,dp=3",
+        ],
         lambda: Spans(line_parts(r"(\w+)=([^,]*)"), (*NUMBERS, *WORDS, *_KEYS), joiner=b","),
     ),
 }

@@ -1,4 +1,6 @@
-"""Parsers accept or refuse, whatever they are given; and the fuzzer finds the parsers that do not."""
+"""Parsers accept or refuse, whatever they are given; and the fuzzer finds the parsers that do
+not.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,17 @@ COUNT = 2000  # of each parser here; `.ci/run --all` has 100,000
 
 def test_no_parser_does_more_than_refuse(tmp_path):
     """Each parser in processes of its own: also one that ends its process is found."""
-    words = [sys.executable, ROOT / "scripts" / "fuzz", "--count", str(COUNT), "--json", tmp_path / "figures.json"]
-    done = subprocess.run([*words, "--findings", tmp_path / "found"], capture_output=True, text=True, timeout=300)
+    words = [
+        sys.executable,
+        ROOT / "scripts" / "fuzz",
+        "--count",
+        str(COUNT),
+        "--json",
+        tmp_path / "figures.json",
+    ]
+    done = subprocess.run(
+        [*words, "--findings", tmp_path / "found"], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["findings"] == 0 and figures["parsers"].keys() == targets.TARGETS.keys()
@@ -31,7 +42,8 @@ def test_no_parser_does_more_than_refuse(tmp_path):
         count = COUNT // targets.TARGETS[name].one_in
         assert one["inputs"] == one["accepted"] + one["rejected"] == count, name
         assert one["growth_mb"] < 100 and one["slowest"] < 1, name
-        assert 0 < one["accepted"] < 0.9 * count, name  # else the seeds are damaged too much, or too little
+        # else the seeds are damaged too much, or too little
+        assert 0 < one["accepted"] < 0.9 * count, name
         assert one["places"], name
 
 
@@ -40,7 +52,11 @@ def test_inputs_are_the_same_every_time_and_in_pieces(name):
     def inputs(count, first=0, seed=3):
         target = targets.TARGETS[name]
         structure = None if target.structure is None else target.structure()
-        return list(mutate.blocks(mutate.Mutator(target.seeds, structure, target.tokens), count, seed, first))
+        return list(
+            mutate.blocks(
+                mutate.Mutator(target.seeds, structure, target.tokens), count, seed, first
+            )
+        )
 
     whole = inputs(2 * mutate.BLOCK)
     assert whole == inputs(2 * mutate.BLOCK)
@@ -50,7 +66,7 @@ def test_inputs_are_the_same_every_time_and_in_pieces(name):
     assert max(map(len, whole)) <= mutate.LONGEST
 
 
-# -- the fuzzer itself: planted defects -------------------------------------------------------------------------------
+# -- the fuzzer itself: planted defects ------------------------------------------------------------
 
 SEEDS = [b'{"shape": [2, 3], "name": "conv1.weight"}']
 
@@ -120,6 +136,15 @@ def test_parts_of_json_are_its_keys_values_and_members():
     text = b'{"a": [1, {"b": null}], "c": "x"}'
     parts = {text[a:b] for a, b in mutate.json_parts(text)}
     assert parts == {
-        *(b'"a"', b'[1, {"b": null}]', b'"a": [1, {"b": null}]', b"1", b'{"b": null}', b'"b"', b"null", b'"b": null'),
+        *(
+            b'"a"',
+            b'[1, {"b": null}]',
+            b'"a": [1, {"b": null}]',
+            b"1",
+            b'{"b": null}',
+            b'"b"',
+            b"null",
+            b'"b": null',
+        ),
         *(b'"c"', b'"x"', b'"c": "x"', text),
     }

@@ -1,11 +1,13 @@
-"""Short trainings whose weights must stay the same to the last bit: models x precisions x optimizers x layouts.
+"""Short trainings whose weights must stay the same to the last bit: models x precisions x
+optimizers x layouts.
 
     python tests/golden/runs.py                    compares with the file of this CPU target
     python tests/golden/runs.py --record           writes it
     python tests/golden/runs.py --gpu [--record]   the same on a GPU; test_golden.py runs it on an emulated one
 
-Weights depend on the instruction set, so there is one file per CPU target (`<target>.json`). A change that means to
-change bits records the file again and says so in its commit message; no other change may.
+Weights depend on the instruction set, so there is one file per CPU target (`<target>.json`). A
+change that means to change bits records the file again and says so in its commit message; no other
+change may.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ HERE = Path(__file__).parent
 
 
 class Residual(nn.Module):
-    """Ops that the models of odyssey do not use; a value that goes two ways; a stride, no bias, a loss of two."""
+    """Ops that the models of odyssey do not use; a value that goes two ways; a stride, no bias,
+    a loss of two.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +52,9 @@ class Residual(nn.Module):
 
 
 class Wide(nn.Module):
-    """Sizes that are no multiple of anything; a max-pool that overlaps; softmax inside; a repeated checkpoint."""
+    """Sizes that are no multiple of anything; a max-pool that overlaps; softmax inside; a
+    repeated checkpoint.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,13 +90,18 @@ def parallel_net() -> nn.Module:
 
 
 class Blocks(nn.Module):
-    """Batch norm, groups, a stride beside a 1 x 1 convolution, 3 x 3 convolutions for Winograd's algorithm."""
+    """Batch norm, groups, a stride beside a 1 x 1 convolution, 3 x 3 convolutions for Winograd's
+    algorithm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conv0 = nn.Conv2d(3, 8, 3)
         self.conv1, self.norm1 = nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.conv2, self.norm2 = nn.Conv2d(16, 24, 3, stride=2, padding=1, groups=2, bias=False), nn.BatchNorm2d(24)
+        self.conv2, self.norm2 = (
+            nn.Conv2d(16, 24, 3, stride=2, padding=1, groups=2, bias=False),
+            nn.BatchNorm2d(24),
+        )
         self.short, self.norm3 = nn.Conv2d(16, 24, 1, stride=2), nn.GroupNorm(4, 24)
         self.fc = nn.Linear(24, 7)
 
@@ -156,7 +167,12 @@ def build(name: str) -> nn.Module:
 
 
 def train(
-    model: str, precision: str = "fp32", optimizer: str = "momentum", batch: int = 80, steps: int = 3, **settings
+    model: str,
+    precision: str = "fp32",
+    optimizer: str = "momentum",
+    batch: int = 80,
+    steps: int = 3,
+    **settings,
 ) -> str:
     """The hash of the weights after some steps."""
     trainer = DistributedTrainer(
@@ -175,7 +191,9 @@ def train(
     if model in ("gpt", "encoder"):
         dataset = texts()
     else:
-        dataset = images() if model not in nn.models.MODELS else data.load("mnist", train=True).take(512)
+        dataset = (
+            images() if model not in nn.models.MODELS else data.load("mnist", train=True).take(512)
+        )
     loader = data.DataLoader(dataset, batch_size=batch, shuffle=True, seed=2)
     for each in itertools.islice(loader, steps):
         trainer.train_step(each)
@@ -183,7 +201,9 @@ def train(
 
 
 def shared(ranks: int, **settings) -> str:
-    """The hash of the weights of a training whose layers are shared by `ranks` ranks, in one process."""
+    """The hash of the weights of a training whose layers are shared by `ranks` ranks, in one
+    process.
+    """
     hashes = mock.run(ranks, lambda c: train("parallel", comm=c, mesh=Mesh(tp=ranks), **settings))
     assert len(set(hashes)) == 1, hashes
     return hashes[0]
@@ -201,7 +221,9 @@ def runs() -> Iterator[tuple[str, Callable[[], str]]]:
                     name = f"{model} {precision} {optimizer} {layout}"
                     yield (
                         name,
-                        lambda m=model, p=precision, o=optimizer, s=size, b=batch: train(m, p, o, b, shard_size=s),
+                        lambda m=model, p=precision, o=optimizer, s=size, b=batch: train(
+                            m, p, o, b, shard_size=s
+                        ),
                     )
     for model in ("lenet5", "residual"):
         yield f"{model} eager", lambda m=model: train(m, execution="eager", shard_size=16)
@@ -232,7 +254,9 @@ def gpu_runs() -> Iterator[tuple[str, Callable[[], str]]]:
     ):
         yield (
             f"{model} {precision} {optimizer}",
-            lambda m=model, p=precision, o=optimizer: train(m, p, o, steps=2, device="gpu", num_gpus=1),
+            lambda m=model, p=precision, o=optimizer: train(
+                m, p, o, steps=2, device="gpu", num_gpus=1
+            ),
         )
 
 
@@ -251,7 +275,11 @@ def main() -> int:
     found = measured(gpu)
     print(f"{len(found)} trainings in {time.perf_counter() - began:.1f} s")
     if "--record" in sys.argv:
-        content = {"target": plan(source_root()).cpu, "compiler": compiler_version(), "weights_sha256": found}
+        content = {
+            "target": plan(source_root()).cpu,
+            "compiler": compiler_version(),
+            "weights_sha256": found,
+        }
         path(gpu).write_text(json.dumps(content, indent=1) + "\n")
         return 0
     known = json.loads(path(gpu).read_text())["weights_sha256"]

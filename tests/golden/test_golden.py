@@ -1,4 +1,6 @@
-"""Trainings give the weights that they gave when their hashes were recorded (runs.py), on the same CPU target."""
+"""Trainings give the weights that they gave when their hashes were recorded (runs.py), on the
+same CPU target.
+"""
 
 from __future__ import annotations
 

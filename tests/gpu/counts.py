@@ -1,9 +1,11 @@
-"""What a step asks the driver for, counted on an emulated GPU, for test_gpu_training.py; prints a JSON object.
+"""What a step asks the driver for, counted on an emulated GPU, for test_gpu_training.py; prints
+a JSON object.
 
     python tests/gpu/emulated.py python tests/gpu/counts.py [NAME ...]
 
-Each case gives what the last steps of a short training took, one step like another: launches, CUDA graphs, copies to
-the device and from it, waits of the host, allocations and frees. What it is not: a measurement of time.
+Each case gives what the last steps of a short training took, one step like another: launches, CUDA
+graphs, copies to the device and from it, waits of the host, allocations and frees. What it is not:
+a measurement of time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def between(marks: list[dict[str, int]]) -> list[dict[str, int]]:
     return steps[-LAST:]
 
 
-def fitted(batches: Any = None, after: Callable[..., None] = lambda *a: None, **settings: Any) -> list[dict[str, int]]:
+def fitted(
+    batches: Any = None, after: Callable[..., None] = lambda *a: None, **settings: Any
+) -> list[dict[str, int]]:
     """The steps of a fit(); what happens between two steps counts as well."""
     t, marks = trainer("mlp", **settings), []
     own = t.train_step
@@ -56,7 +60,10 @@ def fitted(batches: Any = None, after: Callable[..., None] = lambda *a: None, **
 
 def arrays() -> list[tuple[np.ndarray, np.ndarray]]:
     """The batches of loader() as a list of arrays."""
-    return [batch.dataset.gather(batch.indices) for _, batch in zip(range(STEPS), loader(), strict=False)]
+    return [
+        batch.dataset.gather(batch.indices)
+        for _, batch in zip(range(STEPS), loader(), strict=False)
+    ]
 
 
 @case
@@ -129,7 +136,8 @@ def evaluation() -> list[dict[str, int]]:
 
         t._eval.run = run  # type: ignore[method-assign]
         t.evaluate([batch for _, batch in zip(range(STEPS), loader(), strict=False)])
-        assert there == [False, False, *[True] * (STEPS - 2)], there  # brought while the batch before was computed
+        # brought while the batch before was computed
+        assert there == [False, False, *[True] * (STEPS - 2)], there
         return between(marks)
     finally:
         group.DATA_SHARE = share

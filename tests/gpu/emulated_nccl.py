@@ -1,7 +1,8 @@
-"""The emulated NCCL of the tests (nccl/nccl.c): builds it, gives the environment in which odyssey finds it.
+"""The emulated NCCL of the tests (nccl/nccl.c): builds it, gives the environment in which
+odyssey finds it.
 
-It works in the streams of the emulated GPU (emulated.py), so both are needed. Ranks are processes of this machine.
-`python tests/gpu/emulated_nccl.py GPUS COMMAND ...` runs a command with both.
+It works in the streams of the emulated GPU (emulated.py), so both are needed. Ranks are processes
+of this machine. `python tests/gpu/emulated_nccl.py GPUS COMMAND ...` runs a command with both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ FLAGS = ["-std=gnu11", "-O2", "-Wall", "-fPIC", "-fvisibility=hidden", "-shared"
 
 
 def build() -> Path:
-    """libnccl.so.2, built if its source has changed. Raises RuntimeError with the compiler's messages."""
+    """libnccl.so.2, built if its source has changed.
+
+    Raises RuntimeError with the compiler's messages.
+    """
     key = hashlib.sha256(repr(FLAGS).encode() + SOURCE.read_bytes()).hexdigest()[:16]
     folder = cache_dir() / "emulated_nccl" / key
     target = folder / "libnccl.so.2"
@@ -36,7 +40,9 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     handle, work = tempfile.mkstemp(dir=folder)
     os.close(handle)
-    done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", work, "-ldl"], capture_output=True, text=True)
+    done = subprocess.run(
+        [compiler, *FLAGS, str(SOURCE), "-o", work, "-ldl"], capture_output=True, text=True
+    )
     if done.returncode:
         os.unlink(work)
         raise RuntimeError(f"[emulated NCCL] it does not compile:\n{done.stderr}")
@@ -44,9 +50,12 @@ def build() -> Path:
     return target
 
 
-def environment(gpus: int, base: dict[str, str] | None = None, **settings: object) -> dict[str, str]:
-    """That of emulated.environment, with the emulated NCCL. Streams run 2 ms late: as on a
-    GPU no call waits for another rank.
+def environment(
+    gpus: int, base: dict[str, str] | None = None, **settings: object
+) -> dict[str, str]:
+    """That of emulated.environment, with the emulated NCCL.
+
+    Streams run 2 ms late: as on a GPU no call waits for another rank.
 
     Settings as there, and `version`: what the library says that it is.
     """

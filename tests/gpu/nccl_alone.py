@@ -1,9 +1,11 @@
-"""What can be checked of NCCL with one GPU: a group of one calls what odyssey uses; prints a JSON object.
+"""What can be checked of NCCL with one GPU: a group of one calls what odyssey uses; prints a
+JSON object.
 
     python tests/gpu/nccl_alone.py
 
-For test_gpu_transport.py over the emulated NCCL and, on a machine with a GPU and NCCL, over the real ones: that the
-library is found, that arguments arrive as they are meant, that queues and events order what it does.
+For test_gpu_transport.py over the emulated NCCL and, on a machine with a GPU and NCCL, over the
+real ones: that the library is found, that arguments arrive as they are meant, that queues and
+events order what it does.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def messages(gpu: Gpu, n: int = 1 << 20) -> None:
         gpu.clear(a, n)
         gpu.clear(b, n)
         gpu.upload(a, sent)
-        link.exchange([(0, a, n // 2), (0, a + n // 2, n // 2)], [(0, b + n // 2, n // 2), (0, b, n // 2)])
+        link.exchange(
+            [(0, a, n // 2), (0, a + n // 2, n // 2)], [(0, b + n // 2, n // 2), (0, b, n // 2)]
+        )
         gpu.clear(a, n)
         gpu.download(came, b)
         link.mark()

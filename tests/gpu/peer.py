@@ -1,15 +1,18 @@
-"""A DeviceTransport over CUDA IPC: ranks of one machine read each other's GPU memory, without NCCL. A prototype.
+"""A DeviceTransport over CUDA IPC: ranks of one machine read each other's GPU memory, without NCCL.
 
-test_gpu_transport.py runs it on an emulated GPU, which several ranks may share. Each rank maps the allocations of the
-others once and copies from them what it receives. Numbers in a page of shared host memory keep the order: queues write
-them and wait for them (cuStreamWriteValue32, cuStreamWaitValue32). No kernel spins, so ranks may share a GPU, and the
-host can read how far each rank is.
+A prototype.
+
+test_gpu_transport.py runs it on an emulated GPU, which several ranks may share. Each rank maps the
+allocations of the others once and copies from them what it receives. Numbers in a page of shared
+host memory keep the order: queues write them and wait for them (cuStreamWriteValue32,
+cuStreamWaitValue32). No kernel spins, so ranks may share a GPU, and the host can read how far each
+rank is.
 
     ready[p]      how many exchanges rank p has put its sends into memory for
     read[p, q]    of how many exchanges rank q has read what rank p sent
 
-Before a model can use this, `done` must notice a rank that has ended, and areas that are freed and allocated again at
-the same address must get a new handle.
+Before a model can use this, `done` must notice a rank that has ended, and areas that are freed and
+allocated again at the same address must get a new handle.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ class _Handle(ctypes.Structure):
 
 
 class PeerTransport(DeviceTransport):
-    """Messages between GPUs of ranks of one machine, which may be one GPU. All ranks make it at the same time."""
+    """Messages between GPUs of ranks of one machine, which may be one GPU.
+
+    All ranks make it at the same time.
+    """
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         self._comm = comm
@@ -49,8 +55,10 @@ class PeerTransport(DeviceTransport):
         self._driver = driver()
         self._stream = gpu.stream()
         self._count = 0  # of exchanges
-        self._mapped: dict[bytes, int] = {}  # handle -> where the allocation is mapped in this process
-        # sends and receives -> the addresses to read from, in the order of the messages of each rank
+        # handle -> where the allocation is mapped in this process
+        self._mapped: dict[bytes, int] = {}
+        # sends and receives -> the addresses to read from, in the order of the messages of each
+        # rank
         self._known: dict[tuple[tuple[Message, ...], tuple[Message, ...]], list[list[int]]] = {}
         n = comm.size
         assert 4 * (n + n * n) <= mmap.PAGESIZE
@@ -63,7 +71,9 @@ class PeerTransport(DeviceTransport):
         self._read = [[first + 4 * (n + p * n + q) for q in range(n)] for p in range(n)]
 
     def _shared_page(self) -> mmap.mmap:
-        """A page of host memory that all ranks have; its file has no name once all have opened it."""
+        """A page of host memory that all ranks have; its file has no name once all have opened
+        it.
+        """
         name = np.frombuffer(secrets.token_bytes(8), np.uint8).copy()
         self._comm.broadcast(name, 0)
         path = f"/dev/shm/odyssey-peers-{name.tobytes().hex()}"
@@ -89,10 +99,13 @@ class PeerTransport(DeviceTransport):
             self._wait(self._ready[p])
         addresses = {p: iter(remote[p]) for p in sources}
         for p, address, size in receives:
-            self._driver.call("cuMemcpyDtoDAsync_v2", address, next(addresses[p]), size, self._stream)
+            self._driver.call(
+                "cuMemcpyDtoDAsync_v2", address, next(addresses[p]), size, self._stream
+            )
         for p in sources:
             self._write(self._read[p][rank])
-        for q in sorted({q for q, _, _ in sends}):  # what is enqueued next may overwrite what was sent
+        # what is enqueued next may overwrite what was sent
+        for q in sorted({q for q, _, _ in sends}):
             self._wait(self._read[rank][q])
 
     def _write(self, at: int) -> None:
@@ -104,7 +117,8 @@ class PeerTransport(DeviceTransport):
     def _addresses(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[list[int]]:
         """The addresses of what each rank sends to this one, in order.
 
-        Messages that are new are a collective call, so all ranks must have new ones at the same time.
+        Messages that are new are a collective call, so all ranks must have new ones at the same
+        time.
         """
         key = (tuple(sends), tuple(receives))
         if key in self._known:
@@ -113,7 +127,9 @@ class PeerTransport(DeviceTransport):
         for row, (q, address, _) in zip(table, sends, strict=True):
             base = ctypes.c_uint64()
             size = ctypes.c_size_t()
-            self._driver.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+            self._driver.call(
+                "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address
+            )
             handle = _Handle()
             self._driver.call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)
             row["to"] = q
@@ -123,7 +139,9 @@ class PeerTransport(DeviceTransport):
         for p, sent in enumerate(self._comm.all_gather_each(table.view(np.uint8).reshape(-1))):
             rows = sent.view(SEND) if p != self._comm.rank else table[:0]
             to_me = rows[rows["to"] == self._comm.rank]
-            addresses.append([self._map(row["handle"].tobytes()) + int(row["offset"]) for row in to_me])
+            addresses.append(
+                [self._map(row["handle"].tobytes()) + int(row["offset"]) for row in to_me]
+            )
         self._known[key] = addresses
         return addresses
 
@@ -131,6 +149,8 @@ class PeerTransport(DeviceTransport):
         if handle not in self._mapped:
             out = ctypes.c_uint64()
             there = _Handle.from_buffer_copy(handle)
-            self._driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(out), there, ctypes.c_uint(LAZY))
+            self._driver.call(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(out), there, ctypes.c_uint(LAZY)
+            )
             self._mapped[handle] = out.value
         return self._mapped[handle]

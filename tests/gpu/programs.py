@@ -13,11 +13,15 @@ from gpu import emulated
 
 from odyssey.build.library import cache_dir
 
-MOJO = shutil.which("mojo", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+MOJO = shutil.which(
+    "mojo", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+)
 
 
 def compiled(source: Path, *imports: Path) -> Path:
-    """The program of `source`, which imports these files; compiled if one of them or the compiler has changed."""
+    """The program of `source`, which imports these files; compiled if one of them or the
+    compiler has changed.
+    """
     assert MOJO is not None
     version = subprocess.run([MOJO, "--version"], capture_output=True, text=True, check=True).stdout
     key = hashlib.sha256(version.encode())
@@ -34,8 +38,12 @@ def compiled(source: Path, *imports: Path) -> Path:
     return target
 
 
-def start(program: Path, *args: object, timeout: float = 120, **settings: object) -> subprocess.CompletedProcess[str]:
+def start(
+    program: Path, *args: object, timeout: float = 120, **settings: object
+) -> subprocess.CompletedProcess[str]:
     """Runs it; `settings` are those of emulated.environment."""
     env = emulated.environment(**settings) | {"MODULAR_CRASH_REPORTING_ENABLED": "false"}
     command = [str(program), *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=timeout)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, check=False, timeout=timeout
+    )

@@ -1,6 +1,8 @@
-"""Runs PTX written by hand on the emulated GPU, through its driver's C functions: no MAX, no compiler.
+"""Runs PTX written by hand on the emulated GPU, through its driver's C functions: no MAX, no
+compiler.
 
-For the emulator's own tests. Each `Gpu` is an instance of the driver of its own, with settings of its own.
+For the emulator's own tests. Each `Gpu` is an instance of the driver of its own, with settings of
+its own.
 """
 
 from __future__ import annotations
@@ -33,9 +35,14 @@ class Gpu:
     """A driver of its own. `settings`: the emulator's environment, as ODYSSEY_EMULATOR_LATE="1"."""
 
     def __init__(self, **settings: str) -> None:
-        copy = _copies / f"{next(_numbers)}.so"  # a file of its own: a library of its own, with its own state
+        # a file of its own: a library of its own, with its own state
+        copy = _copies / f"{next(_numbers)}.so"
         shutil.copy(build() / "libcuda.so.1", copy)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("ODYSSEY_EMULAT")}
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("ODYSSEY_EMULAT")
+        }
         with mock.patch.dict(os.environ, clean | settings, clear=True):
             self.lib = ctypes.CDLL(str(copy))
             self.call("cuInit", 0)
@@ -77,7 +84,10 @@ class Gpu:
     def get(self, address: int, shape: object, dtype: object) -> np.ndarray:
         out = np.empty(shape, dtype)
         self.call(
-            "cuMemcpyDtoH_v2", ctypes.c_void_p(out.ctypes.data), ctypes.c_uint64(address), ctypes.c_size_t(out.nbytes)
+            "cuMemcpyDtoH_v2",
+            ctypes.c_void_p(out.ctypes.data),
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(out.nbytes),
         )
         return out
 
@@ -86,7 +96,8 @@ class Gpu:
         body = body.replace(";", ";\n")
         declared = ", ".join(f".param .{t} p{i}" for i, t in enumerate(params.split()))
         text = (
-            f".version 8.1\n.target sm_90a\n.address_size 64\n{before}\n.visible .entry k({declared})\n{{\n{body}\n}}\n"
+            f".version 8.1\n.target sm_90a\n.address_size 64\n{before}\n.visible .entry "
+            f"k({declared})\n{{\n{body}\n}}\n"
         )
         module = self.new("cuModuleLoadData", ctypes.c_char_p(text.encode()))
         return self.new("cuModuleGetFunction", module, ctypes.c_char_p(b"k"))

@@ -1,10 +1,13 @@
-"""Every op on a GPU against the CPU kernels: the same records, the same memory, several shards. A program, not a test.
+"""Every op on a GPU against the CPU kernels: the same records, the same memory, several shards.
+
+A program, not a test.
 
     python tests/gpu/records.py [--json FILE] [NAME ...]
 
-test_gpu_training.py runs it on an emulated GPU, scripts/gpu-check on a real one. A case is a short program over named
-operands. The CPU runs it shard by shard; the GPU runs it once for all shards; then everything that either of them wrote
-is compared, relative to the largest number of the operand. Gradients are compared as the sum over shards.
+test_gpu_training.py runs it on an emulated GPU, scripts/gpu-check on a real one. A case is a short
+program over named operands. The CPU runs it shard by shard; the GPU runs it once for all shards;
+then everything that either of them wrote is compared, relative to the largest number of the
+operand. Gradients are compared as the sum over shards.
 
 Exit code: 0, 1 if a case failed, 3 if the GPU can no longer be used by this process.
 """
@@ -29,7 +32,9 @@ LANES = 16
 TOLERANCE = 2e-5
 SHARD = 32  # samples
 # What CUDA says when nothing of a process can use the GPU any more.
-LOST = re.compile(r"ILLEGAL_|MISALIGNED|LAUNCH_FAILED|LAUNCH_TIMEOUT|HARDWARE_STACK|ECC_|_ASSERT", re.IGNORECASE)
+LOST = re.compile(
+    r"ILLEGAL_|MISALIGNED|LAUNCH_FAILED|LAUNCH_TIMEOUT|HARDWARE_STACK|ECC_|_ASSERT", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass
@@ -39,7 +44,8 @@ class Operand:
     name: str
     floats: int
     space: int = host.WORK
-    fill: str = "normal"  # or "zero", "labels", "positive", "hidden N": some, and every N-th, are -inf
+    # or "zero", "labels", "positive", "hidden N": some, and every N-th, are -inf
+    fill: str = "normal"
     exact: bool = False
     at: int = 0  # floats from the start of its space
 
@@ -69,7 +75,10 @@ def g(name: str, floats: int) -> Operand:
 
 
 def product(op: str, dtype: str, operands: list[str], *numbers: int) -> tuple:
-    """A product in a precision, "op:dtype", with its scratch memory "s". The CPU has no tf32: there it is float32's."""
+    """A product in a precision, "op:dtype", with its scratch memory "s".
+
+    The CPU has no tf32: there it is float32's.
+    """
     mine = (f"{op}:{dtype}", *operands, "s", *numbers)
     return (mine, [(op, *operands, "s", *numbers)]) if dtype == "tf32" else mine
 
@@ -81,20 +90,27 @@ def scratch_of(op: str, dtype: str, sizes: tuple[int, ...]) -> Operand:
     return w("s", max(need // 4, 16), "zero")
 
 
-LOOSE = {"fp32": TOLERANCE, "bf16": 2e-5, "fp16": 2e-5, "tf32": 2e-3}  # tf32 against float32: 10 bits of mantissa
+# tf32 against float32: 10 bits of mantissa
+LOOSE = {"fp32": TOLERANCE, "bf16": 2e-5, "fp16": 2e-5, "tf32": 2e-3}
 
 
-def products(kind: str, sizes: tuple[int, ...], n: tuple[int, int, int, int], form: str, fold: int) -> Iterator[Case]:
+def products(
+    kind: str, sizes: tuple[int, ...], n: tuple[int, int, int, int], form: str, fold: int
+) -> Iterator[Case]:
     """A layer's forward pass and both gradients; n: floats of x, y, w and b."""
     tail = f" {'x'.join(map(str, sizes))} {form}"
     x, y, dy, dx = w("x", n[0]), w("y", n[1], "zero"), w("dy", n[1]), w("dx", n[0], "zero")
     weight, bias = p("w", n[2]), p("b", n[3])
 
-    def case(pass_: str, tensors: list[Operand], *numbers: int, fold: int = 1, note: str = "") -> Case:
+    def case(
+        pass_: str, tensors: list[Operand], *numbers: int, fold: int = 1, note: str = ""
+    ) -> Case:
         op = f"{kind}_{pass_}"
         scratch = scratch_of(op, form, sizes)
         record = product(op, form, [t.name for t in tensors], *sizes, *numbers)
-        return Case(f"{op}{tail}{note}", [*tensors, scratch], [record], tolerance=LOOSE[form], fold=fold)
+        return Case(
+            f"{op}{tail}{note}", [*tensors, scratch], [record], tolerance=LOOSE[form], fold=fold
+        )
 
     for relu in (0, 1):
         yield case("forward", [y, x, weight, bias], relu, note=f" relu={relu}")
@@ -143,7 +159,14 @@ def general(*sizes: int, fold: int = 1) -> Iterator[Case]:
     G, C, H, W, K, R, T, S, D, groups = sizes
     P, Q = (H - D * (R - 1) - 1) // S + 1, (W - D * (T - 1) - 1) // S + 1
     n, m, weights = G * C * H * W * LANES, G * K * P * Q * LANES, K * C // groups * R * T
-    operands = [w("y", m, "zero"), w("x", n), w("dx", n, "zero"), w("dy", m), p("w", weights), p("b", K)]
+    operands = [
+        w("y", m, "zero"),
+        w("x", n),
+        w("dx", n, "zero"),
+        w("dy", m),
+        p("w", weights),
+        p("b", K),
+    ]
     records = [
         ("conv2d_general_forward", "y", "x", "w", "b", *sizes),
         ("conv2d_general_backward_input", "dx", "dy", "w", *sizes),
@@ -167,7 +190,10 @@ def pools(planes, H, W, R, T, S) -> Iterator[Case]:
         yield Case(
             f"maxpool{tail} relu={relu}",
             maxed,
-            [("maxpool_forward", "y", "a", "x", *sizes), ("maxpool_backward", "dx", "dy", "a", "y", *sizes, relu)],
+            [
+                ("maxpool_forward", "y", "a", "x", *sizes),
+                ("maxpool_backward", "dx", "dy", "a", "y", *sizes, relu),
+            ],
         )
     yield Case(
         f"avgpool{tail}",
@@ -180,7 +206,9 @@ def elementwise(n: int) -> Iterator[Case]:
     x, y, dy, dx = w("x", n), w("y", n, "zero"), w("dy", n), w("dx", n, "zero")
     for name in ("relu", "tanh", "sigmoid"):
         yield Case(
-            f"{name} {n}", [x, y, dx, dy], [(f"{name}_forward", "y", "x", n), (f"{name}_backward", "dx", "dy", "y", n)]
+            f"{name} {n}",
+            [x, y, dx, dy],
+            [(f"{name}_forward", "y", "x", n), (f"{name}_backward", "dx", "dy", "y", n)],
         )
     y, b = w("y", n, "zero", True), w("b", n)
     yield Case(f"add {n}", [y, x, b], [("add", "y", "x", "b", n)])
@@ -277,9 +305,59 @@ def channels(G: int, C: int, P: int, N: int = -1) -> Iterator[Case]:
             ],
             [
                 ("fill", "v", 0.7, C),
-                ("batch_norm_forward", "y", "t", "x", "w", "b", "m", "v", G, C, P, N, 1e-5, 0, 0, relu),
-                ("batch_norm_forward", "y", "t", "x", "w", "b", "m", "v", G, C, P, N, 1e-5, 1, 0, relu),
-                ("batch_norm_backward", "dx", "dw", "db", "dy", "x", "t", "w", "b", G, C, P, N, 1, relu),
+                (
+                    "batch_norm_forward",
+                    "y",
+                    "t",
+                    "x",
+                    "w",
+                    "b",
+                    "m",
+                    "v",
+                    G,
+                    C,
+                    P,
+                    N,
+                    1e-5,
+                    0,
+                    0,
+                    relu,
+                ),
+                (
+                    "batch_norm_forward",
+                    "y",
+                    "t",
+                    "x",
+                    "w",
+                    "b",
+                    "m",
+                    "v",
+                    G,
+                    C,
+                    P,
+                    N,
+                    1e-5,
+                    1,
+                    0,
+                    relu,
+                ),
+                (
+                    "batch_norm_backward",
+                    "dx",
+                    "dw",
+                    "db",
+                    "dy",
+                    "x",
+                    "t",
+                    "w",
+                    "b",
+                    G,
+                    C,
+                    P,
+                    N,
+                    1,
+                    relu,
+                ),
             ],
         )
 
@@ -289,7 +367,13 @@ def rows_of_a_table(n: int, V: int, F: int) -> Iterator[Case]:
     yield Case(
         f"take {n} of {V}x{F}",
         [
-            *(w("y", n * F, "zero", True), w("x", V * F), w("i", n), w("j", n), w("k", n, "zero", True)),
+            *(
+                w("y", n * F, "zero", True),
+                w("x", V * F),
+                w("i", n),
+                w("j", n),
+                w("k", n, "zero", True),
+            ),
             *(w("dy", n * F), w("dx", V * F, "zero", True)),
         ],
         [
@@ -326,7 +410,11 @@ def others() -> Iterator[Case]:
         yield Case(
             f"dropout {F}",
             [
-                *(w("x", 2 * F * LANES), w("y", 2 * F * LANES, "zero", True), w("dx", 2 * F * LANES, "zero", True)),
+                *(
+                    w("x", 2 * F * LANES),
+                    w("y", 2 * F * LANES, "zero", True),
+                    w("dx", 2 * F * LANES, "zero", True),
+                ),
                 w("bits", -(-F // 8) * 2 * LANES // 4, "zero", True),
             ],
             [
@@ -339,10 +427,16 @@ def others() -> Iterator[Case]:
             [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero")],
             [("sum_lanes", "t", "x", -1, 2, F), ("sum_lanes_backward", "dx", "t", -1, 2, F)],
         )
-    for past, t, s, drop, masks in ((0, 17, 17, 0.0, 0), (0, 17, 17, 0.3, 0), (9, 5, 19, 0.6, 15), (40, 7, 40, 0.1, 3)):
+    for past, t, s, drop, masks in (
+        (0, 17, 17, 0.0, 0),
+        (0, 17, 17, 0.3, 0),
+        (9, 5, 19, 0.6, 15),
+        (40, 7, 40, 0.1, 3),
+    ):
         yield attention(past, (3, t, s, 2, 6), drop, masks)
     yield attention(40, (3, 7, 40, 2, 6), 0.0, 9)
-    yield attention(0, (2, 70, 70, 2, 64), 0.2, 0, fused=1)  # several tiles, of which the last are not full
+    # several tiles, of which the last are not full
+    yield attention(0, (2, 70, 70, 2, 64), 0.2, 0, fused=1)
     yield attention(0, (1, 144, 144, 2, 32), 0.0, 0, fused=1)
     yield attention(0, (1, 67, 67, 1, 64), 0.0, 3, hidden=67)  # the first query sees no key
     yield attention(150, (2, 72, 150, 1, 20), 0.3, 15, hidden=72)  # nor does any first query here
@@ -355,7 +449,10 @@ def others() -> Iterator[Case]:
         ):
             yield Case(
                 f"{name} {kept} {reduced}",
-                [w("y", math.prod(kept), "zero", True), w("x", math.prod(kept) * math.prod(reduced))],
+                [
+                    w("y", math.prod(kept), "zero", True),
+                    w("x", math.prod(kept) * math.prod(reduced)),
+                ],
                 [(name, "y", "x", *kept, *reduced, *strides)],
             )
     for fold in (1, 4):  # more than one launch computes, and another op in between
@@ -363,27 +460,40 @@ def others() -> Iterator[Case]:
         records = [("accumulate", f"d{i}", f"x{i}", n) for i, n in enumerate(sizes)]
         yield Case(
             f"accumulate fold={fold}",
-            [*(w(f"x{i}", n) for i, n in enumerate(sizes)), *(g(f"d{i}", n) for i, n in enumerate(sizes)), w("y", 7)],
+            [
+                *(w(f"x{i}", n) for i, n in enumerate(sizes)),
+                *(g(f"d{i}", n) for i, n in enumerate(sizes)),
+                w("y", 7),
+            ],
             [*records[:10], ("fill", "y", 0.3, 7), *records[10:]],
             fold=fold,
         )
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
 
 
-def attention(past: int, sizes: tuple[int, ...], drop: float, masks: int, fused: int = 0, hidden: int = 0) -> Case:
-    """Both passes for N, T, S, H, D. hidden: some numbers of the mask are -inf, and every so-manieth is."""
+def attention(
+    past: int, sizes: tuple[int, ...], drop: float, masks: int, fused: int = 0, hidden: int = 0
+) -> Case:
+    """Both passes for N, T, S, H, D. hidden: some numbers of the mask are -inf, and every
+    so-manieth is.
+    """
     n, t, s, h, d = sizes
     many = [-(-n * tokens // LANES) * LANES for tokens in (t, s, s)]
     each = [w(name, h * d * size) for name, size in zip(("q", "k", "v"), many, strict=True)]
     if fused:
         each = [w("q", 3 * h * d * many[0])]
     slopes = [w("d" + x.name, x.floats, "zero") for x in each]
-    rest = [w("y", h * d * many[0], "zero"), w("lse", h * many[0], "zero"), w("dy", h * d * many[0])]
+    rest = [
+        w("y", h * d * many[0], "zero"),
+        w("lse", h * many[0], "zero"),
+        w("dy", h * d * many[0]),
+    ]
     numbers = (*sizes, past, fused, 0.4, drop, 3, 5, masks)
     names, to = ([x.name for x in of] * (3 if fused else 1) for of in (each, slopes))
     tail = (*names, "m", "s", *numbers)
     return Case(
-        f"attention {'x'.join(map(str, sizes))} past {past} dropout {drop} masks {masks}{' fused' * fused}",
+        f"attention {'x'.join(map(str, sizes))} past {past} dropout {drop} masks "
+        f"{masks}{' fused' * fused}",
         [
             *each,
             *slopes,
@@ -391,7 +501,10 @@ def attention(past: int, sizes: tuple[int, ...], drop: float, masks: int, fused:
             w("m", n * h * t * s, f"hidden {hidden}" if hidden else "normal", True),
             w("s", 1 << 18),
         ],
-        [("attention_forward", "y", "lse", *tail), ("attention_backward", *to, "dy", "y", "lse", *tail)],
+        [
+            ("attention_forward", "y", "lse", *tail),
+            ("attention_backward", *to, "dy", "y", "lse", *tail),
+        ],
     )
 
 
@@ -400,7 +513,8 @@ def cases() -> Iterator[Case]:
         for fold in (1, 4):
             yield from linear(2, 400, 120, form, fold)
         for sizes in ((2, 120, 84), (2, 84, 10), (1, 3, 5), (1, 1, 1), (2, 784, 33), (4, 64, 64)):
-            if form != "tf32" or sizes != (1, 1, 1):  # one number: there is no larger one to be relative to
+            # one number: there is no larger one to be relative to
+            if form != "tf32" or sizes != (1, 1, 1):
                 yield from linear(*sizes, form)
         for fold in (1, 4):
             yield from conv(2, 6, 14, 14, 16, 5, 5, 1, form, fold)
@@ -466,7 +580,7 @@ def cases() -> Iterator[Case]:
     yield from others()
 
 
-# --- running -----------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def tree(buffers: np.ndarray) -> np.ndarray:
@@ -494,7 +608,13 @@ def encode(case: Case, records: list[tuple], lib: host.OpTable) -> np.ndarray:
         name, _, dtype = op.partition(":")
         row[0] = host.header(lib.codes[name], dtype=dtype or "fp32")
         for i, a in enumerate(args, 1):
-            row[i] = places[a] if isinstance(a, str) else host.float_bits(a) if isinstance(a, float) else a
+            row[i] = (
+                places[a]
+                if isinstance(a, str)
+                else host.float_bits(a)
+                if isinstance(a, float)
+                else a
+            )
     return table
 
 
@@ -510,7 +630,9 @@ def of(records: list[tuple], gpu: bool) -> list[tuple]:
 
 
 def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dict[str, float]:
-    """Errors of all operands that were written, relative to their largest number; 0 or 1 where bits must be equal."""
+    """Errors of all operands that were written, relative to their largest number; 0 or 1 where
+    bits must be equal.
+    """
     sizes = layout(case)
     work = host.aligned((shards, sizes[host.WORK]))
     params = host.aligned(sizes[host.PARAMS])
@@ -526,7 +648,10 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     features = max([r[3] for r in case.records if r[0] == "input"], default=4)
     channels = max([r[4] for r in case.records if r[0] == "input"], default=1)
     images = rng.integers(0, 256, (100, features)).astype(np.uint8)
-    arrays = [rng.integers(0, case.classes, 100).astype(np.int32), rng.standard_normal((100, 5)).astype(np.float32)]
+    arrays = [
+        rng.integers(0, case.classes, 100).astype(np.int32),
+        rng.standard_normal((100, 5)).astype(np.float32),
+    ]
     table_of_arrays = np.array([a.ctypes.data for a in arrays], np.int64)
     rows = rng.integers(0, 100, SHARD * shards).astype(np.int64)
     scale, shift = (rng.standard_normal(channels).astype(np.float32) for _ in range(2))
@@ -540,10 +665,16 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     for s in range(shards):
         context = host.Context(seed=7, step=3, first=SHARD * s, loss_scale=4.0)
         context.valid = min(SHARD, samples - SHARD * s)
-        context.images, context.bytes, context.arrays = images.ctypes.data, 1, table_of_arrays.ctypes.data
+        context.images, context.bytes, context.arrays = (
+            images.ctypes.data,
+            1,
+            table_of_arrays.ctypes.data,
+        )
         context.rows = rows[SHARD * s :].ctypes.data
         context.scale, context.shift = scale.ctypes.data, shift.ctypes.data
-        bases = np.array([0, params.ctypes.data, grads[s].ctypes.data, mine[s].ctypes.data], np.int64)
+        bases = np.array(
+            [0, params.ctypes.data, grads[s].ctypes.data, mine[s].ctypes.data], np.int64
+        )
         assert lib.run(table.ctypes.data, len(table), context, bases.ctypes.data) < 0
     wanted = tree(grads)
 
@@ -558,7 +689,9 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
         kept[at] = array
         return at
 
-    context = StepContext(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
+    context = StepContext(
+        seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0
+    )
     there = np.array([up(a) for a in arrays], np.int64)
     context.images, context.arrays, context.rows = up(images), up(there), up(rows)
     context.scale, context.shift = up(scale), up(shift)
@@ -605,7 +738,9 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
         elif not np.isfinite(a).all():
             errors[o.name] = float("inf")
         else:
-            errors[o.name] = float(np.abs(a.astype(np.float64) - b).max() / max(np.abs(b).max(), 1e-30))
+            errors[o.name] = float(
+                np.abs(a.astype(np.float64) - b).max() / max(np.abs(b).max(), 1e-30)
+            )
     return errors
 
 
@@ -618,7 +753,9 @@ def main() -> int:
     options = parser.parse_args()
     gpu = Gpu(0)
     failed, results, skipping = 0, {}, options.after is not None
-    for number, (case, shards) in enumerate((c, int(s)) for c in cases() for s in options.shards.split(",")):
+    for number, (case, shards) in enumerate(
+        (c, int(s)) for c in cases() for s in options.shards.split(",")
+    ):
         if options.names and not any(n in case.name for n in options.names):
             continue
         if skipping:

@@ -1,4 +1,6 @@
-"""Every op of ops_samples.py trained with on a GPU (odyssey.testing.check_op). A program, not a test.
+"""Every op of ops_samples.py trained with on a GPU (odyssey.testing.check_op).
+
+A program, not a test.
 
     python tests/gpu/samples.py
 
@@ -26,7 +28,9 @@ def main() -> int:
     for sample in (ops_samples.Sample(mish, None, ((16,),)), *trained):
         name = ops_samples.name_of(sample)
         try:
-            check_op(sample.op, sample.formula, *sample.shapes, parameters=sample.parameters, batches=())
+            check_op(
+                sample.op, sample.formula, *sample.shapes, parameters=sample.parameters, batches=()
+            )
             print(f"{name}: ok", flush=True)
         except OpError as problem:
             failed += 1

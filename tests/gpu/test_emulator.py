@@ -1,7 +1,8 @@
-"""The emulated GPU's driver and checks: memory, streams, events, peers, findings, shuffled order, counters.
+"""The emulated GPU's driver and checks: memory, streams, events, peers, findings, shuffled
+order, counters.
 
-On hand-written PTX. Each check is shown to fail where it should. Instructions: test_emulator_ops.py; programs of Mojo
-that run on it through MAX: test_emulator_mojo.py.
+On hand-written PTX. Each check is shown to fail where it should. Instructions:
+test_emulator_ops.py; programs of Mojo that run on it through MAX: test_emulator_mojo.py.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from gpu.ptx_bench import ILLEGAL_ADDRESS, Failed, Gpu
 pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="no C compiler")
 
 REGS = ".reg .b32 %r<16>;\n.reg .b64 %d<16>;\n.reg .pred %p<8>;\n"
-INDEX = "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x; mad.lo.s32 %r4, %r2, %r3, %r1;"
+INDEX = (
+    "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; mov.u32 %r3, %ntid.x; mad.lo.s32 %r4, %r2, "
+    "%r3, %r1;"
+)
 SHARED = ".shared .align 16 .b8 tile[1024];\n"
 ADD_ONE = REGS + INDEX + (
-    "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mul.wide.u32 %d3, %r4, 4; add.s64 %d1, %d1, %d3; "
+    "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mul.wide.u32 %d3, %r4, 4; add.s64 %d1, %d1, " "%d3; "
     "add.s64 %d2, %d2, %d3;"
     "ld.global.u32 %r5, [%d2]; add.s32 %r5, %r5, 1; st.global.u32 [%d1], %r5; ret;"
 )  # fmt: skip
@@ -55,7 +59,9 @@ def test_out_of_bounds(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     gpu.launch(k, y, x, grid=4, block=25)
     np.testing.assert_array_equal(gpu.get(y, 100, np.int32), np.arange(1, 101))
     said = found(gpu, capfd, k, y, x, grid=1, block=101)
-    assert "load of 4 bytes" in said and "0 bytes after the end of an allocation of 400 bytes" in said
+    assert (
+        "load of 4 bytes" in said and "0 bytes after the end of an allocation of 400 bytes" in said
+    )
     assert "thread 100 of (101, 1, 1)" in said and "ld.global.u32 %r5, [%d2]" in said
     big = gpu.put(np.zeros(101, np.int32))
     assert "store of 4 bytes" in found(gpu, capfd, k, y, big, grid=1, block=101)
@@ -63,7 +69,9 @@ def test_out_of_bounds(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     gpu.call("cuMemFree_v2", ctypes.c_uint64(x))
     assert "in memory that has been freed" in found(gpu, capfd, k, y, x, grid=1, block=8)
     host = np.zeros(8, np.int32)
-    assert "where nothing is allocated" in found(gpu, capfd, k, y, host.ctypes.data, grid=1, block=8)
+    assert "where nothing is allocated" in found(
+        gpu, capfd, k, y, host.ctypes.data, grid=1, block=8
+    )
 
 
 def test_copies_stay_inside(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,9 +84,9 @@ def test_copies_stay_inside(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None
 
 
 SHARE = (
-    REGS + SHARED + INDEX + "mov.u32 %r6, tile; shl.b32 %r7, %r1, 2; add.s32 %r8, %r6, %r7; ld.param.u64 %d1, [p0];"
+    REGS + SHARED + INDEX + "mov.u32 %r6, tile; shl.b32 %r7, %r1, 2; add.s32 %r8, %r6, %r7; " "ld.param.u64 %d1, " "[p0];"
     "mul.wide.u32 %d3, %r4, 4; add.s64 %d1, %d1, %d3; {first} st.shared.u32 [%r8], %r1; {second}"
-    "xor.b32 %r9, %r7, 0x1fc; add.s32 %r9, %r6, %r9; ld.shared.u32 %r10, [%r9]; st.global.u32 [%d1], %r10; ret;"
+    "xor.b32 %r9, %r7, 0x1fc; add.s32 %r9, %r6, %r9; ld.shared.u32 %r10, [%r9]; st.global.u32 " "[%d1], %r10; " "ret;"
 )  # fmt: skip
 
 
@@ -102,7 +110,9 @@ def test_shared_memory(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
         gpu, capfd, gpu.kernel(again, "u64"), y, block=128
     )
     outside = share(second="bar.sync 0; add.s32 %r8, %r8, 1024; ld.shared.u32 %r5, [%r8];")
-    assert "of which the block has 1024 bytes" in found(gpu, capfd, gpu.kernel(outside, "u64"), y, block=128)
+    assert "of which the block has 1024 bytes" in found(
+        gpu, capfd, gpu.kernel(outside, "u64"), y, block=128
+    )
 
 
 def test_dynamic_shared_memory(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
@@ -122,18 +132,33 @@ def test_barriers(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     y = gpu.empty(512)
     part = REGS + INDEX + "setp.ge.u32 %p1, %r1, {0}; @%p1 bra $E; bar.sync 0; $E: ret;"
     said = found(gpu, capfd, gpu.kernel(part.replace("{0}", "32"), "u64"), y, block=64)
-    assert "warp 0 (threads 0 to 31" in said and "warp 1 (threads 32 to 63) has ended without coming to it" in said
+    assert (
+        "warp 0 (threads 0 to 31" in said
+        and "warp 1 (threads 32 to 63) has ended without coming to it" in said
+    )
     said = found(gpu, capfd, gpu.kernel(part.replace("{0}", "20"), "u64"), y, block=32)
     assert "lanes fff00000" in said
-    apart = REGS + INDEX + "setp.ge.u32 %p1, %r1, 7; @%p1 bra $E; bar.sync 0; bra $F; $E: bar.sync 0; $F: ret;"
+    apart = (
+        REGS
+        + INDEX
+        + "setp.ge.u32 %p1, %r1, 7; @%p1 bra $E; bar.sync 0; bra $F; $E: bar.sync 0; $F: ret;"
+    )
     assert "each for the others" in found(gpu, capfd, gpu.kernel(apart, "u64"), y, block=32)
-    other = REGS + INDEX + "setp.ge.u32 %p1, %r1, 32; @%p1 bra $E; bar.sync 1; bra $F; $E: bar.sync 2; $F: ret;"
+    other = (
+        REGS
+        + INDEX
+        + "setp.ge.u32 %p1, %r1, 32; @%p1 bra $E; bar.sync 1; bra $F; $E: bar.sync 2; $F: ret;"
+    )
     assert "waits at barrier 1" in found(gpu, capfd, gpu.kernel(other, "u64"), y, block=64)
-    alone = REGS + INDEX + "setp.ge.u32 %p1, %r1, 7; @%p1 bra $E; shfl.sync.idx.b32 %r2, %r1, 9, 31, 127; $E: ret;"
+    alone = (
+        REGS
+        + INDEX
+        + "setp.ge.u32 %p1, %r1, 7; @%p1 bra $E; shfl.sync.idx.b32 %r2, %r1, 9, 31, 127; $E: ret;"
+    )
     assert "shfl reads lane 9" in found(gpu, capfd, gpu.kernel(alone, "u64"), y, block=32)
     count = REGS + INDEX + (
-        "and.b32 %r5, %r1, 3; setp.eq.u32 %p1, %r5, 0; bar.red.popc.u32 %r6, 0, %p1; bar.red.and.pred %p2, 0, %p1;"
-        "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; selp.b32 %r7, 100, 0, %p2; add.s32 %r6, %r6, %r7; "
+        "and.b32 %r5, %r1, 3; setp.eq.u32 %p1, %r5, 0; bar.red.popc.u32 %r6, 0, %p1; " "bar.red.and.pred %p2, 0, " "%p1;"
+        "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; selp.b32 %r7, 100, 0, %p2; " "add.s32 %r6, %r6, %r7; "
         "st.global.u32 [%d1], %r6; ret;"
     )  # fmt: skip
     gpu.launch(gpu.kernel(count, "u64"), y, block=128)
@@ -141,24 +166,26 @@ def test_barriers(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 COPY = (
-    REGS + SHARED + INDEX + "mov.u32 %r6, tile; shl.b32 %r7, %r1, 4; add.s32 %r8, %r6, %r7; ld.param.u64 %d1, [p0]; "
+    REGS + SHARED + INDEX + "mov.u32 %r6, tile; shl.b32 %r7, %r1, 4; add.s32 %r8, %r6, %r7; " "ld.param.u64 %d1, [p0]; "
         "ld.param.u64 %d2, [p1];"
     "mul.wide.u32 %d3, %r1, 16; add.s64 %d1, %d1, %d3; add.s64 %d2, %d2, %d3;"
     "cp.async.cg.shared.global [%r8], [%d2], 16{size}; cp.async.commit_group; {wait}"
-    "ld.shared.v4.u32 {%r9, %r10, %r11, %r12}, [%r8]; st.global.v4.u32 [%d1], {%r9, %r10, %r11, %r12}; ret;"
+    "ld.shared.v4.u32 {%r9, %r10, %r11, %r12}, [%r8]; st.global.v4.u32 [%d1], {%r9, %r10, %r11, " "%r12}; ret;"
 )  # fmt: skip
 
 
 def test_parameters_by_their_address(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
     k = gpu.kernel(
-        REGS + INDEX + "mov.b32 %r5, p1; mad.lo.s32 %r5, %r1, 4, %r5; ld.param::entry.b32 %r6, [%r5]; "
+        REGS + INDEX + "mov.b32 %r5, p1; mad.lo.s32 %r5, %r1, 4, %r5; ld.param::entry.b32 %r6, " "[%r5]; "
         "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; st.global.u32 [%d1], %r6; ret;",
         "u64 u64",
     )  # fmt: skip
     y = gpu.empty(512)
     gpu.launch(k, y, ctypes.c_uint64(7 << 32 | 5), block=2)
     np.testing.assert_array_equal(gpu.get(y, 2, np.uint32), [5, 7])
-    assert "access at 16 of the parameters, which are 16 bytes" in found(gpu, capfd, k, y, ctypes.c_uint64(0), block=3)
+    assert "access at 16 of the parameters, which are 16 bytes" in found(
+        gpu, capfd, k, y, ctypes.c_uint64(0), block=3
+    )
 
 
 def test_asynchronous_copies(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
@@ -166,17 +193,22 @@ def test_asynchronous_copies(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> Non
     good = COPY.replace("{wait}", "cp.async.wait_group 0;")
     gpu.launch(gpu.kernel(good.replace("{size}", ""), "u64 u64"), y, gpu.put(x))
     np.testing.assert_array_equal(gpu.get(y, 128, np.uint32), x)
-    gpu.launch(gpu.kernel(good.replace("{size}", ", %r1"), "u64 u64"), y, gpu.put(x))  # thread t: its first t bytes
+    # thread t: its first t bytes
+    gpu.launch(gpu.kernel(good.replace("{size}", ", %r1"), "u64 u64"), y, gpu.put(x))
     want = x.view(np.uint8).reshape(32, 16) * (np.arange(16) < np.arange(32)[:, None])
     np.testing.assert_array_equal(gpu.get(y, (32, 16), np.uint8), want)
-    early = gpu.kernel(COPY.replace("{wait}", "cp.async.wait_group 1;").replace("{size}", ""), "u64 u64")
+    early = gpu.kernel(
+        COPY.replace("{wait}", "cp.async.wait_group 1;").replace("{size}", ""), "u64 u64"
+    )
     assert "which no thread of the block has written" in found(gpu, capfd, early, y, gpu.put(x))
 
 
-def test_unknown_instruction_is_an_error_only_when_reached(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unknown_instruction_is_an_error_only_when_reached(
+    gpu: Gpu, capfd: pytest.CaptureFixture[str]
+) -> None:
     k = gpu.kernel(
-        REGS
-        + "ld.param.u32 %r1, [p0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra $E; tcgen05.fence::before_thread_sync; $E: ret;",
+        REGS + "ld.param.u32 %r1, [p0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra $E; "
+        "tcgen05.fence::before_thread_sync; $E: ret;",
         "u32",
     )
     gpu.launch(k, ctypes.c_uint32(0))
@@ -187,9 +219,9 @@ def test_unknown_instruction_is_an_error_only_when_reached(gpu: Gpu, capfd: pyte
 def test_labels_of_blocks_are_their_own(gpu: Gpu) -> None:
     """A block inside another may jump out of it, and may name a label as one outside is named."""
     body = REGS + INDEX + (
-        "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; mov.u32 %r5, %r1; $A: add.u32 %r5, %r5, 1;"
-        "{ .reg .pred q; .reg .b32 %r9; $A: mov.u32 %r9, 10; add.u32 %r5, %r5, %r9; setp.lt.u32 q, %r5, 35; @q bra $A;"
-        "{ $B: add.u32 %r5, %r5, 100; setp.lt.u32 q, %r5, 250; @q bra $B; setp.gt.u32 q, %r5, 1240; @q bra $OUT;"
+        "ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; mov.u32 %r5, %r1; $A: add.u32 " "%r5, %r5, 1;"
+        "{ .reg .pred q; .reg .b32 %r9; $A: mov.u32 %r9, 10; add.u32 %r5, %r5, %r9; setp.lt.u32 " "q, %r5, 35; @q bra " "$A;"
+        "{ $B: add.u32 %r5, %r5, 100; setp.lt.u32 q, %r5, 250; @q bra $B; setp.gt.u32 q, %r5, " "1240; @q bra " "$OUT;"
         "add.u32 %r5, %r5, 3; } $B: add.u32 %r5, %r5, 7; $OUT: add.u32 %r5, %r5, 1000; }"
         "setp.lt.u32 %p1, %r5, 3000; @%p1 bra $A; st.global.u32 [%d1], %r5; ret;"
     )  # fmt: skip
@@ -221,7 +253,8 @@ def test_launches_that_are_not_possible(gpu: Gpu, capfd: pytest.CaptureFixture[s
             gpu.launch(k, x, x, **shape)
     assert "a launch of (1, 65536, 1) blocks" in capfd.readouterr().err
     small = gpu.new(
-        "cuModuleLoadData", ctypes.c_char_p(b".version 8.1\n.visible .entry k() .maxntid 64, 2, 1\n{ ret; }")
+        "cuModuleLoadData",
+        ctypes.c_char_p(b".version 8.1\n.visible .entry k() .maxntid 64, 2, 1\n{ ret; }"),
     )
     small = gpu.new("cuModuleGetFunction", small, ctypes.c_char_p(b"k"))
     gpu.launch(small, block=128)
@@ -250,7 +283,14 @@ def test_two_devices_and_peer_access(capfd: pytest.CaptureFixture[str]) -> None:
     assert "memory of device 0, which device 1 has no peer access to" in capfd.readouterr().err
     gpu.call("cuDevicePrimaryCtxReset_v2", 1)
     gpu.call(
-        "cuMemcpyPeer", *(ctypes.c_uint64(y), gpu.context(1), ctypes.c_uint64(x), gpu.context(0), ctypes.c_size_t(256))
+        "cuMemcpyPeer",
+        *(
+            ctypes.c_uint64(y),
+            gpu.context(1),
+            ctypes.c_uint64(x),
+            gpu.context(0),
+            ctypes.c_size_t(256),
+        ),
     )
     np.testing.assert_array_equal(gpu.get(y, 64, np.int32), np.arange(64))
     gpu.call("cuCtxEnablePeerAccess", gpu.context(0), 0)
@@ -259,7 +299,9 @@ def test_two_devices_and_peer_access(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 class Late:
-    """A GPU on which nothing happens before it is waited for (or 5 s have passed), and two streams."""
+    """A GPU on which nothing happens before it is waited for (or 5 s have passed), and two
+    streams.
+    """
 
     def __init__(self) -> None:
         self.gpu = Gpu(ODYSSEY_EMULATOR_LATE="5000")
@@ -280,7 +322,12 @@ class Late:
         return array
 
     def read(self, host: np.ndarray, of: int, stream: ctypes.c_void_p) -> None:
-        arguments = ctypes.c_void_p(host.ctypes.data), ctypes.c_uint64(of), ctypes.c_size_t(256), stream
+        arguments = (
+            ctypes.c_void_p(host.ctypes.data),
+            ctypes.c_uint64(of),
+            ctypes.c_size_t(256),
+            stream,
+        )
         self.gpu.call("cuMemcpyDtoHAsync_v2", *arguments)
 
 
@@ -319,7 +366,12 @@ def test_late_streams_show_a_buffer_of_the_host_that_changes_too_early() -> None
     t = Late()
     pinned, plain = t.pinned(), np.full(64, 7, np.int32)
     for host, to in ((pinned, t.x), (plain, t.y)):
-        arguments = ctypes.c_uint64(to), ctypes.c_void_p(host.ctypes.data), ctypes.c_size_t(256), t.one
+        arguments = (
+            ctypes.c_uint64(to),
+            ctypes.c_void_p(host.ctypes.data),
+            ctypes.c_size_t(256),
+            t.one,
+        )
         t.gpu.call("cuMemcpyHtoDAsync_v2", *arguments)
     pinned[:], plain[:] = 99, 99  # pageable memory has been read by now, pinned memory has not
     t.wait(t.one)
@@ -335,7 +387,12 @@ def test_late_host_functions_and_frees() -> None:
     t.gpu.call("cuMemFreeAsync", ctypes.c_uint64(t.x), t.one)
     t.gpu.call(
         "cuMemcpyDtoHAsync_v2",
-        *(ctypes.c_void_p(t.pinned().ctypes.data), ctypes.c_uint64(t.y), ctypes.c_size_t(256), t.two),
+        *(
+            ctypes.c_void_p(t.pinned().ctypes.data),
+            ctypes.c_uint64(t.y),
+            ctypes.c_size_t(256),
+            t.two,
+        ),
     )
     assert not order
     t.wait(t.one)
@@ -366,7 +423,9 @@ def test_work_is_done_at_last_without_a_wait() -> None:
 
 
 def test_shuffled_order_shows_what_depends_on_it() -> None:
-    """Blocks in a different order: a right kernel's result is the same, that of one which takes tickets is not."""
+    """Blocks in a different order: a right kernel's result is the same, that of one which takes
+    tickets is not.
+    """
     ticket = REGS + INDEX + (
         "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; atom.global.add.u32 %r5, [%d2], 1; "
         "mad.wide.u32 %d1, %r4, 4, %d1;"
@@ -378,7 +437,9 @@ def test_shuffled_order_shows_what_depends_on_it() -> None:
         y, x = gpu.empty(4096), gpu.put(np.arange(1024, dtype=np.int32))
         gpu.launch(gpu.kernel(ADD_ONE, "u64 u64"), y, x, grid=16, block=64)
         np.testing.assert_array_equal(gpu.get(y, 1024, np.int32), np.arange(1, 1025))
-        gpu.launch(gpu.kernel(ticket, "u64 u64"), y, gpu.put(np.zeros(1, np.int32)), grid=16, block=64)
+        gpu.launch(
+            gpu.kernel(ticket, "u64 u64"), y, gpu.put(np.zeros(1, np.int32)), grid=16, block=64
+        )
         got = gpu.get(y, 1024, np.int32)
         np.testing.assert_array_equal(np.sort(got), np.arange(1024))
         results.append(got.tolist())
@@ -386,8 +447,10 @@ def test_shuffled_order_shows_what_depends_on_it() -> None:
 
 
 def test_counters(tmp_path: Path) -> None:
-    """A coalesced kernel and one with a stride; "
-    "bank conflicts. In a process of its own: counters are written at its end."""
+    """A coalesced kernel and one with a stride; " "bank conflicts.
+
+    In a process of its own: counters are written at its end.
+    """
     stats = tmp_path / "stats"
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -405,15 +468,18 @@ gpu.launch(gpu.kernel(t.CONFLICT, "u64"), y, block=32)
     good, wide, conflict = rows
     assert good["launches"] == 1 and good["grid"] == [4, 1, 1] and good["block"] == [128, 1, 1]
     assert good["load_bytes"] == wide["load_bytes"] == 512 * 4
-    assert good["load_sectors"] == good["store_sectors"] == 512 * 4 // 32 and wide["load_sectors"] == 512
+    assert (
+        good["load_sectors"] == good["store_sectors"] == 512 * 4 // 32
+        and wide["load_sectors"] == 512
+    )
     assert good["warp_instructions"] == 16 * ADD_ONE.count(";") - 16 * REGS.count(";")
     assert conflict["shared_extra_wavefronts"] == 31 and conflict["fma"] == 3 * 32
 
 
 CONFLICT = REGS + ".shared .align 16 .b8 tile[4096];\n" + (
-    "mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 7; mov.u32 %r3, tile; add.s32 %r2, %r2, %r3; st.shared.u32 [%r2], %r1; "
+    "mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 7; mov.u32 %r3, tile; add.s32 %r2, %r2, %r3; " "st.shared.u32 [%r2], %r1; "
     "shl.b32 %r4, %r1, 2;"
-    "add.s32 %r4, %r4, %r3; st.shared.u32 [%r4], %r1; fma.rn.f32 %r5, %r4, %r4, %r4; fma.rn.f32 %r5, %r4, %r4, %r4; "
+    "add.s32 %r4, %r4, %r3; st.shared.u32 [%r4], %r1; fma.rn.f32 %r5, %r4, %r4, %r4; fma.rn.f32 " "%r5, %r4, %r4, %r4; "
     "mul.f32 %r5, %r4, %r4;"
     "mad.lo.s32 %r5, %r4, %r4, %r4; fma.rn.f32 %r5, %r4, %r4, %r4; ret;"
 )  # fmt: skip

@@ -1,7 +1,8 @@
-"""The emulated GPU's instructions of sm_90: mbarrier, TMA, wgmma, elect, stmatrix, on hand-written PTX.
+"""The emulated GPU's instructions of sm_90: mbarrier, TMA, wgmma, elect, stmatrix, on
+hand-written PTX.
 
-numpy places operands and boxes here, by the figures of the PTX ISA, independently of the emulator's formulas. The
-kernels that use these instructions together are in hopper/ (test_gpu_hopper.py).
+numpy places operands and boxes here, by the figures of the PTX ISA, independently of the emulator's
+formulas. The kernels that use these instructions together are in hopper/ (test_gpu_hopper.py).
 """
 
 from __future__ import annotations
@@ -33,22 +34,30 @@ def gpu() -> Gpu:
 def wait(parity: object = 0, name: str = "bar") -> str:
     """A block as inline assembly has it. Several blocks of a kernel have the same labels."""
     return (
-        f"{{ .reg .pred P1; LAB_WAIT: mbarrier.try_wait.parity.shared::cta.b64 P1, [{name}], {parity}; "
+        f"{{ .reg .pred P1; LAB_WAIT: mbarrier.try_wait.parity.shared::cta.b64 P1, [{name}], "
+        f"{parity}; "
         "@P1 bra DONE; bra LAB_WAIT; DONE: }"
     )
 
 
 def test_warps_pass_numbers_through_barriers() -> None:
-    """Warp 1 reads what warp 0 has written, eight times through one place, in every order of the warps."""
+    """Warp 1 reads what warp 0 has written, eight times through one place, in every order of the
+    warps.
+    """
     body = (
-        REGS + ".shared .align 8 .b64 full;\n.shared .align 8 .b64 empty;\n.shared .align 4 .b8 tile[128];\n"
+        REGS + ".shared .align 8 .b64 full;\n.shared .align 8 .b64 empty;\n.shared .align 4 .b8 "
+        "tile[128];\n"
         "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; setp.ne.u32 %p1, %r1, 0; mov.u32 %r8, tile;"
-        "@!%p1 mbarrier.init.shared.b64 [full], 32; @!%p1 mbarrier.init.shared.b64 [empty], 32; bar.sync 0;"
-        "and.b32 %r2, %r1, 31; mad.lo.u32 %r8, %r2, 4, %r8; mov.u32 %r3, 0; setp.ge.u32 %p2, %r1, 32; @%p2 bra $READ;"
+        "@!%p1 mbarrier.init.shared.b64 [full], 32; @!%p1 mbarrier.init.shared.b64 [empty], 32; "
+        "bar.sync 0;"
+        "and.b32 %r2, %r1, 31; mad.lo.u32 %r8, %r2, 4, %r8; mov.u32 %r3, 0; setp.ge.u32 %p2, "
+        "%r1, 32; @%p2 bra $READ;"
         "$WRITE: xor.b32 %r4, %r3, 1; " + wait("%r4", "empty") + "mad.lo.u32 %r5, %r3, 1000, %r2;"
         "st.shared.u32 [%r8], %r5; mbarrier.arrive.shared.b64 %d3, [full];"
         "add.u32 %r3, %r3, 1; setp.lt.u32 %p3, %r3, 8; @%p3 bra $WRITE; ret;"
-        "$READ: " + wait("%r3", "full") + "xor.b32 %r6, %r2, 5; mov.u32 %r7, tile; mad.lo.u32 %r6, %r6, 4, %r7;"
+        "$READ: "
+        + wait("%r3", "full")
+        + "xor.b32 %r6, %r2, 5; mov.u32 %r7, tile; mad.lo.u32 %r6, %r6, 4, %r7;"
         "ld.shared.u32 %r9, [%r6]; mad.lo.u32 %r10, %r3, 32, %r2; mad.wide.u32 %d2, %r10, 4, %d1;"
         "st.global.u32 [%d2], %r9; mbarrier.arrive.release.cta.shared::cta.b64 _, [empty], 1;"
         "add.u32 %r3, %r3, 1; setp.lt.u32 %p3, %r3, 8; @%p3 bra $READ; ret;"
@@ -66,23 +75,34 @@ def test_warps_pass_numbers_through_barriers() -> None:
     [
         (
             "mbarrier.init.shared.b64 [bar], 2; mbarrier.arrive.shared.b64 _, [bar];" + wait(),
-            "waits for the barrier at 0 of shared memory, whose phase 0 nobody completes: 1 of 2 arrivals are missing",
+            "waits for the barrier at 0 of shared memory, whose phase 0 nobody completes: 1 of 2 "
+            "arrivals are missing",
         ),
         (
-            "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.shared.b64 _, [bar];" + wait(1) + wait(0) + wait(1),
+            "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.shared.b64 _, [bar];"
+            + wait(1)
+            + wait(0)
+            + wait(1),
             "whose phase 1 nobody completes: 1 of 1 arrivals are missing",
         ),
         (
-            "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 _, [bar], 48;" + wait(),
+            "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 _, [bar], 48;"
+            + wait(),
             "whose phase 0 nobody completes: 0 of 1 arrivals and 48 bytes are missing",
         ),
         ("mbarrier.init.shared.b64 [bar], 0;", "a barrier for 0 arrivals; it must be 1 to 1048575"),
-        ("mbarrier.init.shared.b64 [bar+4], 1;", "a barrier at 4 of shared memory, which is not a multiple of 8"),
+        (
+            "mbarrier.init.shared.b64 [bar+4], 1;",
+            "a barrier at 4 of shared memory, which is not a multiple of 8",
+        ),
         (
             "mbarrier.init.shared.b64 [bar+8], 1;",
             "a barrier of 8 bytes at 8 of shared memory, of which the block has 8",
         ),
-        ("mbarrier.arrive.shared.b64 _, [bar];", "the barrier at 0 of shared memory was not initialised"),
+        (
+            "mbarrier.arrive.shared.b64 _, [bar];",
+            "the barrier at 0 of shared memory was not initialised",
+        ),
         (
             "mbarrier.init.shared.b64 [bar], 1; mbarrier.inval.shared.b64 [bar];" + wait(),
             "the barrier at 0 of shared memory was not initialised",
@@ -92,21 +112,29 @@ def test_warps_pass_numbers_through_barriers() -> None:
             "3 arrive at a barrier for 2, at which 2 are missing",
         ),
         (
-            "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 _, [bar], 1048576;",
+            "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 _, [bar], "
+            "1048576;",
             "waits for 1048576 bytes; it can count 1048575",
         ),
     ],
 )
-def test_findings_at_barriers(gpu: Gpu, capfd: pytest.CaptureFixture[str], body: str, said: str) -> None:
+def test_findings_at_barriers(
+    gpu: Gpu, capfd: pytest.CaptureFixture[str], body: str, said: str
+) -> None:
     assert said in found(gpu, capfd, gpu.kernel(REGS + BARRIER + body + "ret;"), block=1)
 
 
 def test_a_barrier_may_be_asked_a_few_times_in_vain(gpu: Gpu) -> None:
     """Only a warp that asks for ever is reported."""
     k = gpu.kernel(
-        REGS + BARRIER + "mbarrier.init.shared.b64 [bar], 1; mov.u32 %r1, 0; $L: add.u32 %r1, %r1, 1;"
-        "mbarrier.test_wait.parity.shared.b64 %p1, [bar], 0; setp.lt.u32 %p2, %r1, 100; @%p2 bra $L;"
-        "mbarrier.arrive.shared.b64 _, [bar];" + wait() + "ld.param.u64 %d1, [p0]; st.global.u32 [%d1], %r1; ret;",
+        REGS
+        + BARRIER
+        + "mbarrier.init.shared.b64 [bar], 1; mov.u32 %r1, 0; $L: add.u32 %r1, %r1, 1;"
+        "mbarrier.test_wait.parity.shared.b64 %p1, [bar], 0; setp.lt.u32 %p2, %r1, 100; @%p2 bra "
+        "$L;"
+        "mbarrier.arrive.shared.b64 _, [bar];"
+        + wait()
+        + "ld.param.u64 %d1, [p0]; st.global.u32 [%d1], %r1; ret;",
         "u64",
     )
     y = gpu.empty(4)
@@ -120,8 +148,10 @@ def test_a_barrier_may_be_asked_a_few_times_in_vain(gpu: Gpu) -> None:
 def test_elect(gpu: Gpu) -> None:
     """One of the lanes of the mask, with and without its number."""
     body = (
-        REGS + "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; setp.lt.u32 %p1, %r1, 3;"
-        "mov.u32 %r2, 99; mov.u32 %r3, 0; @%p1 bra $E; elect.sync %r2|%p2, 0xfffffff8; elect.sync _|%p3, -8;"
+        REGS + "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; mad.wide.u32 %d1, %r1, 4, %d1; "
+        "setp.lt.u32 %p1, %r1, 3;"
+        "mov.u32 %r2, 99; mov.u32 %r3, 0; @%p1 bra $E; elect.sync %r2|%p2, 0xfffffff8; "
+        "elect.sync _|%p3, -8;"
         "selp.b32 %r3, 100, 0, %p2; selp.b32 %r4, 1000, 0, %p3; add.u32 %r3, %r3, %r4;"
         "$E: add.u32 %r2, %r2, %r3; st.global.u32 [%d1], %r2; ret;"
     )
@@ -133,20 +163,29 @@ def test_elect(gpu: Gpu) -> None:
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_stmatrix(gpu: Gpu, capfd: pytest.CaptureFixture[str], n: int, transposed: str) -> None:
-    """It writes what ldmatrix reads; rows of other warps without a barrier are a race, as for any store."""
+    """It writes what ldmatrix reads; rows of other warps without a barrier are a race, as for
+    any store.
+    """
     regs = np.random.default_rng(n).integers(0, 1 << 32, (4, 32), np.uint32)
     names = ", ".join(f"%r{10 + j}" for j in range(n))
     again = ", ".join(f"%r{20 + j}" for j in range(n))
     start = REGS + (
-        "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r2, tile; and.b32 %r3, %r1, 31;"
-        "mad.lo.u32 %r4, %r3, 48, %r2; mad.wide.u32 %d1, %r3, 4, %d1; mad.wide.u32 %d2, %r3, 4, %d2;"
+        "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r2, tile; "
+        "and.b32 %r3, %r1, 31;"
+        "mad.lo.u32 %r4, %r3, 48, %r2; mad.wide.u32 %d1, %r3, 4, %d1; mad.wide.u32 %d2, %r3, 4, "
+        "%d2;"
     )
     loads = "".join(f"ld.global.u32 %r{10 + j}, [%d2+{128 * j}];" for j in range(4))
     store = f"stmatrix.sync.aligned.m8n8.x{n}{transposed}.shared.b16 [%r4], {{{names}}};"
     load = f"ldmatrix.sync.aligned.m8n8.x{n}{transposed}.shared.b16 {{{again}}}, [%r4];"
     stores = "".join(f"st.global.u32 [%d1+{128 * j}], %r{20 + j};" for j in range(n)) + "ret;"
     y = gpu.empty(512)
-    gpu.launch(gpu.kernel(start + loads + store + load + stores, "u64 u64", SHARED), y, gpu.put(regs), shared=2048)
+    gpu.launch(
+        gpu.kernel(start + loads + store + load + stores, "u64 u64", SHARED),
+        y,
+        gpu.put(regs),
+        shared=2048,
+    )
     np.testing.assert_array_equal(gpu.get(y, (n, 32), np.uint32), regs[:n])
     rows = start + loads + store + "bar.warp.sync -1; mov.u32 %r5, tile; shl.b32 %r6, %r3, 1;"
     for row in range(8 * n):  # two bytes of each row for each of the first eight lanes
@@ -155,12 +194,19 @@ def test_stmatrix(gpu: Gpu, capfd: pytest.CaptureFixture[str], n: int, transpose
     y = gpu.empty(128 * 40)
     gpu.launch(gpu.kernel(rows + "ret;", "u64 u64", SHARED), y, gpu.put(regs), shared=2048)
     got = gpu.get(y, (40, 32, 2), np.uint16)[: 8 * n, :8, 0]
-    want = regs[:n].view(np.uint16).reshape(n, 8, 8)  # a lane has two numbers that lie side by side in a row
-    np.testing.assert_array_equal(got, (want.transpose(0, 2, 1) if transposed else want).reshape(8 * n, 8))
+    # a lane has two numbers that lie side by side in a row
+    want = regs[:n].view(np.uint16).reshape(n, 8, 8)
+    np.testing.assert_array_equal(
+        got, (want.transpose(0, 2, 1) if transposed else want).reshape(8 * n, 8)
+    )
     two = gpu.kernel(start + loads + store + "ret;", "u64 u64", SHARED)
     assert "race" in found(gpu, capfd, two, y, gpu.put(regs), shared=2048, block=64)
-    crooked = gpu.kernel(start + loads + store.replace("[%r4]", "[%r4+8]") + "ret;", "u64 u64", SHARED)
-    assert "not a multiple of 16" in found(gpu, capfd, crooked, gpu.empty(512), gpu.put(regs), shared=2048)
+    crooked = gpu.kernel(
+        start + loads + store.replace("[%r4]", "[%r4+8]") + "ret;", "u64 u64", SHARED
+    )
+    assert "not a multiple of 16" in found(
+        gpu, capfd, crooked, gpu.empty(512), gpu.put(regs), shared=2048
+    )
 
 
 # --- TMA ------------------------------------------------------------------------------------------
@@ -172,21 +218,43 @@ class Map:
     """What cuTensorMapEncodeTiled is called with, outermost dimension first as in numpy."""
 
     def __init__(
-        self, address: int, dims: list[int], strides: list[int], box: list[int], dtype: type = np.uint16
+        self,
+        address: int,
+        dims: list[int],
+        strides: list[int],
+        box: list[int],
+        dtype: type = np.uint16,
     ) -> None:
         self.address, self.dims, self.strides, self.box = address, dims, strides, box
-        self.type, self.steps, self.interleave, self.swizzle, self.fill = TYPES[dtype], [1] * len(dims), 0, 0, 0
+        self.type, self.steps, self.interleave, self.swizzle, self.fill = (
+            TYPES[dtype],
+            [1] * len(dims),
+            0,
+            0,
+            0,
+        )
         self.rank, self.shift = len(dims), 0
 
     def make(self, gpu: Gpu) -> np.ndarray:
         """128 bytes at an address that is a multiple of 64, and `shift` more."""
         memory = np.zeros(256, np.uint8)
         at = -memory.ctypes.data % 64 + self.shift
-        dims, strides = (ctypes.c_uint64 * 5)(*self.dims[::-1]), (ctypes.c_uint64 * 4)(*self.strides[-2::-1])
-        box, steps = (ctypes.c_uint32 * 5)(*self.box[::-1]), (ctypes.c_uint32 * 5)(*self.steps[::-1])
+        dims, strides = (
+            (ctypes.c_uint64 * 5)(*self.dims[::-1]),
+            (ctypes.c_uint64 * 4)(*self.strides[-2::-1]),
+        )
+        box, steps = (
+            (ctypes.c_uint32 * 5)(*self.box[::-1]),
+            (ctypes.c_uint32 * 5)(*self.steps[::-1]),
+        )
         gpu.call(
             "cuTensorMapEncodeTiled",
-            *(ctypes.c_void_p(memory.ctypes.data + at), self.type, self.rank, ctypes.c_void_p(self.address)),
+            *(
+                ctypes.c_void_p(memory.ctypes.data + at),
+                self.type,
+                self.rank,
+                ctypes.c_void_p(self.address),
+            ),
             *(dims, strides, box, steps, self.interleave, self.swizzle, 0, self.fill),
         )
         return memory[at : at + 128]
@@ -203,8 +271,16 @@ class Map:
         ({"dims": [(1 << 32) + 1, 64]}, 1, "dimension 1 is 4294967297; it must be 1 to 2^32"),
         ({"box": [0, 16]}, 1, "the box is 0 along dimension 1; it must be 1 to 256"),
         ({"box": [257, 16]}, 1, "the box is 257 along dimension 1; it must be 1 to 256"),
-        ({"strides": [136, 2]}, 1, "the stride of dimension 1 is 136 bytes; it must be a multiple of 16 below 2^40"),
-        ({"strides": [1 << 40, 2]}, 1, "the stride of dimension 1 is 1099511627776 bytes; it must be a multiple of 16"),
+        (
+            {"strides": [136, 2]},
+            1,
+            "the stride of dimension 1 is 136 bytes; it must be a multiple of 16 below 2^40",
+        ),
+        (
+            {"strides": [1 << 40, 2]},
+            1,
+            "the stride of dimension 1 is 1099511627776 bytes; it must be a multiple of 16",
+        ),
         ({"box": [4, 12]}, 1, "the box is 24 bytes wide; it must be a multiple of 16"),
         ({"box": [4, 32], "swizzle": 1}, 1, "the box is 64 bytes wide; the swizzle allows 32"),
         ({"box": [4, 128], "swizzle": 3}, 1, "the box is 256 bytes wide; the swizzle allows 128"),
@@ -242,38 +318,52 @@ def test_maps_that_are_refused(
 def test_older_gpus_have_no_maps(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(Failed, match="returned 801"):
         Map(4096, [4, 64], [128, 2], [4, 16]).make(Gpu(ODYSSEY_EMULATED_CC="80"))
-    assert "requires a GPU of compute capability 9.0, and this one has 8.0" in capfd.readouterr().err
+    assert (
+        "requires a GPU of compute capability 9.0, and this one has 8.0" in capfd.readouterr().err
+    )
 
 
 def fetch(rank: int, expect: object = "%r7", to: object = "%r6") -> str:
-    """A kernel: thread 0 fetches a box by the map at p1 and the coordinates at p2; p3 bytes of it go to p0."""
+    """A kernel: thread 0 fetches a box by the map at p1 and the coordinates at p2; p3 bytes of
+    it go to p0.
+    """
     coordinates = "".join(f"ld.global.s32 %r{10 + i}, [%d3+{4 * i}];" for i in range(rank))
     names = ", ".join(f"%r{10 + i}" for i in range(rank))
     return (
-        REGS + BARRIER + "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2];"
-        "ld.param.u32 %r7, [p3]; mov.u32 %r8, bar; mov.u32 %r6, tile; add.u32 %r6, %r6, 1008;" + coordinates + ""
+        REGS
+        + BARRIER
+        + "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 "
+        "%d3, [p2];"
+        "ld.param.u32 %r7, [p3]; mov.u32 %r8, bar; mov.u32 %r6, tile; add.u32 %r6, %r6, 1008;"
+        + coordinates
+        + ""
         "setp.ne.u32 %p1, %r1, 0; @%p1 bra $W; mbarrier.init.shared.b64 [%r8], 1;"
         "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;"
         f"mbarrier.arrive.expect_tx.shared.b64 _, [%r8], {expect};"
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [{to}], "
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        f"[{to}], "
         f"[%d2, {{{names}}}], [%r8]; $W: bar.sync 0;" + wait(0, "%r8") + "shl.b32 %r2, %r1, 2;"
-        "$L: setp.ge.u32 %p2, %r2, %r7; @%p2 bra $E; add.u32 %r3, %r6, %r2; ld.shared.u32 %r4, [%r3];"
-        "cvt.u64.u32 %d4, %r2; add.s64 %d4, %d1, %d4; st.global.u32 [%d4], %r4; add.u32 %r2, %r2, 256; bra $L; $E: ret;"
+        "$L: setp.ge.u32 %p2, %r2, %r7; @%p2 bra $E; add.u32 %r3, %r6, %r2; ld.shared.u32 %r4, "
+        "[%r3];"
+        "cvt.u64.u32 %d4, %r2; add.s64 %d4, %d1, %d4; st.global.u32 [%d4], %r4; add.u32 %r2, "
+        "%r2, 256; bra $L; $E: ret;"
     )
 
 
 def swizzled(image: np.ndarray, mode: int) -> np.ndarray:
-    """Bytes of shared memory from a multiple of 1,024 on, in which pieces of 16 bytes change places.
+    """Bytes of shared memory from a multiple of 1,024 on, in which pieces of 16 bytes change
+    places.
 
-    They do so within spans of 32, 64 or 128 bytes, as the figures of "Swizzling Modes" show: the number of the row of
-    128 bytes decides which piece takes whose place.
+    They do so within spans of 32, 64 or 128 bytes, as the figures of "Swizzling Modes" show: the
+    number of the row of 128 bytes decides which piece takes whose place.
     """
     if mode == 0:
         return image
     span = 16 << mode
     padded = np.zeros(-(-len(image) // 1024) * 1024, np.uint8)
     padded[: len(image)] = image
-    rows = padded.reshape(-1, 8, 128 // span, span // 16, 16)  # patterns, rows, spans, pieces, bytes
+    # patterns, rows, spans, pieces, bytes
+    rows = padded.reshape(-1, 8, 128 // span, span // 16, 16)
     out = np.empty_like(rows)
     for row, piece in itertools.product(range(8), range(span // 16)):
         out[:, row, :, piece ^ (row % (span // 16))] = rows[:, row, :, piece]
@@ -281,7 +371,9 @@ def swizzled(image: np.ndarray, mode: int) -> np.ndarray:
 
 
 def test_boxes_of_tensors(gpu: Gpu) -> None:
-    """Boxes of 1 to 5 dimensions, inside, across and beyond the edges of tensors with gaps, in every swizzle."""
+    """Boxes of 1 to 5 dimensions, inside, across and beyond the edges of tensors with gaps, in
+    every swizzle.
+    """
     rng = np.random.default_rng(4)
     kernels = [gpu.kernel(fetch(rank), "u64 u64 u64 u32", SHARED) for rank in range(1, 6)]
     outside = 0
@@ -289,7 +381,9 @@ def test_boxes_of_tensors(gpu: Gpu) -> None:
         rank, dtype, mode = int(rng.integers(1, 6)), list(TYPES)[turn % 4], int(rng.integers(0, 4))
         size = np.dtype(dtype).itemsize
         inner = 16 << mode if mode else 16 * int(rng.integers(1, 4))  # bytes
-        dims = [int(n) for n in rng.integers(1, 7, rank - 1)] + [int(rng.integers(1, 2 * inner // size))]
+        dims = [int(n) for n in rng.integers(1, 7, rank - 1)] + [
+            int(rng.integers(1, 2 * inner // size))
+        ]
         box = [int(n) for n in rng.integers(1, 5, rank - 1)] + [inner // size]
         strides, step = [size], -(-dims[-1] * size // 16) * 16
         for n in dims[-2::-1]:
@@ -310,19 +404,29 @@ def test_boxes_of_tensors(gpu: Gpu) -> None:
         y = gpu.empty(want.nbytes)
         map_there, at_there = gpu.put(a_map.make(gpu)), gpu.put(np.array(at[::-1], np.int32))
         n = ctypes.c_uint32(want.nbytes)
-        gpu.launch(kernels[rank - 1], y, map_there, at_there, n, block=64, shared=1008 + want.nbytes)
+        gpu.launch(
+            kernels[rank - 1], y, map_there, at_there, n, block=64, shared=1008 + want.nbytes
+        )
         got = gpu.get(y, want.nbytes, np.uint8)
-        np.testing.assert_array_equal(got, swizzled(want.reshape(-1).view(np.uint8), mode), f"turn {turn}")
+        np.testing.assert_array_equal(
+            got, swizzled(want.reshape(-1).view(np.uint8), mode), f"turn {turn}"
+        )
     assert outside > 1000
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"expect": 512}, "phase 0 nobody completes: 0 of 1 arrivals are missing, and 512 bytes too many came"),
+        (
+            {"expect": 512},
+            "phase 0 nobody completes: 0 of 1 arrivals are missing, and 512 bytes too many came",
+        ),
         ({"expect": 1536}, "phase 0 nobody completes: 0 of 1 arrivals and 512 bytes are missing"),
         ({"to": "%r6+64"}, "a box at 1088 of shared memory, which is not a multiple of 128"),
-        ({"to": "%r6+128"}, "a box of 1024 bytes at 1152 of shared memory, of which the block has 2048 bytes"),
+        (
+            {"to": "%r6+128"},
+            "a box of 1024 bytes at 1152 of shared memory, of which the block has 2048 bytes",
+        ),
         ({"rank": 3}, "no tensor map of 3 dimensions"),
         ({"map": 64}, "no tensor map of 2 dimensions"),
         ({"map": 32}, "which is not a multiple of 64"),
@@ -330,17 +434,23 @@ def test_boxes_of_tensors(gpu: Gpu) -> None:
         ({"short": True}, "copies 128 bytes from"),
     ],
 )
-def test_findings_of_tma(gpu: Gpu, capfd: pytest.CaptureFixture[str], change: dict[str, object], said: str) -> None:
+def test_findings_of_tma(
+    gpu: Gpu, capfd: pytest.CaptureFixture[str], change: dict[str, object], said: str
+) -> None:
     change = dict(change)
     memory = np.ones(4096, np.uint16)
     x = gpu.put(memory[: 64 * 7] if change.pop("short", False) else memory)
-    there = gpu.put(np.concatenate([Map(x, [8, 64], [128, 2], [8, 64]).make(gpu), np.zeros(256, np.uint8)]))
+    there = gpu.put(
+        np.concatenate([Map(x, [8, 64], [128, 2], [8, 64]).make(gpu), np.zeros(256, np.uint8)])
+    )
     if change.pop("free", False):
         gpu.call("cuMemFree_v2", ctypes.c_uint64(x))
     at, y = gpu.put(np.zeros(5, np.int32)), gpu.empty(1024)
     there += change.pop("map", 0)
     k = gpu.kernel(fetch(change.pop("rank", 2), **change), "u64 u64 u64 u32", SHARED)
-    assert said in found(gpu, capfd, k, y, there, at, ctypes.c_uint32(1024), block=64, shared=2048 - 16)
+    assert said in found(
+        gpu, capfd, k, y, there, at, ctypes.c_uint32(1024), block=64, shared=2048 - 16
+    )
 
 
 def bulk(size: object, source: str = "%d2", to: str = "%r6") -> str:
@@ -348,7 +458,7 @@ def bulk(size: object, source: str = "%d2", to: str = "%r6") -> str:
         "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r6, tile; mov.u32 %r1, %tid.x;"
         "mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 _, [bar], 64;"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[{to}], [{source}], {size}, [bar]; " + wait() + "ld.shared.u32 %r2, [%r6+60]; st.global.u32 [%d1], %r2; ret;"
+        f"[{to}], [{source}], {size}, [bar]; " + wait() + "ld.shared.u32 %r2, [%r6+60]; " "st.global.u32 [%d1], %r2; " "ret;"
     )  # fmt: skip
 
 
@@ -365,7 +475,9 @@ def test_bulk_copies(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
         (bulk(64, "%d2+16"), "copies 64 bytes from"),
     ):
         y, x = gpu.empty(4), gpu.put(np.arange(16, dtype=np.uint32))
-        assert said in found(gpu, capfd, gpu.kernel(text, "u64 u64", SHARED), y, x, block=1, shared=96)
+        assert said in found(
+            gpu, capfd, gpu.kernel(text, "u64 u64", SHARED), y, x, block=1, shared=96
+        )
 
 
 # --- wgmma ----------------------------------------------------------------------------------------
@@ -388,11 +500,18 @@ def stored(kind: str, x: np.ndarray) -> np.ndarray:
 
 
 def laid_out(
-    rng: np.random.Generator, bits: np.ndarray, mode: int, by_rows: bool, image: np.ndarray, start: int
+    rng: np.random.Generator,
+    bits: np.ndarray,
+    mode: int,
+    by_rows: bool,
+    image: np.ndarray,
+    start: int,
 ) -> int:
-    """Writes an operand (rows, terms) to `image` from `start` on, a multiple of 1,024; returns its descriptor.
+    """Writes an operand (rows, terms) to `image` from `start` on, a multiple of 1,024; returns
+    its descriptor.
 
-    Eight rows (or, for MN-major operands, eight terms) of 16 << mode bytes make an atom. Atoms may lie in any order.
+    Eight rows (or, for MN-major operands, eight terms) of 16 << mode bytes make an atom. Atoms may
+    lie in any order.
     """
     rows, terms = bits.shape
     size = bits.itemsize
@@ -405,7 +524,9 @@ def laid_out(
         if mode:  # the step of 32 bytes may be any of those of a row
             shift = 32 * int(rng.integers(0, span // 32))
         groups = rows // 8
-        leading, stride = (groups * 8 * span, 8 * span) if rng.integers(2) else (8 * span, along_k * 8 * span)
+        leading, stride = (
+            (groups * 8 * span, 8 * span) if rng.integers(2) else (8 * span, along_k * 8 * span)
+        )
         byte = k * size + shift
         at = x // 8 * stride + x % 8 * span
         at = at + (byte if mode else byte // 16 * leading + byte % 16)
@@ -413,7 +534,9 @@ def laid_out(
     else:
         wide, steps = span // size, terms // 8
         count = rows // wide  # atoms along the rows
-        along_x, along_k = (8 * span, count * 8 * span) if rng.integers(2) else (steps * 8 * span, 8 * span)
+        along_x, along_k = (
+            (8 * span, count * 8 * span) if rng.integers(2) else (steps * 8 * span, 8 * span)
+        )
         at = x // wide * along_x + x % wide * size + k // 8 * along_k + k % 8 * span
         leading, stride = (along_x, along_k) if mode else (along_k, along_x)
         used = count * steps * 8 * span
@@ -426,19 +549,25 @@ def laid_out(
 
 
 def product(kind: str, n: int, in_registers: bool, a_rows: bool, b_rows: bool, add: bool) -> str:
-    """A kernel that copies p1's p2 bytes to shared memory, multiplies by the descriptors p3 and p4, and adds to p0."""
+    """A kernel that copies p1's p2 bytes to shared memory, multiplies by the descriptors p3 and
+    p4, and adds to p0.
+    """
     sums = ", ".join(f"%f{i}" for i in range(n // 2))
     a = "{%r20, %r21, %r22, %r23}" if in_registers else "%d3"
     flags = "1, 1" + (
-        "" if kind == "tf32" else f", {int(b_rows)}" if in_registers else f", {int(a_rows)}, {int(b_rows)}"
+        ""
+        if kind == "tf32"
+        else f", {int(b_rows)}"
+        if in_registers
+        else f", {int(a_rows)}, {int(b_rows)}"
     )
     k = 8 if kind == "tf32" else 16
     text = REGS + f".reg .f32 %f<{n // 2}>;" + (
-        "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u32 %r2, [p2];"
+        "mov.u32 %r1, %tid.x; ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u32 %r2, " "[p2];"
         "ld.param.u64 %d3, [p3]; ld.param.u64 %d4, [p4]; ld.param.u64 %d7, [p5]; mov.u32 %r3, tile;"
-        "shl.b32 %r4, %r1, 2; setp.gt.u32 %p2, %r1, 127; @%p2 bra $E; $L: setp.ge.u32 %p1, %r4, %r2; @%p1 bra $E;"
-        "cvt.u64.u32 %d5, %r4; add.s64 %d5, %d2, %d5; ld.global.u32 %r5, [%d5]; add.u32 %r6, %r3, %r4;"
-        "st.shared.u32 [%r6], %r5; add.u32 %r4, %r4, 512; bra $L; $E: fence.proxy.async.shared::cta; bar.sync 0;"
+        "shl.b32 %r4, %r1, 2; setp.gt.u32 %p2, %r1, 127; @%p2 bra $E; $L: setp.ge.u32 %p1, %r4, " "%r2; @%p1 bra " "$E;"
+        "cvt.u64.u32 %d5, %r4; add.s64 %d5, %d2, %d5; ld.global.u32 %r5, [%d5]; add.u32 %r6, " "%r3, %r4;"
+        "st.shared.u32 [%r6], %r5; add.u32 %r4, %r4, 512; bra $L; $E: " "fence.proxy.async.shared::cta; " "bar.sync 0;"
         "mad.wide.u32 %d1, %r1, 4, %d1; mad.wide.u32 %d7, %r1, 16, %d7;"
     )  # fmt: skip
     if in_registers:
@@ -446,7 +575,8 @@ def product(kind: str, n: int, in_registers: bool, a_rows: bool, b_rows: bool, a
     text += "".join(f"ld.global.f32 %f{i}, [%d1+{512 * i}];" for i in range(n // 2))
     text += (
         f"wgmma.fence.sync.aligned; {{ .reg .pred p; setp.ne.b32 p, {int(add)}, 0;"
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{sums}}}, {a}, %d4, p, {flags}; }}"
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind} {{{sums}}}, {a}, %d4, p, "
+        f"{flags}; }}"
         "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
     )
     return text + "".join(f"st.global.f32 [%d1+{512 * i}], %f{i};" for i in range(n // 2)) + "ret;"
@@ -455,14 +585,18 @@ def product(kind: str, n: int, in_registers: bool, a_rows: bool, b_rows: bool, a
 @pytest.mark.parametrize("n", [8, 72, 256])
 @pytest.mark.parametrize("kind", ["bf16", "f16", "tf32"])
 def test_wgmma(gpu: Gpu, kind: str, n: int) -> None:
-    """All layouts and swizzles that the columns allow, A in memory or in registers, with and without an old sum."""
+    """All layouts and swizzles that the columns allow, A in memory or in registers, with and
+    without an old sum.
+    """
     rng = np.random.default_rng(n)
     terms, size = (8, 4) if kind == "tf32" else (16, 2)
     lane = np.arange(128)
     rows = lane // 32 * 16 + lane % 32 // 4  # of the first number of a lane
     kernels: dict[tuple[object, ...], ctypes.c_void_p] = {}
     cases = 0
-    for a_mode, b_mode, a_rows, b_rows, in_registers in itertools.product(range(4), range(4), *[(False, True)] * 3):
+    for a_mode, b_mode, a_rows, b_rows, in_registers in itertools.product(
+        range(4), range(4), *[(False, True)] * 3
+    ):
         if (kind == "tf32" and (a_rows or b_rows)) or (b_rows and n % ((16 << b_mode) // size)):
             continue
         if in_registers and (a_mode or a_rows):
@@ -481,7 +615,10 @@ def test_wgmma(gpu: Gpu, kind: str, n: int) -> None:
             if kind == "tf32":
                 regs[:, r] = stored(kind, a[row, lane % 4 + r // 2 * 4])
             else:
-                low, high = (stored(kind, a[row, lane % 4 * 2 + h + r // 2 * 8]).astype(np.uint32) for h in (0, 1))
+                low, high = (
+                    stored(kind, a[row, lane % 4 * 2 + h + r // 2 * 8]).astype(np.uint32)
+                    for h in (0, 1)
+                )
                 regs[:, r] = low | high << 16
         sums = np.zeros((n // 2, 128), np.float32)
         for i in range(n // 2):
@@ -492,7 +629,15 @@ def test_wgmma(gpu: Gpu, kind: str, n: int) -> None:
         y = gpu.put(sums)
         size_there = ctypes.c_uint32(len(image))
         gpu.launch(
-            kernels[key], y, gpu.put(image), size_there, a_desc, b_desc, gpu.put(regs), block=128, shared=len(image)
+            kernels[key],
+            y,
+            gpu.put(image),
+            size_there,
+            a_desc,
+            b_desc,
+            gpu.put(regs),
+            block=128,
+            shared=len(image),
         )
         got = gpu.get(y, (n // 2, 128), np.float32)
         out = np.empty((64, n), np.float32)
@@ -515,13 +660,17 @@ def test_findings_of_wgmma(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
         y, x = gpu.put(np.zeros(1024, np.float32)), gpu.put(image)
         return found(gpu, capfd, k, y, x, ctypes.c_uint32(size), a, b, 0, block=block, shared=4096)
 
-    assert "wgmma reads byte 3072 of shared memory, which nobody has written" in said(text, size=3072)
+    assert "wgmma reads byte 3072 of shared memory, which nobody has written" in said(
+        text, size=3072
+    )
     assert "of which the block has 4096 bytes" in said(text, b=b | 0x3FFF)
     assert "has a base offset, which is not emulated" in said(text, a=a | 1 << 49)
     assert "the block has no four from warp 0 on" in said(text, block=96)
     assert "the block has no four from warp 4 on" in said(text, block=160)
     lanes = "mov.u32 %r9, %laneid; cvt.u64.u32 %d9, %r9; add.s64 %d3, %d3, %d9; wgmma.fence"
-    assert "a descriptor of wgmma is not the same in all lanes of the warp" in said(text.replace("wgmma.fence", lanes))
+    assert "a descriptor of wgmma is not the same in all lanes of the warp" in said(
+        text.replace("wgmma.fence", lanes)
+    )
     part = text.replace("setp.ne.b32 p, 1, 0", "mov.u32 %r9, %laneid; setp.ne.b32 p, %r9, 0")
     assert "scale-d of wgmma is not the same in all lanes of the warp" in said(part)
     for wrong in ("p, -1, 1", "!p, 1, 1"):

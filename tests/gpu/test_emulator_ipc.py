@@ -1,4 +1,6 @@
-"""Memory of one process in another on the emulated GPU (cuIpc*), and numbers that queues write and wait for."""
+"""Memory of one process in another on the emulated GPU (cuIpc*), and numbers that queues write
+and wait for.
+"""
 
 from __future__ import annotations
 
@@ -72,15 +74,21 @@ for handle, size in zip(sys.argv[1::2], map(int, sys.argv[2::2])):
     except Failed as error:
         print(error.code, end=" ")
 """
-    pairs = [word for at, x in zip(addresses, numbers, strict=True) for word in (export(gpu, at), x.size)]
+    pairs = [
+        word for at, x in zip(addresses, numbers, strict=True) for word in (export(gpu, at), x.size)
+    ]
     words = elsewhere(code, *pairs).split()
-    assert words == [word for x in numbers for word in ("1", str(int(x.astype(np.int64).sum())), "1")]
+    assert words == [
+        word for x in numbers for word in ("1", str(int(x.astype(np.int64).sum())), "1")
+    ]
     for at, x in zip(addresses, numbers, strict=True):
         np.testing.assert_array_equal(gpu.get(at, x.size, np.uint8), 255 - x)
 
 
 def test_what_has_no_handle() -> None:
-    """Memory of the host, of another process, freed memory; and an open handle can only be closed."""
+    """Memory of the host, of another process, freed memory; and an open handle can only be
+    closed.
+    """
     gpu = Gpu()
     pinned = gpu.new("cuMemHostAlloc", ctypes.c_size_t(4096), 0).value
     freed = gpu.empty(4096)
@@ -125,7 +133,11 @@ def test_many_allocations_open_one_file() -> None:
     for _ in range(8):
         gpu.call("cuMemFree_v2", ctypes.c_uint64(gpu.put(x)))
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    files = [os.stat(link) for link in links if os.path.islink(link) and "odyssey-emulated-gpu" in os.readlink(link)]
+    files = [
+        os.stat(link)
+        for link in links
+        if os.path.islink(link) and "odyssey-emulated-gpu" in os.readlink(link)
+    ]
     assert files
     assert all(512 * file.st_blocks < 64 << 20 for file in files)
 
@@ -150,11 +162,21 @@ def test_queues_wait_for_numbers(late: str) -> None:
     x, y, z = (gpu.put(np.full(64, v, np.int32)) for v in (1, 2, 3))
     flag = gpu.put(np.zeros(2, np.uint32))
 
-    def number(name: str, stream: ctypes.c_void_p, value: int, at: int = flag, flags: int = 0) -> None:
-        gpu.call(f"cuStream{name}Value32_v2", stream, ctypes.c_uint64(at), ctypes.c_uint32(value), flags)
+    def number(
+        name: str, stream: ctypes.c_void_p, value: int, at: int = flag, flags: int = 0
+    ) -> None:
+        gpu.call(
+            f"cuStream{name}Value32_v2", stream, ctypes.c_uint64(at), ctypes.c_uint32(value), flags
+        )
 
     def copy(to: int, of: int, stream: ctypes.c_void_p) -> None:
-        gpu.call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(to), ctypes.c_uint64(of), ctypes.c_size_t(256), stream)
+        gpu.call(
+            "cuMemcpyDtoDAsync_v2",
+            ctypes.c_uint64(to),
+            ctypes.c_uint64(of),
+            ctypes.c_size_t(256),
+            stream,
+        )
 
     if late != "0":  # in order it would wait for ever
         number("Wait", two, 7)

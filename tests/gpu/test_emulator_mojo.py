@@ -1,6 +1,8 @@
-"""Kernels compiled from Mojo run on the emulated GPU through MAX's DeviceContext as they would on a GPU.
+"""Kernels compiled from Mojo run on the emulated GPU through MAX's DeviceContext as they would
+on a GPU.
 
-One program (emulator_kernels.mojo), compiled once for sm_90 and kept in the cache; each case is a process of its own.
+One program (emulator_kernels.mojo), compiled once for sm_90 and kept in the cache; each case is a
+process of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from gpu.programs import MOJO, compiled, start
 
 SOURCE = Path(__file__).with_name("emulator_kernels.mojo")
 
-pytestmark = pytest.mark.skipif(emulated.compiler() is None or MOJO is None, reason="no C compiler or no mojo")
+pytestmark = pytest.mark.skipif(
+    emulated.compiler() is None or MOJO is None, reason="no C compiler or no mojo"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,9 @@ class Runner:
         (self.folder / "x").write_bytes(x.astype(np.float32).tobytes())
         done = start(self.program, case, self.folder / "x", self.folder / "y")
         assert done.returncode != 0 and "CUDA_ERROR_ILLEGAL_ADDRESS" in done.stdout + done.stderr
-        return next(line for line in done.stderr.splitlines() if line.startswith("[emulated GPU] kernel"))
+        return next(
+            line for line in done.stderr.splitlines() if line.startswith("[emulated GPU] kernel")
+        )
 
 
 @pytest.fixture
@@ -61,7 +67,9 @@ def test_elementwise_with_a_tail(run: Runner) -> None:
 def test_matmul_in_shared_memory(run: Runner) -> None:
     x = normal(33 * 50 + 50 * 17)
     want = x[: 33 * 50].reshape(33, 50).astype(np.float64) @ x[33 * 50 :].reshape(50, 17)
-    results = [run("matmul", x, **settings)[: 33 * 17] for settings in ({}, {"order": 5}, {"threads": 1})]
+    results = [
+        run("matmul", x, **settings)[: 33 * 17] for settings in ({}, {"order": 5}, {"threads": 1})
+    ]
     np.testing.assert_allclose(results[0].reshape(33, 17), want, atol=2e-5)
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
@@ -120,7 +128,9 @@ def test_asynchronous_copies(run: Runner) -> None:
 
 def test_counting(run: Runner) -> None:
     x = np.random.default_rng(2).integers(0, 16, 1000)
-    np.testing.assert_array_equal(run("counting", x).view(np.int32)[:16], np.bincount(x, minlength=16))
+    np.testing.assert_array_equal(
+        run("counting", x).view(np.int32)[:16], np.bincount(x, minlength=16)
+    )
 
 
 def test_findings(run: Runner) -> None:
@@ -132,7 +142,9 @@ def test_findings(run: Runner) -> None:
 
 @pytest.mark.parametrize("event", ["event", "none"])
 def test_late_streams(program: Path, event: str) -> None:
-    """y = 3 from x = 1, and z = 2 y + 1 = 7 on another stream; without the event it is made of the old y, 10."""
+    """y = 3 from x = 1, and z = 2 y + 1 = 7 on another stream; without the event it is made of
+    the old y, 10.
+    """
     done = start(program, "streams", event, late=5000)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == (["7.0", "7.0"] if event == "event" else ["21.0", "21.0"])
@@ -152,6 +164,10 @@ def test_python_finds_it() -> None:
         "print(accelerator_count(), d.api, b.to(CPU()).to_numpy().sum())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=emulated.environment(gpus=2), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=emulated.environment(gpus=2),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.split() == ["2", "cuda", "45.0"], done.stderr

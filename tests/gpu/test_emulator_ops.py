@@ -39,7 +39,8 @@ def apply(gpu: Gpu, code: str, out: object, *inputs: np.ndarray, before: str = "
         code = code.replace(f"${name}", register)
     k = gpu.kernel(
         DECLARE
-        + "mov.u32 %r1, %tid.x;\nmov.u32 %r2, %ctaid.x;\nmov.u32 %r3, %ntid.x;\nmad.lo.s32 %r1, %r2, %r3, %r1;\n"
+        + "mov.u32 %r1, %tid.x;\nmov.u32 %r2, %ctaid.x;\nmov.u32 %r3, %ntid.x;\nmad.lo.s32 %r1, "
+        "%r2, %r3, %r1;\n"
         + f"setp.ge.u32 %p1, %r1, {n};\n@%p1 bra $END;\n"
         + text
         + f"mov.b{size * 8} {names['Y']}, 0;\n{code};\n"
@@ -106,10 +107,12 @@ def test_integers(gpu: Gpu, bits: int) -> None:
         same(apply(gpu, f"div.u{bits} $Y, $A, $B", u.dtype, u, small), u // small)
         same(apply(gpu, f"rem.u{bits} $Y, $A, $B", u.dtype, u, small), u % small)
         signed = small.astype(a.dtype) * np.where(a & 4, 1, -1).astype(a.dtype)
-        quotient = (np.abs(a.astype(object)) // np.abs(signed.astype(object)) * np.sign(a.astype(object))).astype(
-            object
-        ) * np.sign(signed.astype(object))
-        wrapped = np.array([(int(q) + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for q in quotient], a.dtype)
+        quotient = (
+            np.abs(a.astype(object)) // np.abs(signed.astype(object)) * np.sign(a.astype(object))
+        ).astype(object) * np.sign(signed.astype(object))
+        wrapped = np.array(
+            [(int(q) + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for q in quotient], a.dtype
+        )
         same(apply(gpu, f"div.s{bits} $Y, $A, $B", a.dtype, a, signed), wrapped)
         same(apply(gpu, f"rem.s{bits} $Y, $A, $B", a.dtype, a, signed), a - wrapped * signed)
 
@@ -119,7 +122,9 @@ def test_shifts(gpu: Gpu, bits: int) -> None:
     a = ints(3, f"i{bits // 8}")
     by = (np.arange(N) % (bits + 20)).astype(np.uint32)
     wide, unsigned = a.astype(object), a.view(f"u{bits // 8}").astype(object)
-    left = np.array([(int(x) << int(s)) % 2**bits for x, s in zip(unsigned, by, strict=True)], f"u{bits // 8}")
+    left = np.array(
+        [(int(x) << int(s)) % 2**bits for x, s in zip(unsigned, by, strict=True)], f"u{bits // 8}"
+    )
     same(apply(gpu, f"shl.b{bits} $Y, $A, $B", left.dtype, a, by), left)
     right = np.array([int(x) >> int(s) for x, s in zip(unsigned, by, strict=True)], left.dtype)
     same(apply(gpu, f"shr.u{bits} $Y, $A, $B", left.dtype, a, by), right)
@@ -134,20 +139,32 @@ def test_products(gpu: Gpu) -> None:
     same(apply(gpu, "mul.wide.s32 $Y, $A, $B", np.int64, a, b), wide)
     same(apply(gpu, "mul.wide.u32 $Y, $A, $B", np.uint64, ua, ub), uwide)
     same(apply(gpu, "mul.hi.s32 $Y, $A, $B", np.int32, a, b), (wide >> 32).astype(np.int32))
-    same(apply(gpu, "mul.hi.u32 $Y, $A, $B", np.uint32, ua, ub), (uwide >> np.uint64(32)).astype(np.uint32))
+    same(
+        apply(gpu, "mul.hi.u32 $Y, $A, $B", np.uint32, ua, ub),
+        (uwide >> np.uint64(32)).astype(np.uint32),
+    )
     with np.errstate(over="ignore"):
         same(apply(gpu, "mad.wide.s32 $Y, $A, $B, $C", np.int64, a, b, c), wide + c)
     u, v = c.view(np.uint64), c.view(np.uint64)[::-1].copy()
     high = np.array([int(x) * int(y) >> 64 for x, y in zip(u, v, strict=True)], np.uint64)
     same(apply(gpu, "mul.hi.u64 $Y, $A, $B", np.uint64, u, v), high)
     h = a.astype(np.int16)
-    same(apply(gpu, "mul.wide.s16 $Y, $A, $B", np.int32, h, h[::-1].copy()), h.astype(np.int32) * h[::-1])
+    same(
+        apply(gpu, "mul.wide.s16 $Y, $A, $B", np.int32, h, h[::-1].copy()),
+        h.astype(np.int32) * h[::-1],
+    )
 
 
 def test_bits(gpu: Gpu) -> None:
     a, b = ints(7, np.uint32), ints(8, np.uint32)
-    same(apply(gpu, "popc.b32 $Y, $A", np.uint32, a), np.array([x.bit_count() for x in a.tolist()], np.uint32))
-    same(apply(gpu, "clz.b32 $Y, $A", np.uint32, a), np.array([32 - x.bit_length() for x in a.tolist()], np.uint32))
+    same(
+        apply(gpu, "popc.b32 $Y, $A", np.uint32, a),
+        np.array([x.bit_count() for x in a.tolist()], np.uint32),
+    )
+    same(
+        apply(gpu, "clz.b32 $Y, $A", np.uint32, a),
+        np.array([32 - x.bit_length() for x in a.tolist()], np.uint32),
+    )
     same(
         apply(gpu, "brev.b32 $Y, $A", np.uint32, a),
         np.array([int(f"{x:032b}"[::-1], 2) for x in a.tolist()], np.uint32),
@@ -155,11 +172,16 @@ def test_bits(gpu: Gpu) -> None:
     rotated = np.array([(x << 13 | x >> 19) & 0xFFFFFFFF for x in a.tolist()], np.uint32)
     same(apply(gpu, "shf.l.wrap.b32 $Y, $A, $A, 13", np.uint32, a), rotated)
     same(apply(gpu, "bfe.u32 $Y, $A, 5, 9", np.uint32, a), a >> np.uint32(5) & np.uint32(511))
-    swapped = np.array([int.from_bytes(x.to_bytes(4, "little"), "big") for x in a.tolist()], np.uint32)
+    swapped = np.array(
+        [int.from_bytes(x.to_bytes(4, "little"), "big") for x in a.tolist()], np.uint32
+    )
     same(apply(gpu, "prmt.b32 $Y, $A, $A, 0x0123", np.uint32, a), swapped)
     same(apply(gpu, "lop3.b32 $Y, $A, $B, $A, 0x3c", np.uint32, a, b), a ^ b)
     mask = np.uint32(0xFF00)
-    same(apply(gpu, "bfi.b32 $Y, $A, $B, 8, 8", np.uint32, a, b), b & ~mask | (a & np.uint32(255)) << np.uint32(8))
+    same(
+        apply(gpu, "bfi.b32 $Y, $A, $B, 8, 8", np.uint32, a, b),
+        b & ~mask | (a & np.uint32(255)) << np.uint32(8),
+    )
     pair = apply(gpu, "mov.b32 {%h1, %h2}, $A; mov.b32 $Y, {%h2, %h1}", np.uint32, a)
     same(pair, a >> np.uint32(16) | a << np.uint32(16))
     d = ints(9, np.uint64)
@@ -175,7 +197,13 @@ def test_comparisons(gpu: Gpu, dtype: type) -> None:
     a, b = (ints(s, dtype) if kind.kind in "iu" else floats(s).astype(dtype) for s in (10, 11))
     a[50:90] = b[50:90]
     t = f"{ {'i': 's', 'u': 'u', 'f': 'f'}[kind.kind] }{kind.itemsize * 8}"
-    for name, reference in (("lt", a < b), ("le", a <= b), ("gt", a > b), ("ge", a >= b), ("eq", a == b)):
+    for name, reference in (
+        ("lt", a < b),
+        ("le", a <= b),
+        ("gt", a > b),
+        ("ge", a >= b),
+        ("eq", a == b),
+    ):
         got = apply(gpu, f"setp.{name}.{t} %p2, $A, $B; selp.b32 $Y, 1, 0, %p2", np.uint32, a, b)
         same(got, reference.astype(np.uint32))
     ordered = ~(np.isnan(a) | np.isnan(b)) if kind.kind == "f" else np.ones(N, bool)
@@ -189,10 +217,12 @@ def test_comparisons(gpu: Gpu, dtype: type) -> None:
             ("nan", ~ordered),
             ("num", ordered),
         ):
-            got = apply(gpu, f"setp.{name}.{t} %p2, $A, $B; selp.b32 $Y, 1, 0, %p2", np.uint32, a, b)
+            got = apply(
+                gpu, f"setp.{name}.{t} %p2, $A, $B; selp.b32 $Y, 1, 0, %p2", np.uint32, a, b
+            )
             same(got, reference.astype(np.uint32))
     both = apply(
-        gpu, f"setp.lt.{t} %p3, $B, $A; setp.lt.and.{t} %p1|%p2, $A, $B, !%p3; selp.b32 $Y, 2, 4, %p1; "
+        gpu, f"setp.lt.{t} %p3, $B, $A; setp.lt.and.{t} %p1|%p2, $A, $B, !%p3; selp.b32 $Y, 2, " "4, %p1; "
             f"@%p2 add.s32 $Y, $Y, 1",
         np.uint32, a, b,
     )  # fmt: skip
@@ -212,7 +242,8 @@ def test_float_arithmetic(gpu: Gpu, dtype: type) -> None:
         same(apply(gpu, f"rcp.rn.{t} $Y, $A", dtype, a), dtype(1) / a)
         same(apply(gpu, f"neg.{t} $Y, $A", dtype, a), -a)
         same(apply(gpu, f"abs.{t} $Y, $A", dtype, a), np.abs(a))
-        same(apply(gpu, f"min.{t} $Y, $A, $B", dtype, a, b)[2:], np.fmin(a, b)[2:])  # the sign of a zero: below
+        # the sign of a zero: below
+        same(apply(gpu, f"min.{t} $Y, $A, $B", dtype, a, b)[2:], np.fmin(a, b)[2:])
         same(apply(gpu, f"max.{t} $Y, $A, $B", dtype, a, b)[2:], np.fmax(a, b)[2:])
     zeros = np.array([0.0, -0.0], dtype)
     same(apply(gpu, f"min.{t} $Y, $A, $B", dtype, zeros, -zeros), np.array([-0.0, -0.0], dtype))
@@ -225,7 +256,10 @@ def test_fma_rounds_once(gpu: Gpu) -> None:
     b[20:], c[20:] = a[20:], -1
     with np.errstate(all="ignore"):
         exact = a.astype(np.longdouble) * b.astype(np.longdouble) + c.astype(np.longdouble)
-        same(apply(gpu, "fma.rn.f32 $Y, $A, $B, $C", np.float32, a, b, c)[20:], exact.astype(np.float32)[20:])
+        same(
+            apply(gpu, "fma.rn.f32 $Y, $A, $B, $C", np.float32, a, b, c)[20:],
+            exact.astype(np.float32)[20:],
+        )
 
 
 def half_of(dtype: str, x: np.ndarray) -> np.ndarray:
@@ -239,7 +273,9 @@ def half_of(dtype: str, x: np.ndarray) -> np.ndarray:
 
 def from_half(dtype: str, bits: np.ndarray) -> np.ndarray:
     return (
-        bits.view(np.float16).astype(np.float32) if dtype == "f16" else (bits.astype(np.uint32) << 16).view(np.float32)
+        bits.view(np.float16).astype(np.float32)
+        if dtype == "f16"
+        else (bits.astype(np.uint32) << 16).view(np.float32)
     )
 
 
@@ -257,7 +293,9 @@ def test_small_floats(gpu: Gpu, t: str) -> None:
         beside = [np.nextafter(values, np.float32(to)) for to in (np.inf, -np.inf)]
         near = np.concatenate([values, *beside])
         middle = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
-        near = np.concatenate([near, middle, np.nextafter(middle, np.float32(0)), floats(17, 4096, 30)])
+        near = np.concatenate(
+            [near, middle, np.nextafter(middle, np.float32(0)), floats(17, 4096, 30)]
+        )
         same_half(t, apply(gpu, f"cvt.rn.{t}.f32 $Y, $A", np.uint16, near), half_of(t, near))
         rng = np.random.default_rng(18)
         a, b, c = (rng.integers(0, 65536, 20000, dtype=np.uint16) for _ in range(3))
@@ -271,14 +309,19 @@ def test_small_floats(gpu: Gpu, t: str) -> None:
         # one rounding: a product just above the middle of two values, and a tiny c that decides
         got = apply(gpu, f"fma.rn.{t} $Y, $A, $B, $C", np.uint16, a, b, c)
         exact = fa.astype(np.longdouble) * fb + fc
-        low, high = (np.nextafter(exact.astype(np.float32), np.float32(d)) for d in (-np.inf, np.inf))
+        low, high = (
+            np.nextafter(exact.astype(np.float32), np.float32(d)) for d in (-np.inf, np.inf)
+        )
         sure = half_of(t, low) == half_of(t, high)
         assert sure.mean() > 0.9
         same_half(t, got[sure], half_of(t, exact.astype(np.float32))[sure])
-    # the product lies in the middle of two values and a c far below it decides: float64 alone would lose c
+    # the product lies in the middle of two values and a c far below it decides: float64 alone would
+    # lose c
     eps, tiny = {"f16": (2.0**-10, 2.0**-24), "bf16": (2.0**-7, 2.0**-100)}[t]
     x, y = half_of(t, np.full(3, 1 + eps)), half_of(t, np.full(3, 1.5))
-    got = apply(gpu, f"fma.rn.{t} $Y, $A, $B, $C", np.uint16, x, y, half_of(t, np.array([tiny, -tiny, 0])))
+    got = apply(
+        gpu, f"fma.rn.{t} $Y, $A, $B, $C", np.uint16, x, y, half_of(t, np.array([tiny, -tiny, 0]))
+    )
     np.testing.assert_array_equal(from_half(t, got), 1.5 + eps * np.array([2, 1, 2]))
     pair = apply(gpu, f"cvt.rn.{t}x2.f32 $Y, $A, $B", np.uint32, values[:1000], values[1000:2000])
     same_half(t, (pair >> 16).astype(np.uint16), every[:1000])
@@ -290,7 +333,12 @@ def test_conversions(gpu: Gpu) -> None:
     for bits in (32, 64):
         for sign, dtype in (("s", f"i{bits // 8}"), ("u", f"u{bits // 8}")):
             info = np.iinfo(dtype)
-            for mode, fn in (("rzi", np.trunc), ("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil)):
+            for mode, fn in (
+                ("rzi", np.trunc),
+                ("rni", np.rint),
+                ("rmi", np.floor),
+                ("rpi", np.ceil),
+            ):
                 want = [0 if np.isnan(x) else min(max(fn(float(x)), info.min), info.max) for x in f]
                 want = np.array([int(x) for x in want], dtype)
                 same(apply(gpu, f"cvt.{mode}.{sign}{bits}.f32 $Y, $A", dtype, f), want)
@@ -334,21 +382,36 @@ def test_approximations(gpu: Gpu) -> None:
     special = np.array([np.inf, -np.inf, np.nan, 128, -150, -126, 0, -0.0], np.float32)
     with np.errstate(over="ignore"):
         want = np.exp2(special.astype(np.float64)).astype(np.float32)
-    np.testing.assert_allclose(apply(gpu, "ex2.approx.f32 $Y, $A", np.float32, special), want, rtol=2e-7)
+    np.testing.assert_allclose(
+        apply(gpu, "ex2.approx.f32 $Y, $A", np.float32, special), want, rtol=2e-7
+    )
     subnormal = np.array([1e-40, -1e-40, 1.5], np.float32)
     np.testing.assert_array_equal(
-        apply(gpu, "mul.ftz.f32 $Y, $A, 0f3F800000", np.float32, subnormal), np.array([0, -0.0, 1.5], np.float32)
+        apply(gpu, "mul.ftz.f32 $Y, $A, 0f3F800000", np.float32, subnormal),
+        np.array([0, -0.0, 1.5], np.float32),
     )
-    np.testing.assert_array_equal(apply(gpu, "mul.f32 $Y, $A, 0f3F800000", np.float32, subnormal), subnormal)
+    np.testing.assert_array_equal(
+        apply(gpu, "mul.f32 $Y, $A, 0f3F800000", np.float32, subnormal), subnormal
+    )
 
 
 @pytest.mark.parametrize("mode,offset", [("up", 3), ("down", 5), ("bfly", 9), ("idx", 7)])
 def test_shuffles(gpu: Gpu, mode: str, offset: int) -> None:
     x = np.arange(128, dtype=np.uint32) * 3 + 1
     clamp = 0 if mode == "up" else 31
-    got = apply(gpu, f"shfl.sync.{mode}.b32 $Y|%p2, $A, {offset}, {clamp}, -1; @%p2 add.s32 $Y, $Y, 1000", np.uint32, x)
+    got = apply(
+        gpu,
+        f"shfl.sync.{mode}.b32 $Y|%p2, $A, {offset}, {clamp}, -1; @%p2 add.s32 $Y, $Y, 1000",
+        np.uint32,
+        x,
+    )
     lane = np.arange(128) % 32
-    source = {"up": lane - offset, "down": lane + offset, "bfly": lane ^ offset, "idx": np.full(128, offset)}[mode]
+    source = {
+        "up": lane - offset,
+        "down": lane + offset,
+        "bfly": lane ^ offset,
+        "idx": np.full(128, offset),
+    }[mode]
     inside = (source >= 0) & (source < 32)
     source = np.where(inside, source, lane) + np.arange(128) // 32 * 32
     np.testing.assert_array_equal(got, x[source] + 1000 * inside)
@@ -370,13 +433,17 @@ def test_votes(gpu: Gpu) -> None:
     got = apply(gpu, code.format("ballot.b32 $Y, %p2, -1", ""), np.uint32, x)
     np.testing.assert_array_equal(got, np.repeat(np.array(ballot, np.uint32), 32))
     for name, fn in (("all", np.all), ("any", np.any)):
-        got = apply(gpu, code.format(f"{name}.pred %p3, %p2, -1", "selp.b32 $Y, 1, 0, %p3"), np.uint32, x)
+        got = apply(
+            gpu, code.format(f"{name}.pred %p3, %p2, -1", "selp.b32 $Y, 1, 0, %p3"), np.uint32, x
+        )
         np.testing.assert_array_equal(got, np.repeat([int(fn(w & 1)) for w in warps], 32))
     got = apply(gpu, "and.b32 $A, $A, 3; match.any.sync.b32 $Y, $A, -1", np.uint32, x)
     want = [sum(1 << j for j in range(32) if w[j] & 3 == v & 3) for w in warps for v in w]
     np.testing.assert_array_equal(got, np.array(want, np.uint32))
     got = apply(gpu, "redux.sync.add.u32 $Y, $A, -1", np.uint32, x)
-    np.testing.assert_array_equal(got, np.repeat(warps.astype(np.uint64).sum(1).astype(np.uint32), 32))
+    np.testing.assert_array_equal(
+        got, np.repeat(warps.astype(np.uint64).sum(1).astype(np.uint32), 32)
+    )
     got = apply(gpu, "redux.sync.min.s32 $Y, $A, -1", np.int32, x.view(np.int32))
     np.testing.assert_array_equal(got, np.repeat(warps.view(np.int32).min(1), 32))
 
@@ -394,7 +461,9 @@ $L5: shfl.sync.idx.b32 %r23, $Y, 0, 31, -1; add.s32 $Y, $Y, %r23
 
 
 def test_divergence(gpu: Gpu) -> None:
-    """Loops of different length, an if in them, a way out of the middle; then all lanes are together again."""
+    """Loops of different length, an if in them, a way out of the middle; then all lanes are
+    together again.
+    """
     x = ints(24, np.uint32, 128)
 
     def one(v: int) -> int:
@@ -440,7 +509,13 @@ def test_functions(gpu: Gpu) -> None:
     st.param.b32 [param0], $A; st.param.b32 [param1], 7; st.param.b32 [param1+4], 5;
     call.uni (retval0), more, (param0, param1); ld.param.b32 $Y, [retval0];
     """
-    got = apply(gpu, "{" + code.strip().rstrip(";") + "; } and.b32 $Y, $Y, $Y", np.uint32, x, before=FUNCTIONS)
+    got = apply(
+        gpu,
+        "{" + code.strip().rstrip(";") + "; } and.b32 $Y, $Y, $Y",
+        np.uint32,
+        x,
+        before=FUNCTIONS,
+    )
     np.testing.assert_array_equal(got, np.where(x > 1000, x, 2 * x) + 5)
 
 
@@ -462,14 +537,20 @@ def test_jump_tables(gpu: Gpu) -> None:
     np.testing.assert_array_equal(got, np.choose(x & 3, [x + 101, x + 201, 10, x + 201]))
 
 
-@pytest.mark.parametrize("t,k", [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4)])
+@pytest.mark.parametrize(
+    "t,k", [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4)]
+)
 @pytest.mark.parametrize("exact", [True, False])
 def test_mma(gpu: Gpu, t: str, k: int, exact: bool) -> None:
     shape = f"m16n8k{k}"
     rng = np.random.default_rng(25)
 
     def numbers(*size: int) -> np.ndarray:
-        x = rng.integers(-8, 9, size).astype(np.float32) if exact else rng.standard_normal(size).astype(np.float32)
+        x = (
+            rng.integers(-8, 9, size).astype(np.float32)
+            if exact
+            else rng.standard_normal(size).astype(np.float32)
+        )
         if t == "tf32":
             return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
         return from_half(t, half_of(t, x.ravel())).reshape(size)
@@ -503,9 +584,19 @@ def test_mma(gpu: Gpu, t: str, k: int, exact: bool) -> None:
     body += "".join(f"ld.global.b32 %r{i + 2}, [%d2+{128 * i}];\n" for i in range(n))
     names = [f"%r{i + 2}" for i in range(n)]
     lists = [
-        ", ".join(x) for x in (["%r20", "%r21", "%r22", "%r23"], names[:na], names[na : na + nb], names[na + nb :])
+        ", ".join(x)
+        for x in (
+            ["%r20", "%r21", "%r22", "%r23"],
+            names[:na],
+            names[na : na + nb],
+            names[na + nb :],
+        )
     ]
-    body += f"mma.sync.aligned.{shape}.row.col.f32.{t}.{t}.f32 " + ", ".join(f"{{{x}}}" for x in lists) + ";\n"
+    body += (
+        f"mma.sync.aligned.{shape}.row.col.f32.{t}.{t}.f32 "
+        + ", ".join(f"{{{x}}}" for x in lists)
+        + ";\n"
+    )
     body += "".join(f"st.global.b32 [%d1+{128 * i}], %r{20 + i};\n" for i in range(4)) + "ret;"
     y = gpu.empty(4 * 128)
     gpu.launch(gpu.kernel(body, "u64 u64"), y, gpu.put(regs))
@@ -543,9 +634,13 @@ def test_atomics(gpu: Gpu) -> None:
     got = gpu.get(y, 14, np.uint32)
     np.testing.assert_array_equal(got[:8], np.bincount(x & 7, minlength=8))
     assert got[8] == x.max() and got[9:10].view(np.int32)[0] == min(0, x.view(np.int32).min())
-    assert got[10:11].view(np.float32)[0] == 500 and got[11] == 0 and got[12:14].view(np.uint64)[0] == 3000
+    assert (
+        got[10:11].view(np.float32)[0] == 500
+        and got[11] == 0
+        and got[12:14].view(np.uint64)[0] == 3000
+    )
     cas = gpu.kernel(
-        DECLARE + "ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; $L: ld.volatile.global.u32 %r2, [%d1]; "
+        DECLARE + "ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; $L: ld.volatile.global.u32 %r2, " "[%d1]; "
             "add.s32 %r3, %r2, %r1;"
         "atom.global.cas.b32 %r4, [%d1], %r2, %r3; setp.ne.u32 %p1, %r4, %r2; @%p1 bra $L; ret;",
         "u64",
@@ -557,14 +652,22 @@ def test_atomics(gpu: Gpu) -> None:
 
 def test_parameters_of_all_sizes(gpu: Gpu) -> None:
     k = gpu.kernel(
-        DECLARE + "ld.param.u64 %d1, [p1]; ld.param.s8 %r1, [p0]; ld.param.u16 %r2, [p2]; ld.param.f32 %r3, [p3]; "
+        DECLARE + "ld.param.u64 %d1, [p1]; ld.param.s8 %r1, [p0]; ld.param.u16 %r2, [p2]; " "ld.param.f32 %r3, [p3]; "
             "ld.param.b64 %d2, [p4];"
         "st.global.b32 [%d1], %r1; st.global.b32 [%d1+4], %r2; st.global.b32 [%d1+8], %r3; "
         "st.global.b64 [%d1+16], %d2; ret;",
         "u8 u64 u16 f32 b64",
     )  # fmt: skip
     y = gpu.empty(24)
-    gpu.launch(k, ctypes.c_int8(-3), y, ctypes.c_uint16(65535), ctypes.c_float(2.5), ctypes.c_int64(-7), block=1)
+    gpu.launch(
+        k,
+        ctypes.c_int8(-3),
+        y,
+        ctypes.c_uint16(65535),
+        ctypes.c_float(2.5),
+        ctypes.c_int64(-7),
+        block=1,
+    )
     raw = gpu.get(y, 24, np.uint8)
     assert raw[:8].view(np.int32).tolist() == [-3, 65535] and raw[8:12].view(np.float32)[0] == 2.5
     assert raw[16:].view(np.int64)[0] == -7

@@ -13,7 +13,9 @@ from gpu import emulated
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "scripts" / "gpu-check"
 
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="no C compiler for the emulated GPU")
+pytestmark = pytest.mark.skipif(
+    emulated.compiler() is None, reason="no C compiler for the emulated GPU"
+)
 
 
 def test_the_parts_run_on_the_emulated_gpu_and_are_skipped_then(tmp_path: Path) -> None:
@@ -21,14 +23,25 @@ def test_the_parts_run_on_the_emulated_gpu_and_are_skipped_then(tmp_path: Path) 
     command = [sys.executable, PROGRAM, "--emulated", "--output", tmp_path, *only]
     first = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     records = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert [name for name, r in records.items() if r.get("passed")] == ["machine", "benchmarks", "accuracy"], first
+    assert [name for name, r in records.items() if r.get("passed")] == [
+        "machine",
+        "benchmarks",
+        "accuracy",
+    ], first
     assert "checks by itself" in records["sanitizer"]["not run"]
-    assert "Emulated GPU" in records["machine"]["opened"][0] and ["8.5", "sm_90a"] in records["machine"]["ptx"]
+    assert (
+        "Emulated GPU" in records["machine"]["opened"][0]
+        and ["8.5", "sm_90a"] in records["machine"]["ptx"]
+    )
     assert records["machine"]["for"]["gpu"] == "Emulated GPU"
     assert records["benchmarks"]["tables"]["lenet5-fp32"]["rows"][0]["host_seconds"] > 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu-check.json", "gpu-check.log"]
-    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300, check=False)
-    assert again.returncode == 0 and again.stdout.count("skipped (passed at") == 6, again.stdout + again.stderr
+    again = subprocess.run(
+        [*command, "--resume"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert again.returncode == 0 and again.stdout.count("skipped (passed at") == 6, (
+        again.stdout + again.stderr
+    )
     after = json.loads((tmp_path / "gpu-check.json").read_text())
     assert {name: after[name] for name in ("machine", "benchmarks", "accuracy")} == {
         name: records[name] for name in ("machine", "benchmarks", "accuracy")
@@ -37,10 +50,23 @@ def test_the_parts_run_on_the_emulated_gpu_and_are_skipped_then(tmp_path: Path) 
 
 def test_every_launch_of_a_step_has_a_time(tmp_path: Path) -> None:
     file = tmp_path / "launches.json"
-    command = [ROOT / "benchmarks" / "gpu_launches.py", "--model", "lenet5", "--precision", "fp32", "--batch", 128]
+    command = [
+        ROOT / "benchmarks" / "gpu_launches.py",
+        "--model",
+        "lenet5",
+        "--precision",
+        "fp32",
+        "--batch",
+        128,
+    ]
     words = [sys.executable, *command, "--replays", 2, "--json", file]
     done = subprocess.run(
-        list(map(str, words)), env=emulated.environment(1), capture_output=True, text=True, timeout=600, check=False
+        list(map(str, words)),
+        env=emulated.environment(1),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads(file.read_text())

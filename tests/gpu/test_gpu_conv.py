@@ -1,6 +1,8 @@
-"""Convolutions on an emulated GPU: against float64, the same bits for any shards and fold, the fused op as on the CPU.
+"""Convolutions on an emulated GPU: against float64, the same bits for any shards and fold, the
+fused op as on the CPU.
 
-The checks are in conv2d_check.mojo. Nothing here was run on a GPU and nothing here says anything about time.
+The checks are in conv2d_check.mojo. Nothing here was run on a GPU and nothing here says anything
+about time.
 """
 
 from __future__ import annotations
@@ -37,8 +39,17 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = tmp_path_factory.mktemp("build") / target.name
         # With so few blocks each has several tiles of pixels, as it has at large batches.
-        options = ["-I", str(root / "mojo"), "-I", str(root / "tests" / "mojo"), "-D", "CONV_ENOUGH_BLOCKS=4"]
-        done = compiler.run_mojo(["build", "--target-accelerator", "sm_90", *options, str(source), "-o", str(fresh)])
+        options = [
+            "-I",
+            str(root / "mojo"),
+            "-I",
+            str(root / "tests" / "mojo"),
+            "-D",
+            "CONV_ENOUGH_BLOCKS=4",
+        ]
+        done = compiler.run_mojo(
+            ["build", "--target-accelerator", "sm_90", *options, str(source), "-o", str(fresh)]
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         shutil.copy(fresh, f"{target}.{os.getpid()}")
         os.replace(f"{target}.{os.getpid()}", target)
@@ -47,30 +58,58 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(program: Path, *names: str, **settings: object) -> str:
     environment = emulated.environment(**settings)
-    done = subprocess.run([program, *names], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [program, *names], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0 and "all ok" in done.stdout, done.stdout + done.stderr
     return done.stdout
 
 
 GENERAL = [
-    *("groups", "depthwise", "multiplier", "dilation", "both", "stride over dilation", "common factor", "signal")
+    *(
+        "groups",
+        "depthwise",
+        "multiplier",
+        "dilation",
+        "both",
+        "stride over dilation",
+        "common factor",
+        "signal",
+    )
 ]
-LAYERS = ["lenet1", "lenet2", "convnet1", "convnet2", "1x1", "stride2", "oblong", "thin", "point", "seven"]
+LAYERS = [
+    "lenet1",
+    "lenet2",
+    "convnet1",
+    "convnet2",
+    "1x1",
+    "stride2",
+    "oblong",
+    "thin",
+    "point",
+    "seven",
+]
 STRIDED = ["strided", "gaps", "three", "uneven", "wide"]
 
 
 def test_results_are_close_to_float64(program):
-    """Forward (of small layers also the bits of the CPU's kernel), both gradients; nothing is written outside."""
+    """Forward (of small layers also the bits of the CPU's kernel), both gradients; nothing is
+    written outside.
+    """
     assert check(program, *LAYERS).count(" ok\n") == len(LAYERS) + 1
 
 
 def test_gradients_of_strided_inputs(program):
-    """Each phase of the input's pixels with its own taps; more steps than taps; sizes that are no multiples of it."""
+    """Each phase of the input's pixels with its own taps; more steps than taps; sizes that are
+    no multiples of it.
+    """
     assert check(program, *STRIDED, late=1, order=2).count(" ok\n") == len(STRIDED) + 1
 
 
 def test_groups_and_dilation(program):
-    """The same of convolutions with groups of channels or dilation, also where strides pass over taps."""
+    """The same of convolutions with groups of channels or dilation, also where strides pass over
+    taps.
+    """
     assert check(program, *GENERAL, late=1, order=3).count(" ok\n") == len(GENERAL) + 1
 
 
@@ -79,14 +118,18 @@ def test_large_tiles(program, name):
     check(program, name)
 
 
-@pytest.mark.parametrize("name", ["bits5", "bits3", "bits0", "bits of groups", "bits of a large layer"])
+@pytest.mark.parametrize(
+    "name", ["bits5", "bits3", "bits0", "bits of groups", "bits of a large layer"]
+)
 def test_bits_do_not_depend_on_shards_and_fold(program, name):
     """1, 2, 3, 5 and 8 shards, 1 to 8 of them in a buffer; added to a buffer and written to one."""
     assert f"{name} precision 0 bits ok" in check(program, name)
 
 
 def test_pooling_in_the_same_launch(program):
-    """Values and argmax have the bits of the CPU's three ops, also for windows that overlap and rounded factors."""
+    """Values and argmax have the bits of the CPU's three ops, also for windows that overlap and
+    rounded factors.
+    """
     assert check(program, "pooled").count("pooled") == 7
 
 
@@ -106,7 +149,9 @@ def test_too_large_a_fold_is_refused(program):
 
 
 def test_memory_is_read_in_whole_sectors(program, tmp_path):
-    """Activations are read 64 bytes at a time, weights once for many threads, without conflicts in shared memory."""
+    """Activations are read 64 bytes at a time, weights once for many threads, without conflicts
+    in shared memory.
+    """
     check(program, "lenet2", "convnet2", stats=tmp_path / "stats")
     rows = [json.loads(line) for line in (tmp_path / "stats").read_text().splitlines()]
     # A thread that packs weights reads a run of its own: the cache has what is left of a sector.

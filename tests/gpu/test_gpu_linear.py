@@ -1,7 +1,8 @@
-"""Linear layers on an emulated GPU: against float64, and the same bits for any shards, fold and tile.
+"""Linear layers on an emulated GPU: against float64, and the same bits for any shards, fold and
+tile.
 
-Nothing here was run on a GPU. The emulator runs the code the driver of one would get, so it shows what the kernels
-compute, in which order, and how they use memory; it says nothing about time.
+Nothing here was run on a GPU. The emulator runs the code the driver of one would get, so it shows
+what the kernels compute, in which order, and how they use memory; it says nothing about time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ SHAPES = [(1, 1), (3, 5), (84, 10), (400, 120), (20, 44), (132, 260)]  # I, O
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One launch. The values of every operand follow from its sizes, not from `tile`, `shards` or `fold`."""
+    """One launch.
+
+    The values of every operand follow from its sizes, not from `tile`, `shards` or `fold`.
+    """
 
     op: int
     precision: int
@@ -50,7 +54,9 @@ class Job:
     special: bool = False  # infinities and values that are not a number among the inputs
 
     def tensor(self, which: str) -> np.ndarray:
-        """x (shards, G, I, 16), dy (shards, G, O, 16), w (O, I), b (O), and what dw and db hold before."""
+        """x (shards, G, I, 16), dy (shards, G, O, 16), w (O, I), b (O), and what dw and db hold
+        before.
+        """
         shape = {
             "x": (self.groups, self.inputs, LANES),
             "dy": (self.groups, self.outputs, LANES),
@@ -95,7 +101,12 @@ class Job:
         if self.op == FORWARD:
             return [empty(self.outputs), spread(t("x")), shared(t("w")), shared(t("b"))]
         if self.op == INPUT:
-            return [empty(self.inputs), spread(t("dy")), shared(t("w")), (np.zeros(4, np.float32), 0)]
+            return [
+                empty(self.inputs),
+                spread(t("dy")),
+                shared(t("w")),
+                (np.zeros(4, np.float32), 0),
+            ]
         return [spread(t("dw")), spread(t("db")), spread(t("dy")), spread(t("x"))]
 
     def line(self) -> str:
@@ -159,7 +170,9 @@ def rounded(v: np.ndarray, precision: int) -> np.ndarray:
 
 
 class Device:
-    """The compiled program and the emulator; many launches in one process, as starting one takes a second."""
+    """The compiled program and the emulator; many launches in one process, as starting one takes
+    a second.
+    """
 
     def __init__(self, program: Path, folder: Path) -> None:
         self.program, self.folder = program, folder
@@ -192,14 +205,28 @@ def compiled(folder: Path, *options: str) -> Path:
     """The program, from the cache or compiled now (half a minute)."""
     root = build.source_root()
     source = Path(__file__).with_name("linear_jobs.mojo")
-    key = hashlib.sha256(repr(options).encode() + source.read_bytes() + compiler.compiler_version().encode())
-    for path in (root / "mojo" / "kernels" / name for name in ("lanes.mojo", *map("gpu/{}.mojo".format, SOURCES))):
+    key = hashlib.sha256(
+        repr(options).encode() + source.read_bytes() + compiler.compiler_version().encode()
+    )
+    for path in (
+        root / "mojo" / "kernels" / name
+        for name in ("lanes.mojo", *map("gpu/{}.mojo".format, SOURCES))
+    ):
         key.update(path.read_bytes())
     program = build.cache_dir() / "tests" / f"linear_jobs-{key.hexdigest()[:16]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
         fresh = folder / program.name
-        words = ["--target-accelerator", "sm_90", "-I", str(root / "mojo"), *options, str(source), "-o", str(fresh)]
+        words = [
+            "--target-accelerator",
+            "sm_90",
+            "-I",
+            str(root / "mojo"),
+            *options,
+            str(source),
+            "-o",
+            str(fresh),
+        ]
         done = compiler.run_mojo(["build", *words])
         assert done.returncode == 0, done.stdout + done.stderr
         shutil.copy(fresh, f"{program}.{os.getpid()}")
@@ -246,14 +273,26 @@ def test_values(device: Device, precision: int) -> None:
 
 def test_larger_layers(device: Device) -> None:
     """The launcher's own choice; 784 -> 512 at two shards of 64 samples."""
-    check(device.run([Job(op, p, CHOSEN, 2, 1, 4, 784, 512, True) for op in range(3) for p in (FP32, BF16)]))
+    check(
+        device.run(
+            [Job(op, p, CHOSEN, 2, 1, 4, 784, 512, True) for op in range(3) for p in (FP32, BF16)]
+        )
+    )
 
 
 @pytest.mark.parametrize("precision", [FP32, TF32, BF16])
 def test_one_order_of_adding(device: Device, precision: int) -> None:
-    """The bits of a shard's activations depend neither on the tile nor on how many shards a launch has."""
-    for op, (g, i, o) in itertools.product((FORWARD, INPUT), [(2, 400, 120), (1, 36, 20), (3, 100, 1028)]):
-        jobs = [Job(op, precision, tile, shards, 1, g, i, o) for tile in TILES for shards in (1, 2, 3, 5, 8)]
+    """The bits of a shard's activations depend neither on the tile nor on how many shards a
+    launch has.
+    """
+    for op, (g, i, o) in itertools.product(
+        (FORWARD, INPUT), [(2, 400, 120), (1, 36, 20), (3, 100, 1028)]
+    ):
+        jobs = [
+            Job(op, precision, tile, shards, 1, g, i, o)
+            for tile in TILES
+            for shards in (1, 2, 3, 5, 8)
+        ]
         if g == 3:
             jobs = [job for job in jobs if job.shards in (1, 3)]
         results = device.run(jobs)
@@ -274,7 +313,9 @@ def tree(v: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("precision", [FP32, TF32, BF16])
 def test_gradients_along_the_tree(device: Device, precision: int) -> None:
-    """A buffer of `fold` shards holds the tree's sum of the gradients of its shards, in every tile."""
+    """A buffer of `fold` shards holds the tree's sum of the gradients of its shards, in every
+    tile.
+    """
     for g, i, o in [(2, 40, 24), (3, 7, 9)]:
         jobs = [
             Job(WEIGHT, precision, tile, shards, fold, g, i, o)
@@ -287,12 +328,18 @@ def test_gradients_along_the_tree(device: Device, precision: int) -> None:
         for job in jobs:
             for name, v in results[job].items():
                 for buffer, found in enumerate(v):
-                    parts = alone[name][buffer * job.fold : min((buffer + 1) * job.fold, job.shards)]
-                    assert np.array_equal(found.view(np.uint32), tree(list(parts)).view(np.uint32)), (job, name)
+                    parts = alone[name][
+                        buffer * job.fold : min((buffer + 1) * job.fold, job.shards)
+                    ]
+                    assert np.array_equal(
+                        found.view(np.uint32), tree(list(parts)).view(np.uint32)
+                    ), (job, name)
 
 
 def test_accumulate_adds_after_the_tree(device: Device) -> None:
-    plain = [Job(WEIGHT, FP32, tile, 5, 4, 2, i, o) for tile in TILES for i, o in ((40, 24), (7, 9))]
+    plain = [
+        Job(WEIGHT, FP32, tile, 5, 4, 2, i, o) for tile in TILES for i, o in ((40, 24), (7, 9))
+    ]
     added = [dataclasses.replace(job, flag=True) for job in plain]
     results = device.run(plain + added)
     for a, b in zip(plain, added, strict=True):
@@ -301,11 +348,21 @@ def test_accumulate_adds_after_the_tree(device: Device) -> None:
 
 
 def test_infinity_and_not_a_number(device: Device) -> None:
-    """They stay what they are in every precision, in the outputs that they reach and in no other."""
-    jobs = [Job(FORWARD, p, tile, 2, 1, 1, 24, 12, True, special=True) for p in PRECISIONS for tile in TILES]
+    """They stay what they are in every precision, in the outputs that they reach and in no
+    other.
+    """
+    jobs = [
+        Job(FORWARD, p, tile, 2, 1, 1, 24, 12, True, special=True)
+        for p in PRECISIONS
+        for tile in TILES
+    ]
     for job, found in device.run(jobs).items():
         with np.errstate(invalid="ignore"):
-            y = np.einsum("oi,sgil->sgol", job.tensor("w").astype(np.float64), job.tensor("x").astype(np.float64))
+            y = np.einsum(
+                "oi,sgil->sgol",
+                job.tensor("w").astype(np.float64),
+                job.tensor("x").astype(np.float64),
+            )
             expected = np.where(y < 0, 0, y)
         assert np.array_equal(np.isnan(found["y"]), np.isnan(expected)), job
         assert np.array_equal(np.isposinf(found["y"]), np.isposinf(expected)), job
@@ -313,9 +370,16 @@ def test_infinity_and_not_a_number(device: Device) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"order": 7}, {"late": 1}])
-def test_the_order_of_threads_and_streams_changes_nothing(device: Device, settings: dict[str, int]) -> None:
+def test_the_order_of_threads_and_streams_changes_nothing(
+    device: Device, settings: dict[str, int]
+) -> None:
     """Warps and blocks in a shuffled order; work that really runs behind the host."""
-    jobs = [Job(op, p, tile, 3, 2, 2, 100, 68) for op in range(3) for p in (FP32, BF16) for tile in TILES]
+    jobs = [
+        Job(op, p, tile, 3, 2, 2, 100, 68)
+        for op in range(3)
+        for p in (FP32, BF16)
+        for tile in TILES
+    ]
     usual, other = device.run(jobs), device.run(jobs, **settings)
     for job in jobs:
         for name in usual[job]:
@@ -338,7 +402,9 @@ def test_memory_is_used_well(device: Device, precision: int) -> None:
 
 
 def test_the_portable_form(portable: Device) -> None:
-    """The code for other GPUs, run on the emulated one: values, and the same bits from all tiles."""
+    """The code for other GPUs, run on the emulated one: values, and the same bits from all
+    tiles.
+    """
     jobs = [
         Job(op, precision, tile, shards, 4, 2, i, o)
         for op, precision in itertools.product(range(3), (FP32, BF16))

@@ -1,4 +1,6 @@
-"""The plans of GPUs, without one: whatever the pieces, the folds and the workers, the sum is that of the one tree."""
+"""The plans of GPUs, without one: whatever the pieces, the folds and the workers, the sum is
+that of the one tree.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def tree(first, n):
 
 
 def folded(first, n, fold):
-    """What the kernels make of a piece: sums over runs of `fold` shards, then the tree over these."""
+    """What the kernels make of a piece: sums over runs of `fold` shards, then the tree over
+    these.
+    """
 
     def over(lo, count):
         if count == 1:
@@ -62,14 +66,27 @@ def test_a_worker_computes_the_nodes_of_its_shards(limit):
 
 
 def test_large_pieces_fold():
-    assert [pieces.fold_of(n) for n in (1, 63, 64, 127, 128, 255, 256, 10000)] == [1, 1, 2, 2, 4, 4, 8, 8]
+    assert [pieces.fold_of(n) for n in (1, 63, 64, 127, 128, 255, 256, 10000)] == [
+        1,
+        1,
+        2,
+        2,
+        4,
+        4,
+        8,
+        8,
+    ]
     assert pieces.fold_of(10000, most=1) == 1
 
 
 def test_the_sums_of_workers_meet_in_the_tree():
-    for shards, ranks, workers in itertools.product((1, 2, 3, 6, 8, 13, 64), (1, 2, 3), (1, 2, 3, 4)):
+    for shards, ranks, workers in itertools.product(
+        (1, 2, 3, 6, 8, 13, 64), (1, 2, 3), (1, 2, 3, 4)
+    ):
         for rank in range(ranks):
-            runs = [planning.share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
+            runs = [
+                planning.share(shards, ranks * workers, rank * workers + w) for w in range(workers)
+            ]
             own = (runs[0][0], runs[-1][1])
             nodes = [planning.nodes(r, shards) for r in runs]
             meeting = pieces.meeting(nodes, shards)
@@ -87,7 +104,11 @@ def test_devices_go_round_by_rank():
     assert devices(4, 2, 1, 2, False) == [2, 3]
     assert devices(1, 4, 0, 1, True) == [0, 0, 0, 0]
     assert devices(2, 1, 3, 4, True) == [1]
-    with pytest.raises(DeviceError, match=r"4 GPUs were asked for and this machine has 1; use --num-gpus 1, "):
+    with pytest.raises(
+        DeviceError, match=r"4 GPUs were asked for and this machine has 1; use --num-gpus 1, "
+    ):
         devices(1, 4, 0, 1, False)
-    with pytest.raises(DeviceError, match=r"4 ranks x 1 = 4 GPUs were asked for and this machine has 2; use -n 2, "):
+    with pytest.raises(
+        DeviceError, match=r"4 ranks x 1 = 4 GPUs were asked for and this machine has 2; use -n 2, "
+    ):
         devices(2, 1, 0, 4, False)

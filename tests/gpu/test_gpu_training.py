@@ -1,6 +1,8 @@
-"""Trainings on GPUs, here on emulated ones: the same bits on any number of workers and ranks, and what is refused.
+"""Trainings on GPUs, here on emulated ones: the same bits on any number of workers and ranks,
+and what is refused.
 
-The checks themselves are in records.py and trainings.py, which scripts/gpu-check runs on a real GPU.
+The checks themselves are in records.py and trainings.py, which scripts/gpu-check runs on a real
+GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import pytest
 from gpu import emulated
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="no C compiler for the emulated GPU")
+pytestmark = pytest.mark.skipif(
+    emulated.compiler() is None, reason="no C compiler for the emulated GPU"
+)
 
 TRAIN = ["--steps", "3", "--global-batch-size", "112", "--no-eval", "--no-progress"]
 
 
-def run(*command: object, gpus: int = 1, code: int = 0, **settings: object) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, gpus: int = 1, code: int = 0, **settings: object
+) -> subprocess.CompletedProcess[str]:
     """Runs a program on emulated GPUs; its exit code must be `code`."""
     done = subprocess.run(
         list(map(str, command)),
@@ -36,7 +42,9 @@ def run(*command: object, gpus: int = 1, code: int = 0, **settings: object) -> s
 def weights(*options: object, ranks: int = 0, gpus: int = 1, **settings: object) -> str:
     """The hash of the weights after a short training with these options of `odyssey train`."""
     launcher = ["mpirun", "-n", ranks] if ranks else []
-    done = run(*launcher, sys.executable, "-m", "odyssey.train", *TRAIN, *options, gpus=gpus, **settings)
+    done = run(
+        *launcher, sys.executable, "-m", "odyssey.train", *TRAIN, *options, gpus=gpus, **settings
+    )
     return done.stdout.split("weights ")[1].split()[0]
 
 
@@ -50,20 +58,25 @@ def test_every_op_agrees_with_the_cpu() -> None:
     assert " 0 failed" in said and int(said.split()[0]) > 500
 
 
-@pytest.mark.parametrize("settings", [{"gpus": 2}, {"gpus": 1, "late": 1, "order": 7}], ids=["two", "one, late"])
+@pytest.mark.parametrize(
+    "settings", [{"gpus": 2}, {"gpus": 1, "late": 1, "order": 7}], ids=["two", "one, late"]
+)
 def test_trainings(settings: dict[str, int]) -> None:
     names = (
         ["workers", "data_that_does_not_fit", "checkpoints", "touched", "copied", "offloaded"]
         if "late" in settings
         else []
     )
-    results = json.loads(run(sys.executable, HERE / "trainings.py", *names, **settings).stdout.splitlines()[-1])
+    results = json.loads(
+        run(sys.executable, HERE / "trainings.py", *names, **settings).stdout.splitlines()[-1]
+    )
     assert len(results) == len(names or results) >= 4
     assert {name: r for name, r in results.items() if not r["ok"]} == {}
 
 
 def test_what_a_step_asks_the_driver_for() -> None:
-    """The host waits once, and once more for the norm; batches and a step log add copies and no wait for the device.
+    """The host waits once, and once more for the norm; batches and a step log add copies and no
+    wait for the device.
 
     Waiting for the copy of two batches before, which has ended, counts as one.
     """
@@ -116,5 +129,7 @@ def test_an_optimizer_that_is_a_rule_has_one_hash_on_workers_and_ranks() -> None
 def test_a_machine_without_gpus_says_so(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "odyssey.train", *TRAIN, "--num-gpus", 2, gpus=0)
     assert "odyssey: no GPU found: 2 CPU workers are used" in done.stderr
-    said = run(sys.executable, "-m", "odyssey.train", *TRAIN, "--device", "gpu", gpus=0, code=69).stderr
+    said = run(
+        sys.executable, "-m", "odyssey.train", *TRAIN, "--device", "gpu", gpus=0, code=69
+    ).stderr
     assert "device is 'gpu' but this machine has none" in said

@@ -1,7 +1,8 @@
-"""Sums between ranks that train on GPUs, here emulated ones: the same bits over every transport, and what goes wrong.
+"""Sums between ranks that train on GPUs, here emulated ones: the same bits over every transport,
+and what goes wrong.
 
-The trainings are in transports.py, the NCCL in nccl/nccl.c. ODYSSEY_EMULATOR_LATE lets streams run late, so that a
-missing wait would show as other bits.
+The trainings are in transports.py, the NCCL in nccl/nccl.c. ODYSSEY_EMULATOR_LATE lets streams run
+late, so that a missing wait would show as other bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from odyssey.engine.gpu import reduction
 from odyssey.parallel import plan as planning
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="no C compiler for the emulated GPU")
+pytestmark = pytest.mark.skipif(
+    emulated.compiler() is None, reason="no C compiler for the emulated GPU"
+)
 
 
 @pytest.fixture
@@ -89,7 +92,9 @@ def test_ranks_that_share_a_gpu_read_each_others_memory(trained, one, ranks, lat
 
 
 def test_arrays_of_the_host_take_the_ordinary_way(gpus):
-    """A world of backend nccl, and its groups, are of shm or mpi by another name; these have the contract's tests."""
+    """A world of backend nccl, and its groups, are of shm or mpi by another name; these have the
+    contract's tests.
+    """
     code = """
 import numpy as np
 from odyssey import comm
@@ -115,7 +120,10 @@ def test_a_group_of_one_calls_everything(gpus):
 def test_a_rank_that_is_gone_ends_the_others(gpus):
     done = gpus(HERE / "transports.py", 1, "a_rank_is_gone", ranks=3)
     assert done.returncode == 76, done.stdout + done.stderr
-    line = "[comm] a rank has ended, or cannot be reached: NCCL says remote process exited or there was a network error"
+    line = (
+        "[comm] a rank has ended, or cannot be reached: NCCL says remote process exited or "
+        "there was a network error"
+    )
     assert re.search(f"rank [01]: {re.escape(line)}", done.stdout)  # the first to see it ends all
 
 
@@ -124,7 +132,9 @@ def test_a_rank_that_does_not_come_is_named(gpus):
     assert done.returncode == 76, done.stdout + done.stderr
     seconds, text = re.search(r"rank 0 after ([\d.]+) s: (.*)", done.stdout).groups()
     assert 2 <= float(seconds) < 30  # how exactly a deadline is kept: tests/comm/test_ends.py
-    assert text.startswith("[comm] waited 2 s in exchange of 61792 float32 on GPUs: rank 1 did not come")
+    assert text.startswith(
+        "[comm] waited 2 s in exchange of 61792 float32 on GPUs: rank 1 did not come"
+    )
 
 
 WORLD = "from odyssey import comm\nprint(comm.world('nccl').why)"
@@ -138,17 +148,29 @@ WORLD = "from odyssey import comm\nprint(comm.world('nccl').why)"
             3,
             {"gpus": 2},
             64,
-            "[comm] backend nccl: ranks 0 and 2 share GPU 0 of one machine, which NCCL does not allow; "
+            "[comm] backend nccl: ranks 0 and 2 share GPU 0 of one machine, which NCCL does not "
+            "allow; "
             "start at most one rank per GPU, or use backend mpi",
         ),
-        (2, {"gpus": 0}, 69, "[comm] backend nccl: no GPU on this machine that can be used; use backend mpi"),
+        (
+            2,
+            {"gpus": 0},
+            69,
+            "[comm] backend nccl: no GPU on this machine that can be used; use backend mpi",
+        ),
         (
             2,
             {"version": 21000},
             64,
-            "is NCCL 2.10.0, and 2.13.0 is the oldest that will do; pip install -U nvidia-nccl-cu12",
+            "is NCCL 2.10.0, and 2.13.0 is the oldest that will do; pip install -U "
+            "nvidia-nccl-cu12",
         ),
-        (2, {"without": emulated_nccl.LIBRARY}, 64, "[comm] backend nccl finds no NCCL (libnccl.so.2: "),
+        (
+            2,
+            {"without": emulated_nccl.LIBRARY},
+            64,
+            "[comm] backend nccl finds no NCCL (libnccl.so.2: ",
+        ),
     ],
 )
 def test_what_nccl_needs_is_said_in_one_line(gpus, ranks, settings, code, text):
@@ -164,7 +186,8 @@ def test_one_rank_needs_no_nccl():
     from odyssey.errors import ConfigError
 
     with pytest.raises(
-        ConfigError, match="backend nccl connects several ranks, and this one is alone; use backend local"
+        ConfigError,
+        match="backend nccl connects several ranks, and this one is alone; use backend local",
     ):
         comm.world("nccl")
 
@@ -176,7 +199,10 @@ def test_versions_that_differ_are_refused(gpus):
     )
     done = gpus("-c", code, ranks=2)
     assert done.returncode == 64
-    assert "[comm] backend nccl: rank 1 has NCCL 2.22.5, rank 0 2.21.5; install the same on all machines" in done.stderr
+    assert (
+        "[comm] backend nccl: rank 1 has NCCL 2.22.5, rank 0 2.21.5; install the same on all "
+        "machines" in done.stderr
+    )
 
 
 def test_gpu_mpi_is_asked_for_by_1():
@@ -195,7 +221,9 @@ def test_gpu_mpi_is_asked_for_by_1():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 8, 16, 21])
 def test_one_launch_adds_along_the_tree_where_the_nodes_allow(shards, ranks):
-    """`tree_adds` are the additions of a tree over buffers side by side, which may be those of the plan."""
+    """`tree_adds` are the additions of a tree over buffers side by side, which may be those of
+    the plan.
+    """
     plan = planning.exchange(shards, ranks, 1, 1000)
     nodes = [node for own in plan.nodes for node in own]
     adds = [(a.a, a.b) for a in plan.adds]

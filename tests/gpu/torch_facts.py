@@ -1,11 +1,13 @@
-"""Short training runs of PyTorch, plain and with odyssey.torch, for scripts/gpu-check; prints a JSON object.
+"""Short training runs of PyTorch, plain and with odyssey.torch, for scripts/gpu-check; prints a
+JSON object.
 
     python tests/gpu/torch_facts.py facts
     python tests/gpu/torch_facts.py plain DEVICE            hashes of weights, by form
     python tests/gpu/torch_facts.py accepts DEVICE          the error of odyssey.torch for a module there, or null
     python tests/gpu/torch_facts.py trainer DEVICE FORM     the hash of weights, on all ranks
 
-DEVICE is cpu or cuda. FORM is fp32, bf16 or compile. All flags that make PyTorch deterministic are set.
+DEVICE is cpu or cuda. FORM is fp32, bf16 or compile. All flags that make PyTorch deterministic are
+set.
 """
 
 from __future__ import annotations
@@ -76,7 +78,14 @@ class Attention(nn.Module):
 
 def convolutions() -> nn.Module:
     """A network with a convolution, batch normalization and dropout."""
-    layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.25), nn.Linear(4 * 36, 10))
+    layers = (
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(4 * 36, 10),
+    )
     return nn.Sequential(*layers)
 
 
@@ -125,7 +134,8 @@ def plain(device: str) -> dict[str, str]:
     for name, arguments in forms.items():
         try:
             hashes[name] = plain_run(arguments[0], device, *arguments[1:])
-        except Exception as problem:  # a fact as well: what can't be deterministic, or has no compiler
+        # a fact as well: what can't be deterministic, or has no compiler
+        except Exception as problem:
             if name in ("fp32", "bf16"):
                 raise
             hashes[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
@@ -143,7 +153,9 @@ def make_trainer(device: str, form: str) -> Any:
     if form == "compile":
         net = torch.compile(net)
     loss = nn.CrossEntropyLoss()
-    return DistributedTrainer(net, optimizer, loss, shard_size=8, precision=precision, clip_norm=0.5, backend="auto")
+    return DistributedTrainer(
+        net, optimizer, loss, shard_size=8, precision=precision, clip_norm=0.5, backend="auto"
+    )
 
 
 def accepts(device: str) -> dict[str, str | None]:
@@ -167,11 +179,17 @@ def trainer(device: str, form: str) -> dict[str, Any] | None:
     evaluation = t.evaluate(batches()[:1])
     if t.comm.rank:
         return None
-    return {"weights": t.weights_sha256()[:16], "loss": float(evaluation.loss).hex(), "ranks": t.comm.size}
+    return {
+        "weights": t.weights_sha256()[:16],
+        "loss": float(evaluation.loss).hex(),
+        "ranks": t.comm.size,
+    }
 
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    result = {"facts": facts, "plain": plain, "accepts": accepts, "trainer": trainer}[command](*rest)
+    result = {"facts": facts, "plain": plain, "accepts": accepts, "trainer": trainer}[command](
+        *rest
+    )
     if result is not None:
         print(json.dumps(result), flush=True)

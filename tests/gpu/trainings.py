@@ -1,10 +1,12 @@
-"""Short trainings on GPUs in one process, for test_gpu_training.py and scripts/gpu-check; prints a JSON object.
+"""Short trainings on GPUs in one process, for test_gpu_training.py and scripts/gpu-check; prints
+a JSON object.
 
     python tests/gpu/trainings.py [--list] [NAME ...]
 
-Each check returns what is to be compared; "ok" is what must be true of it, and a line says so when it is done. Devices
-are shared (oversubscribe), so one GPU is enough. Exit code: 0, 1 if a check failed, 3 if the GPU can no longer be used
-by this process: what is left has to be done in another one.
+Each check returns what is to be compared; "ok" is what must be true of it, and a line says so when
+it is done. Devices are shared (oversubscribe), so one GPU is enough. Exit code: 0, 1 if a check
+failed, 3 if the GPU can no longer be used by this process: what is left has to be done in another
+one.
 """
 
 from __future__ import annotations
@@ -83,24 +85,41 @@ def compare(gpu: DistributedTrainer, cpu: DistributedTrainer, n: int = 3, batch:
 
 @check
 def workers() -> dict[str, Any]:
-    """The same bits on 1, 2, 3 and 4 workers, and where 80 samples are five shards and there are seven workers."""
+    """The same bits on 1, 2, 3 and 4 workers, and where 80 samples are five shards and there are
+    seven workers.
+    """
     hashes = {n: steps(trainer(num_gpus=n)) for n in (1, 2, 3, 7)}
     large = {n: steps(trainer(num_gpus=n), 2, 416) for n in (1, 4)}
-    return {"ok": len(set(hashes.values())) == 1 and len(set(large.values())) == 1, "hashes": hashes, "large": large}
+    return {
+        "ok": len(set(hashes.values())) == 1 and len(set(large.values())) == 1,
+        "hashes": hashes,
+        "large": large,
+    }
 
 
 @check
 def copied() -> dict[str, Any]:
-    """A copy of a model and its optimizer has what the GPUs have now, trains as the original would, and without it."""
+    """A copy of a model and its optimizer has what the GPUs have now, trains as the original
+    would, and without it.
+    """
     hashes: dict[str, list[str]] = {}
     for name in ("lenet5", "with running statistics"):
         nn.manual_seed(1)
-        norm = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+        norm = nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)
+        )
         original = trainer(name if name == "lenet5" else norm, optim.Adam(lr=0.001))
         steps(original, 2)
-        alone, pair = copy.deepcopy(original.model), copy.deepcopy((original.model, original.optimizer))
+        alone, pair = (
+            copy.deepcopy(original.model),
+            copy.deepcopy((original.model, original.optimizer)),
+        )
         kept = copy.copy(original.optimizer).state["m"].copy()
-        before = [original.weights_sha256(), trainer(alone).weights_sha256(), pair[1].arena.sha256()]
+        before = [
+            original.weights_sha256(),
+            trainer(alone).weights_sha256(),
+            pair[1].arena.sha256(),
+        ]
         kept_alike = np.array_equal(kept, original.optimizer.state["m"])
         after = [steps(original, 2)]
         untouched = pair[1].arena.sha256() == before[0]
@@ -115,7 +134,9 @@ def copied() -> dict[str, Any]:
 def like_the_cpu() -> dict[str, Any]:
     """After some steps weights are those of the CPU, up to rounding."""
 
-    def far(model: str = "lenet5", n: int = 3, batch: int = 80, adam: bool = False, **settings: Any) -> float:
+    def far(
+        model: str = "lenet5", n: int = 3, batch: int = 80, adam: bool = False, **settings: Any
+    ) -> float:
         sides = [
             trainer(model, optim.AdamW(lr=0.001) if adam else None, device=device, **settings)
             for device in ("gpu", "cpu")
@@ -147,7 +168,9 @@ class Grouped(nn.Module):
             nn.Conv2d(6, 6, 3, 1, 1, groups=6),
             nn.Conv2d(6, 8, (3, 2), 2, 2, dilation=2, groups=2, bias=False),
         )
-        self.signals = nn.Sequential(nn.Conv1d(8, 12, 3, 2, 3, dilation=3, groups=4), nn.Tanh(), nn.Flatten())
+        self.signals = nn.Sequential(
+            nn.Conv1d(8, 12, 3, 2, 3, dilation=3, groups=4), nn.Tanh(), nn.Flatten()
+        )
         self.last = nn.Linear(12 * 28, 10)
         self.loss = nn.CrossEntropyLoss()
 
@@ -158,7 +181,9 @@ class Grouped(nn.Module):
 
 @check
 def grouped() -> dict[str, Any]:
-    """Convolutions with groups and dilation: the same bits on 1 and 2 workers, in bf16 too, close to the CPU's."""
+    """Convolutions with groups and dilation: the same bits on 1 and 2 workers, in bf16 too,
+    close to the CPU's.
+    """
     found: dict[str, Any] = {}
     for precision in ("fp32", "bf16"):
         one, two = (trainer(Grouped(), num_gpus=n, precision=precision) for n in (1, 2))
@@ -174,8 +199,12 @@ class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         nn.manual_seed(1)
-        self.images = nn.Sequential(nn.Conv2d(1, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, 3))
-        self.middle = nn.Sequential(nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 150), nn.Tanh())
+        self.images = nn.Sequential(
+            nn.Conv2d(1, 6, 3, 2, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, 3)
+        )
+        self.middle = nn.Sequential(
+            nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 150), nn.Tanh()
+        )
         self.last = nn.Sequential(nn.LayerNorm(150), nn.Linear(150, 10))
         self.loss = nn.CrossEntropyLoss()
 
@@ -185,7 +214,9 @@ class Normalised(nn.Module):
 
 @check
 def normalised() -> dict[str, Any]:
-    """Normalisations, whose small gradients and pieces of AdamW share launches: the same bits on 1 to 3 workers."""
+    """Normalisations, whose small gradients and pieces of AdamW share launches: the same bits on
+    1 to 3 workers.
+    """
 
     def made(momentum: bool, **settings: Any) -> DistributedTrainer:
         optimizer = optim.SGD(lr=0.05, momentum=0.9) if momentum else optim.AdamW(lr=0.001)
@@ -195,19 +226,33 @@ def normalised() -> dict[str, Any]:
     hashes = {(m, n): steps(made(m, num_gpus=n)) for m in (False, True) for n in (1, 2, 3)}
     far = compare(made(True), made(True, device="cpu"))
     alike = all(hashes[m, n] == hashes[m, 1] for m, n in hashes)
-    return {"ok": alike and far < 1e-4, "hashes": {f"{m} {n}": h for (m, n), h in hashes.items()}, "far": far}
+    return {
+        "ok": alike and far < 1e-4,
+        "hashes": {f"{m} {n}": h for (m, n), h in hashes.items()},
+        "far": far,
+    }
 
 
 class Looking(nn.Module):
-    """Images as texts of 98 tokens, two tiles of a GPU's attention, of which each looks back, with dropout."""
+    """Images as texts of 98 tokens, two tiles of a GPU's attention, of which each looks back,
+    with dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         nn.manual_seed(1)
-        self.parts, self.last, self.loss = nn.Linear(8, 24), nn.Linear(784, 10), nn.CrossEntropyLoss()
+        self.parts, self.last, self.loss = (
+            nn.Linear(8, 24),
+            nn.Linear(784, 10),
+            nn.CrossEntropyLoss(),
+        )
 
     def forward(self, x: Any) -> Any:
-        return self.last(F.attention(self.parts(x.reshape(-1, 98, 8)), None, None, 2, 0, dropout=0.1).reshape(-1, 784))
+        return self.last(
+            F.attention(self.parts(x.reshape(-1, 98, 8)), None, None, 2, 0, dropout=0.1).reshape(
+                -1, 784
+            )
+        )
 
 
 @check
@@ -225,7 +270,10 @@ def precisions() -> dict[str, Any]:
     steps(plain)
     found: dict[str, Any] = {}
     for precision in ("tf32", "bf16", "fp16"):
-        settings = {"precision": precision, **({"scaler_init_scale": 256.0} if precision == "fp16" else {})}
+        settings = {
+            "precision": precision,
+            **({"scaler_init_scale": 256.0} if precision == "fp16" else {}),
+        }
         one, two = trainer(**settings), trainer(num_gpus=2, **settings)
         same = steps(one) == steps(two)
         found[precision] = {"same": same, "far": apart(one.state_dict(), plain.state_dict())}
@@ -244,7 +292,9 @@ def overflow() -> dict[str, Any]:
 
 @check
 def not_finite() -> dict[str, Any]:
-    """A loss that is not finite ends the training, and the weights stay those of the step before."""
+    """A loss that is not finite ends the training, and the weights stay those of the step
+    before.
+    """
     t = trainer(optimizer=optim.SGD(lr=1e30))
     it = iter(loader())
     t.train_step(next(it))
@@ -258,7 +308,9 @@ def not_finite() -> dict[str, Any]:
 
 @check
 def pieces() -> dict[str, Any]:
-    """Shards computed in several pieces, for want of memory, give the same bits; so do those with one fold."""
+    """Shards computed in several pieces, for want of memory, give the same bits; so do those
+    with one fold.
+    """
     from odyssey.engine.gpu import plan
     from odyssey.engine.gpu.runner import GpuRunner
 
@@ -279,7 +331,9 @@ def pieces() -> dict[str, Any]:
 
 @check
 def data_that_does_not_fit() -> dict[str, Any]:
-    """A data set brought batch by batch, ahead of its step, gives the bits of one that lies on the device."""
+    """A data set brought batch by batch, ahead of its step, gives the bits of one that lies on
+    the device.
+    """
     from odyssey.engine.gpu import group
 
     def run(workers: int) -> tuple[str, float]:
@@ -299,8 +353,9 @@ def data_that_does_not_fit() -> dict[str, Any]:
 
 @check
 def checkpoints() -> dict[str, Any]:
-    """A training that is stopped and resumed, with another number of workers, ends with the same bits; and the CPU goes
-    on from a GPU's checkpoint, and a GPU from the CPU's."""
+    """A training that is stopped and resumed, with another number of workers, ends with the same
+    bits; and the CPU goes on from a GPU's checkpoint, and a GPU from the CPU's.
+    """
 
     def fit(t: DistributedTrainer, folder: str, n: int) -> str:
         t.fit(loader(), epochs=1, steps=n, checkpoint_dir=folder, checkpoint_every=2)
@@ -312,7 +367,9 @@ def checkpoints() -> dict[str, Any]:
         adam = {"optimizer": optim.Adam(lr=0.001)}
         whole = fit(trainer("mlp", optim.Adam(lr=0.001)), at[0], 5)
         fit(trainer("mlp", optim.Adam(lr=0.001)), at[1], 3)
-        found["resumed on 2"] = fit(trainer("mlp", optim.Adam(lr=0.001), num_gpus=2), at[1], 5) == whole
+        found["resumed on 2"] = (
+            fit(trainer("mlp", optim.Adam(lr=0.001), num_gpus=2), at[1], 5) == whole
+        )
         fit(trainer("mlp", **adam, device="cpu"), at[2], 3)
         gpu = trainer("mlp", optim.Adam(lr=0.001))
         fit(gpu, at[2], 5)
@@ -324,7 +381,9 @@ def checkpoints() -> dict[str, Any]:
 
 @check
 def touched() -> dict[str, Any]:
-    """What a user writes into parameters or state between steps is what the next step starts from."""
+    """What a user writes into parameters or state between steps is what the next step starts
+    from.
+    """
     one, two = trainer("mlp"), trainer("mlp")
     steps(one, 2)
     steps(two, 2)
@@ -345,7 +404,9 @@ def touched() -> dict[str, Any]:
 
 @check
 def without_a_shard() -> dict[str, Any]:
-    """A worker that has no shard of a batch takes the step of the others: as first batch, and after a skipped step."""
+    """A worker that has no shard of a batch takes the step of the others: as first batch, and
+    after a skipped step.
+    """
 
     def run(n: int) -> str:
         t = trainer("mlp", num_gpus=n, nonfinite="skip")
@@ -367,14 +428,22 @@ def without_a_shard() -> dict[str, Any]:
 
 @check
 def several_trainers() -> dict[str, Any]:
-    """A second trainer of a model, on GPUs or the CPU, starts from what the first has learned; and so on in turns."""
+    """A second trainer of a model, on GPUs or the CPU, starts from what the first has learned;
+    and so on in turns.
+    """
 
     def run(second: str) -> tuple[bool, bool]:
         one = trainer("mlp")
         steps(one, 2)
         learned = one.weights_sha256()
         two = DistributedTrainer(
-            one.model, optim.SGD(lr=0.05), backend="local", device=second, num_gpus=1, oversubscribe=True, threads=1
+            one.model,
+            optim.SGD(lr=0.05),
+            backend="local",
+            device=second,
+            num_gpus=1,
+            oversubscribe=True,
+            threads=1,
         )
         start = two.weights_sha256()
         steps(two, 1)
@@ -420,18 +489,25 @@ def fingerprints() -> dict[str, Any]:
     team = t._train.team
     at = team.parameters.addresses[0][0]
     whole = [(at, t.arena.size, 0)]
-    device, pieces = team.fingerprints([whole, [(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)]])()
+    device, pieces = team.fingerprints(
+        [whole, [(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)]]
+    )()
     gradients = t._train.gradients(t.last.updates[0])
     here = utils.global_norm([(gradients.ctypes.data, gradients.size)])
     there = utils.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)
     host = fingerprint.of(t.arena.params)
-    return {"ok": device == pieces == host and here == there, "values": [device, pieces, host, here, there]}
+    return {
+        "ok": device == pieces == host and here == there,
+        "values": [device, pieces, host, here, there],
+    }
 
 
 @check
 def offloaded() -> dict[str, Any]:
-    """State in host memory, or in files: the bits of state on the device, also over resumes in both directions, and
-    the device is asked for fewer bytes, by all of the state or all but a window."""
+    """State in host memory, or in files: the bits of state on the device, also over resumes in
+    both directions, and the device is asked for fewer bytes, by all of the state or all but a
+    window.
+    """
     from odyssey.core.gpu_native import Gpu
 
     asked, own = [0], Gpu.allocate
@@ -489,8 +565,10 @@ def offloaded() -> dict[str, Any]:
 
 @check
 def offloaded_in_turns() -> dict[str, Any]:
-    """Trainers with the state here and there, of one model and one optimizer, go on where the other was; what a user
-    writes into state in host memory is what the next step starts from, and it outlives its trainer."""
+    """Trainers with the state here and there, of one model and one optimizer, go on where the
+    other was; what a user writes into state in host memory is what the next step starts from,
+    and it outlives its trainer.
+    """
 
     def run(*places: str | None) -> str:
         model, optimizer = nn.models.build("mlp", seed=1), optim.AdamW(lr=0.001)
@@ -518,14 +596,26 @@ def offloaded_in_turns() -> dict[str, Any]:
         return found + str(float(np.abs(optimizer.state["v"]).sum()))
 
     with tempfile.TemporaryDirectory() as folder:
-        found = [run(*p) for p in ((None,), ("cpu",), (None, "cpu"), ("cpu", None), ("cpu", "cpu"), (folder, "cpu"))]
+        found = [
+            run(*p)
+            for p in (
+                (None,),
+                ("cpu",),
+                (None, "cpu"),
+                ("cpu", None),
+                ("cpu", "cpu"),
+                (folder, "cpu"),
+            )
+        ]
     return {"ok": len(set(found)) == 1, "found": found}
 
 
 @check
 def rules() -> dict[str, Any]:
-    """Optimizers that are rules: close to the CPU, the bits of 1 GPU on 3 workers, tile by tile, offloaded and after a
-    resume, under a schedule, clipping and betas that change; nothing is taken of a step that is not finite."""
+    """Optimizers that are rules: close to the CPU, the bits of 1 GPU on 3 workers, tile by tile,
+    offloaded and after a resume, under a schedule, clipping and betas that change; nothing is
+    taken of a step that is not finite.
+    """
     from odyssey.callbacks import Callback
     from odyssey.core import rule
 
@@ -542,7 +632,14 @@ def rules() -> dict[str, Any]:
         layers = nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, 2000), nn.ReLU(), nn.Linear(2000, 10)
         model = nn.Sequential(nn.Flatten(), *layers)
         t = trainer(model, optimizer, clip_norm=0.5, schedule=schedule, **settings)
-        t.fit(loader(), epochs=1, steps=n, checkpoint_dir=folder, checkpoint_every=2, callbacks=[OtherBetas()])
+        t.fit(
+            loader(),
+            epochs=1,
+            steps=n,
+            checkpoint_dir=folder,
+            checkpoint_every=2,
+            callbacks=[OtherBetas()],
+        )
         state = {k: np.asarray(v).tobytes() for k, v in t.optimizer_state().items()}
         gaps = [a.size - sum(p.size for _, p in t.arena.named) for a in optimizer.arrays.values()]
         zeros = [a.size - np.count_nonzero(a) for a in (t.arena.params, *optimizer.state.values())]
@@ -576,7 +673,10 @@ def rules() -> dict[str, Any]:
                 zeros,
                 far,
             ]
-    return {"ok": all(all(same) and zeros and far < 1e-4 for same, zeros, far in found.values()), **found}
+    return {
+        "ok": all(all(same) and zeros and far < 1e-4 for same, zeros, far in found.values()),
+        **found,
+    }
 
 
 @check
@@ -585,12 +685,19 @@ def refusals() -> dict[str, Any]:
     from odyssey.parallel.mesh import Mesh
 
     said = []
-    for settings in ({"zero": 1}, {"execution": "eager"}, {"mesh": Mesh(1, 1, 1), "reduction": "local_sgd"}):
+    for settings in (
+        {"zero": 1},
+        {"execution": "eager"},
+        {"mesh": Mesh(1, 1, 1), "reduction": "local_sgd"},
+    ):
         try:
             trainer("mlp", **settings)
         except ConfigError as error:
             said.append(str(error))
-    return {"ok": len(said) == 3 and all("not supported on GPUs" in s or "[train]" in s for s in said), "said": said}
+    return {
+        "ok": len(said) == 3 and all("not supported on GPUs" in s or "[train]" in s for s in said),
+        "said": said,
+    }
 
 
 def main() -> int:

@@ -1,7 +1,9 @@
-"""Run under mpirun by test_gpu_transport.py: short trainings whose sums between ranks take all ways that there are.
+"""Run under mpirun by test_gpu_transport.py: short trainings whose sums between ranks take all
+ways that there are.
 
-Arguments: workers of each rank, then names of cases. Rank 0 prints a JSON object, case: what it found; every rank
-asserts on its own. A case gives the hash of the weights, or None where the bits need not be those of one process.
+Arguments: workers of each rank, then names of cases. Rank 0 prints a JSON object, case: what it
+found; every rank asserts on its own. A case gives the hash of the weights, or None where the bits
+need not be those of one process.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def train(
     seen = same(trainer)
     assert found.samples == len(X)
     if kind is not None:
-        used = {type(r._exchange) for engine in (trainer._train, trainer._eval) for r in engine.runners}
+        used = {
+            type(r._exchange) for engine in (trainer._train, trainer._eval) for r in engine.runners
+        }
         assert used == {kind}, used
         assert trainer._train.bytes_sent > 0
     return seen, trainer
@@ -98,19 +102,25 @@ def alone() -> str:
 
 @case
 def staged() -> dict[str, str]:
-    """One piece and several, over MPI and shared memory, and every reduction with the bits of the tree."""
+    """One piece and several, over MPI and shared memory, and every reduction with the bits of
+    the tree.
+    """
     found = {}
     for backend in ("mpi", "shm"):
         found[backend] = train(backend, reduction.StagedExchange)[0]
         for kind in ("tree", "hierarchical" if backend == "mpi" else "parameter_server"):
             with asked(False, 9000):
-                found[f"{backend} {kind}"] = train(backend, reduction.StagedExchange, reduction=kind)[0]
+                found[f"{backend} {kind}"] = train(
+                    backend, reduction.StagedExchange, reduction=kind
+                )[0]
     return found
 
 
 @case
 def other_sums() -> None:
-    """Reductions with bits of their own: all ranks have the same weights, near those of the tree."""
+    """Reductions with bits of their own: all ranks have the same weights, near those of the
+    tree.
+    """
     _, plain = train("mpi")
     wanted = plain.state_dict()
     for backend, settings in (
@@ -129,9 +139,15 @@ def other_sums() -> None:
 def nccl() -> dict[str, str]:
     found = {"direct": train("nccl", reduction.DirectExchange)[0]}
     with asked(False, 30_000):
-        found["hierarchical"], trainer = train("nccl", reduction.StagedExchange, reduction="hierarchical")
+        found["hierarchical"], trainer = train(
+            "nccl", reduction.StagedExchange, reduction="hierarchical"
+        )
     (said,) = trainer._train.ownership.warnings
-    assert said == "reduction='hierarchical' goes through the host: only reduction='tree' goes from GPU to GPU"
+    assert (
+        said
+        == "reduction='hierarchical' goes through the host: only reduction='tree' goes from GPU "
+        "to GPU"
+    )
     return found
 
 
@@ -189,8 +205,9 @@ def wrong_bits() -> dict[str, str]:
 
 @case
 def ranks_without_shards() -> None:
-    """A rank that has no part of a batch, not even of its first, takes the step of the others: also after an overflow,
-    when all have left a step out."""
+    """A rank that has no part of a batch, not even of its first, takes the step of the others:
+    also after an overflow, when all have left a step out.
+    """
     trainer = make("mpi", precision="fp16", scaler_init_scale=2.0**40)
     before = same(trainer)
     trainer.fit(BATCHES[:1], epochs=1)
@@ -202,7 +219,9 @@ def ranks_without_shards() -> None:
 
 
 def stops_in_its_next_step(trainer: DistributedTrainer, first: Callable[[], Any]) -> None:
-    """This rank compares what it trains on, and its settings, with the others, and comes no further."""
+    """This rank compares what it trains on, and its settings, with the others, and comes no
+    further.
+    """
 
     def run(*_: Any) -> None:
         engine = trainer._train
@@ -217,7 +236,9 @@ def stops_in_its_next_step(trainer: DistributedTrainer, first: Callable[[], Any]
 
 @case
 def a_rank_is_gone() -> None:
-    """NCCL of one rank ends in a step: the others say so, with exit code 76, and nobody waits for ever."""
+    """NCCL of one rank ends in a step: the others say so, with exit code 76, and nobody waits
+    for ever.
+    """
     world = comm.world("nccl")
     _, trainer = train("nccl")
     (links,) = reduction._known[trainer._train.team].values()
@@ -239,7 +260,8 @@ def a_rank_does_not_come() -> None:
     if world.rank == world.size - 1:
         stops_in_its_next_step(trainer, lambda: None)
     else:
-        os.environ["ODYSSEY_TIMEOUT"] = "2"  # only now: a busy machine starts the ranks seconds apart
+        # only now: a busy machine starts the ranks seconds apart
+        os.environ["ODYSSEY_TIMEOUT"] = "2"
     begun = time.monotonic()
     try:
         trainer.fit(BATCHES, epochs=2)

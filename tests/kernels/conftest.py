@@ -1,4 +1,6 @@
-"""Makes reference.py importable: under importmode=importlib a test file does not see its neighbours."""
+"""Makes reference.py importable: under importmode=importlib a test file does not see its
+neighbours.
+"""
 
 from __future__ import annotations
 

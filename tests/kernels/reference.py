@@ -1,7 +1,9 @@
-"""What every op computes, in NumPy, as plainly as possible: no layout, no tiles, in whatever dtype comes in.
+"""What every op computes, in NumPy, as plainly as possible: no layout, no tiles, in whatever
+dtype comes in.
 
-Tests call these in float64. Each op has its formula and the gradients of it, given dL/dy; test_reference.py checks the
-gradients against differences of the formula, so that a slip here cannot hide one in the kernels.
+Tests call these in float64. Each op has its formula and the gradients of it, given dL/dy;
+test_reference.py checks the gradients against differences of the formula, so that a slip here
+cannot hide one in the kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def conv2d(x: Array, w: Array, b: Array, stride: int, padding) -> Array:
     return y
 
 
-def conv2d_backward(x: Array, w: Array, b: Array, stride: int, padding, dy: Array) -> tuple[Array, Array, Array]:
+def conv2d_backward(
+    x: Array, w: Array, b: Array, stride: int, padding, dy: Array
+) -> tuple[Array, Array, Array]:
     padded = pad2d(x, padding)
     r, t = w.shape[2:]
     dx, dw = np.zeros_like(padded), np.zeros_like(w)
@@ -73,7 +77,9 @@ def _windows(x: Array, kernel, stride: int):
 
 def _pooled(x: Array, kernel, stride: int) -> Array:
     r, t = _pair(kernel)
-    return np.zeros((*x.shape[:2], (x.shape[2] - r) // stride + 1, (x.shape[3] - t) // stride + 1), x.dtype)
+    return np.zeros(
+        (*x.shape[:2], (x.shape[2] - r) // stride + 1, (x.shape[3] - t) // stride + 1), x.dtype
+    )
 
 
 def max_pool2d(x: Array, kernel, stride: int) -> Array:
@@ -186,7 +192,12 @@ def philox(c0, c1, c2, c3, seed: int) -> Array:
         k0 = np.uint64((seed + i * 0x9E3779B9) & 0xFFFFFFFF)
         k1 = np.uint64(((seed >> 32) + i * 0xBB67AE85) & 0xFFFFFFFF)
         m0, m1 = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = (m1 >> np.uint64(32)) ^ b ^ k0, m1 & low, (m0 >> np.uint64(32)) ^ d ^ k1, m0 & low
+        a, b, c, d = (
+            (m1 >> np.uint64(32)) ^ b ^ k0,
+            m1 & low,
+            (m0 >> np.uint64(32)) ^ d ^ k1,
+            m0 & low,
+        )
     return np.stack([a, b, c, d], -1).astype(np.uint32)
 
 
@@ -195,7 +206,9 @@ def unit(bits: Array) -> Array:
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def dropout_kept(shape: tuple[int, ...], p: float, seed: int, step: int, first: int, layer: int) -> Array:
+def dropout_kept(
+    shape: tuple[int, ...], p: float, seed: int, step: int, first: int, layer: int
+) -> Array:
     """Which elements of (N, ...) stay; sample n is number first + n of the global batch."""
     n, f = shape[0], int(np.prod(shape[1:]))
     words = philox(np.arange(-(-f // 4))[None, :], first + np.arange(n)[:, None], step, layer, seed)
@@ -207,7 +220,7 @@ def uniform(n: int, seed: int, stream: int, low: float, high: float) -> Array:
     return numbers * (np.float32(high) - np.float32(low)) + np.float32(low)
 
 
-# --- optimizers: the formulas of PyTorch's documentation, state in and out ----------------------------
+# --- optimizers: the formulas of PyTorch's documentation, state in and out ------------------------
 
 
 def sgd(w, state, g, t, *, lr, momentum=0.0, weight_decay=0.0, nesterov=False):

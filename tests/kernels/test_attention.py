@@ -18,7 +18,9 @@ def arrays(n, t, s, f, seed=0):
 
 
 def computed(q, k, v, dy, heads, past, dropout=0.0, seed=0, step=0, first=0, layer=0):
-    """The result and the gradients of q, k and v; of sequences from number `first` of the global batch on."""
+    """The result and the gradients of q, k and v; of sequences from number `first` of the global
+    batch on.
+    """
     executor = Eager()
     executor.context.seed, executor.context.step, executor.context.first = seed, step, first
     executor.layer = layer
@@ -36,18 +38,34 @@ def by_pytorch(q, k, v, dy, heads, past, kept, p):
     n, t, f = q.shape
     a, b, c = (x.reshape(n, x.shape[1], heads, -1).transpose(1, 2) for x in given)
     scores = a @ b.transpose(2, 3) * (f // heads) ** -0.5
-    seen = torch.arange(scores.shape[3]) <= torch.arange(t)[:, None] + (scores.shape[3] if past is None else past)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(3) * torch.tensor(kept).transpose(1, 2) / (1 - p)
+    seen = torch.arange(scores.shape[3]) <= torch.arange(t)[:, None] + (
+        scores.shape[3] if past is None else past
+    )
+    weights = (
+        scores.masked_fill(~seen, -torch.inf).softmax(3)
+        * torch.tensor(kept).transpose(1, 2)
+        / (1 - p)
+    )
     y = (weights @ c).transpose(1, 2).reshape(n, t, f)
     y.backward(torch.tensor(dy, dtype=torch.float64))
     return [y.detach().numpy(), *(x.grad.numpy() for x in given)]
 
 
 def masked(case):
-    """A random mask, of the shapes, kinds and densities that there are, and what it adds to scores."""
+    """A random mask, of the shapes, kinds and densities that there are, and what it adds to
+    scores.
+    """
     rng = np.random.default_rng(case)
     n, t, s, heads = (int(rng.integers(1, top)) for top in (5, 50, 50, 4))
-    shapes = (s,), (t, s), (n, 1, 1, s), (n, 1, t, s), (1, heads, t, s), (n, heads, t, s), (n, heads, 1, s)
+    shapes = (
+        (s,),
+        (t, s),
+        (n, 1, 1, s),
+        (n, 1, t, s),
+        (1, heads, t, s),
+        (n, heads, t, s),
+        (n, heads, 1, s),
+    )
     shape, p = shapes[case % len(shapes)], [0.1, 0.6, 1.0][case % 3]
     seen = rng.random(shape) < p
     bias = np.where(seen, rng.standard_normal(shape), -np.inf).astype(np.float32)
@@ -65,11 +83,14 @@ def test_masks_have_the_gradients_of_pytorch(case):
     y = F.scaled_dot_product_attention(*ours, mask, is_causal=case % 5 == 0)
     y.backward(by_head[3])
     theirs = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in by_head[:3]]
-    scores = theirs[0] @ theirs[1].transpose(2, 3) * q.shape[2] ** -0.5 * heads**0.5 + torch.tensor(bias)
+    scores = theirs[0] @ theirs[1].transpose(2, 3) * q.shape[2] ** -0.5 * heads**0.5 + torch.tensor(
+        bias
+    )
     if case % 5 == 0:
         scores = scores.masked_fill(torch.arange(s) > torch.arange(t)[:, None], -torch.inf)
     nothing = torch.isinf(scores).all(-1, keepdim=True)
-    wanted = scores.masked_fill(nothing, 0).softmax(-1) * ~nothing @ theirs[2]  # a query that sees no key gives 0
+    # a query that sees no key gives 0
+    wanted = scores.masked_fill(nothing, 0).softmax(-1) * ~nothing @ theirs[2]
     wanted.backward(torch.tensor(by_head[3].copy(), dtype=torch.float64))
     found, right = ([y, *(a.grad for a in ours)], [wanted.detach(), *(a.grad for a in theirs)])
     for a, b in zip(found, right, strict=True):
@@ -78,12 +99,15 @@ def test_masks_have_the_gradients_of_pytorch(case):
 
 @pytest.mark.parametrize("case", range(30))
 def test_padding_changes_no_bit(case):
-    """A sequence with padding in front, in between and behind has the bits that it has alone, gradients as well."""
+    """A sequence with padding in front, in between and behind has the bits that it has alone,
+    gradients as well.
+    """
     rng = np.random.default_rng(case)
     heads, s = int(rng.integers(1, 4)), int(rng.integers(1, 60))
     q, k, v, dy = arrays(3, s, s, heads * int(rng.integers(1, 12)), case)
     seen = rng.random((3, s)) < 0.7
-    seen[1], seen[2, 0] = False, True  # a sequence of padding alone, and one that has a token at least
+    # a sequence of padding alone, and one that has a token at least
+    seen[1], seen[2, 0] = False, True
     past = None if case % 2 else 0
     given = [Tensor(a, requires_grad=True) for a in (q, k, v)]
     y = F.attention(*given, heads, past, mask=seen[:, None, None])
@@ -104,23 +128,37 @@ def test_a_batch_with_padding_trains_as_pytorchs(case):
     """nn.MultiheadAttention, with masks in PyTorch's conventions."""
     torch = pytest.importorskip("torch")
     rng, (x, other, *_) = np.random.default_rng(case), arrays(3, 5, 9, 12, case)
-    ours, theirs = nn.MultiheadAttention(12, 3, batch_first=True), torch.nn.MultiheadAttention(12, 3, batch_first=True)
+    ours, theirs = (
+        nn.MultiheadAttention(12, 3, batch_first=True),
+        torch.nn.MultiheadAttention(12, 3, batch_first=True),
+    )
     ours.load_state_dict({name: p.detach().numpy() for name, p in theirs.state_dict().items()})
     keys = x if case % 2 else other
     s = keys.shape[1]
     padding = np.arange(s) >= rng.integers(1, s + 1, (3, 1))
-    mask = (None, rng.random((5, s)) < 0.3, rng.standard_normal((9, 5, s)).astype(np.float32))[case % 3]
+    mask = (None, rng.random((5, s)) < 0.3, rng.standard_normal((9, 5, s)).astype(np.float32))[
+        case % 3
+    ]
     if mask is not None and case % 3 == 1:
         mask[:, 0] = False  # every query sees something
     to = [lambda a: None if a is None else torch.tensor(a), lambda a: a]
-    wanted, _ = theirs(*map(torch.tensor, (x, keys, keys)), to[0](padding), need_weights=False, attn_mask=to[0](mask))
+    wanted, _ = theirs(
+        *map(torch.tensor, (x, keys, keys)),
+        to[0](padding),
+        need_weights=False,
+        attn_mask=to[0](mask),
+    )
     inputs = [Tensor(x), Tensor(keys), Tensor(keys)] if case % 2 == 0 else [Tensor(x)] * 3
-    y, nothing = ours(*inputs, key_padding_mask=Tensor(padding) > 0, need_weights=False, attn_mask=mask)
+    y, nothing = ours(
+        *inputs, key_padding_mask=Tensor(padding) > 0, need_weights=False, attn_mask=mask
+    )
     assert nothing is None and np.abs(y.numpy() - wanted.detach().numpy()).max() < 1e-6
     y.sum().backward()
     wanted.sum().backward()
     for name, p in theirs.named_parameters():
-        assert np.abs(dict(ours.named_parameters())[name].grad.numpy() - p.grad.numpy()).max() < 2e-5
+        assert (
+            np.abs(dict(ours.named_parameters())[name].grad.numpy() - p.grad.numpy()).max() < 2e-5
+        )
 
 
 def test_masks_that_do_not_fit():
@@ -128,16 +166,22 @@ def test_masks_that_do_not_fit():
     for shape in ((2,), (2, 3), (2, 2, 2, 3), (1, 1, 1, 1, 3)):
         with pytest.raises(ShapeError, match=r"scores \(2, 2, 3, 3\); give \(T, S\)"):
             F.attention(x, x, x, 2, mask=np.ones(shape, bool))
-    with pytest.raises(ShapeError, match="with a gradient, .* one that is learnt is added to q @ k"):
+    with pytest.raises(
+        ShapeError, match="with a gradient, .* one that is learnt is added to q @ k"
+    ):
         F.attention(x, x, x, 2, mask=Tensor(np.zeros((3, 3)), requires_grad=True))
     with pytest.raises(ConfigError, match="weights are not kept"):
         nn.MultiheadAttention(4, 2)(x, x, x, need_weights=True)
 
 
 def kept(n, t, s, heads, p, seed, step, first, layer):
-    """Which weights stay: those of dropout over tokens with heads times S features, S rounded up to a multiple of 4."""
+    """Which weights stay: those of dropout over tokens with heads times S features, S rounded up
+    to a multiple of 4.
+    """
     wide = -(-s // 4) * 4
-    return R.dropout_kept((n * t, heads * wide), p, seed, step, first * t, layer).reshape(n, t, heads, wide)[..., :s]
+    return R.dropout_kept((n * t, heads * wide), p, seed, step, first * t, layer).reshape(
+        n, t, heads, wide
+    )[..., :s]
 
 
 @pytest.mark.parametrize("case", range(40))
@@ -147,7 +191,12 @@ def test_dropout_has_the_gradients_of_pytorch_with_the_same_mask(case):
     fused, p = case % 2 == 0, float(rng.choice([0.1, 0.5, 0.9]))
     s = t if fused else int(rng.integers(1, 70))
     f, past = heads * int(rng.integers(1, 20)), [0, None, int(rng.integers(0, 70))][case % 3]
-    counters = {"seed": int(rng.integers(0, 2**62)), "step": case, "first": int(rng.integers(0, 1000)), "layer": case}
+    counters = {
+        "seed": int(rng.integers(0, 2**62)),
+        "step": case,
+        "first": int(rng.integers(0, 1000)),
+        "layer": case,
+    }
     q, k, v, dy = arrays(n, t, s, f, case)
     wanted = by_pytorch(q, k, v, dy, heads, past, kept(n, t, s, heads, p, **counters), p)
     found = computed(q, k, v, dy, heads, past, p, **counters)
@@ -171,15 +220,22 @@ def test_what_dropout_keeps_has_the_mean_of_all():
                     Tensor(ones), 3, dropout=0.4).numpy()  # fmt: skip
     assert y.mean() == pytest.approx(1, abs=0.01)
     assert y.std() > 0.05
-    assert np.ptp(y.reshape(8, 64, 3, 4), axis=3).max() < 1e-5  # of a head all features get the same weights
+    # of a head all features get the same weights
+    assert np.ptp(y.reshape(8, 64, 3, 4), axis=3).max() < 1e-5
 
 
 def test_every_weight_is_dropped_by_itself():
-    """Of equal keys whose values are unit vectors a result shows what stayed: other keys for each head and query."""
+    """Of equal keys whose values are unit vectors a result shows what stayed: other keys for
+    each head and query.
+    """
     n, t, heads = 4, 32, 2
     q = np.zeros((n, t, heads * t), np.float32)
     y = F.attention(
-        Tensor(q), Tensor(q), Tensor(np.tile(np.eye(t, dtype=np.float32), (n, 1, heads))), heads, dropout=0.5
+        Tensor(q),
+        Tensor(q),
+        Tensor(np.tile(np.eye(t, dtype=np.float32), (n, 1, heads))),
+        heads,
+        dropout=0.5,
     )
     found = y.numpy().reshape(n * t * heads, t) > 0
     assert found.mean() == pytest.approx(0.5, abs=0.02)
@@ -187,7 +243,9 @@ def test_every_weight_is_dropped_by_itself():
     assert np.abs(found.mean(axis=0) - 0.5).max() < 0.12
 
 
-@pytest.mark.parametrize(("n", "t", "s", "past"), [(4, 7, 7, 0), (3, 33, 50, 17), (5, 1, 13, 12), (2, 64, 64, 0)])
+@pytest.mark.parametrize(
+    ("n", "t", "s", "past"), [(4, 7, 7, 0), (3, 33, 50, 17), (5, 1, 13, 12), (2, 64, 64, 0)]
+)
 def test_a_sequence_has_the_same_dropout_in_any_shard(n, t, s, past):
     given = arrays(n, t, s, 12)
     together = computed(*given, 2, past, 0.3, seed=3, first=5)
@@ -231,7 +289,9 @@ def test_a_sequence_has_the_same_bits_beside_any_others(n, t, s, f, heads, past)
 
 
 def stays_in_its_sequence(computed, q, k, v, dy):
-    """Of three sequences the middle one becomes not a number, and it alone. computed: as above, of two heads."""
+    """Of three sequences the middle one becomes not a number, and it alone. computed: as above,
+    of two heads.
+    """
     before = computed(q, k, v, dy, 2, 0)
     for a in (q, k, v, dy):
         a[1] = np.nan
@@ -248,13 +308,20 @@ def test_a_query_has_the_same_bits_with_the_keys_of_an_earlier_call():
     q, k, v, _ = arrays(2, 40, 40, 12)
     whole = F.attention(Tensor(q), Tensor(k), Tensor(v), 3, 0).numpy()
     for i in (0, 15, 16, 39):
-        one = F.attention(Tensor(q[:, i : i + 1]), Tensor(k[:, : i + 1]), Tensor(v[:, : i + 1]), 3, i).numpy()
+        one = F.attention(
+            Tensor(q[:, i : i + 1]), Tensor(k[:, : i + 1]), Tensor(v[:, : i + 1]), 3, i
+        ).numpy()
         assert np.array_equal(one[:, 0], whole[:, i])
 
 
 @pytest.mark.parametrize(
     "shapes",
-    [((2, 3, 4), (2, 3, 6), (2, 3, 6)), ((2, 3, 4), (1, 3, 4), (2, 3, 4)), ((2, 4), (2, 4), (2, 4)), ((1, 2, 5),) * 3],
+    [
+        ((2, 3, 4), (2, 3, 6), (2, 3, 6)),
+        ((2, 3, 4), (1, 3, 4), (2, 3, 4)),
+        ((2, 4), (2, 4), (2, 4)),
+        ((1, 2, 5),) * 3,
+    ],
 )
 def test_shapes_that_do_not_fit(shapes):
     with pytest.raises(ShapeError, match="and 2 heads"):
@@ -268,7 +335,10 @@ def test_a_bias_where_the_dropout_is():
 
 def test_multihead_attention_is_pytorchs():
     torch = pytest.importorskip("torch")
-    ours, theirs = nn.MultiheadAttention(12, 3), torch.nn.MultiheadAttention(12, 3, batch_first=True)
+    ours, theirs = (
+        nn.MultiheadAttention(12, 3),
+        torch.nn.MultiheadAttention(12, 3, batch_first=True),
+    )
     ours.load_state_dict({name: p.detach().numpy() for name, p in theirs.state_dict().items()})
     x, other, *_ = arrays(3, 5, 9, 12)
     for given in ((x,), (x, other), (x, other, other[:, ::-1].copy())):

@@ -1,6 +1,8 @@
-"""Attention in bf16: against float64 of the rounded operands, and the same bits whatever is computed beside a token.
+"""Attention in bf16: against float64 of the rounded operands, and the same bits whatever is
+computed beside a token.
 
-With AMX products are of rounded operands (mojo/kernels/attention_amx.mojo), everywhere else they stay float32.
+With AMX products are of rounded operands (mojo/kernels/attention_amx.mojo), everywhere else they
+stay float32.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ def rounded(x):
 
 
 def reference(q, k, v, dy, heads, seen, added, factors, cast):
-    """The result and the gradients of q, k and v in float64; the operands of products are what `cast` makes of them.
+    """The result and the gradients of q, k and v in float64; the operands of products are what
+    `cast` makes of them.
 
-    seen (N, H, T, S); added, to scores, and factors, of dropout: broadcast to that."""
+    seen (N, H, T, S); added, to scores, and factors, of dropout: broadcast to that.
+    """
     q, k, v, dy = (np.moveaxis(a.reshape(*a.shape[:2], heads, -1), 2, 1) for a in (q, k, v, dy))
     scale = q.shape[3] ** -0.5
-    scores = np.where(seen, cast(q) @ cast(k).swapaxes(2, 3) * scale + np.where(seen, added, 0), -np.inf)
+    scores = np.where(
+        seen, cast(q) @ cast(k).swapaxes(2, 3) * scale + np.where(seen, added, 0), -np.inf
+    )
     most = scores.max(3, keepdims=True)
     most = np.where(np.isfinite(most), most, 0)
     e = np.exp(scores - most)
@@ -41,13 +47,31 @@ def reference(q, k, v, dy, heads, seen, added, factors, cast):
     total[total == 0] = 1
     y = cast(e * factors) @ cast(v) / total
     p = e / total
-    ds = p * ((cast(dy) @ cast(v).swapaxes(2, 3)) * factors - (cast(dy) * y).sum(3, keepdims=True)) * scale
+    ds = (
+        p
+        * ((cast(dy) @ cast(v).swapaxes(2, 3)) * factors - (cast(dy) * y).sum(3, keepdims=True))
+        * scale
+    )
     dv = cast(p * factors).swapaxes(2, 3) @ cast(dy)
     found = y, cast(ds) @ cast(k), cast(ds).swapaxes(2, 3) @ cast(q), dv
     return [np.moveaxis(a, 1, 2).reshape(a.shape[0], a.shape[2], -1) for a in found]
 
 
-def computed(q, k, v, dy, heads, past=None, dropout=0.0, mask=None, fused=False, seed=0, step=0, first=0, layer=0):
+def computed(
+    q,
+    k,
+    v,
+    dy,
+    heads,
+    past=None,
+    dropout=0.0,
+    mask=None,
+    fused=False,
+    seed=0,
+    step=0,
+    first=0,
+    layer=0,
+):
     executor = Eager("bf16")
     executor.context.seed, executor.context.step, executor.context.first = seed, step, first
     executor.layer = layer
@@ -55,14 +79,20 @@ def computed(q, k, v, dy, heads, past=None, dropout=0.0, mask=None, fused=False,
         given = [Tensor(np.concatenate((q, k, v), 2))] if fused else [Tensor(a) for a in (q, k, v)]
         for t in given:
             t.requires_grad = True
-        y = F.attention(*(given if not fused else (*given, None, None)), heads, past, dropout=dropout, mask=mask)
+        y = F.attention(
+            *(given if not fused else (*given, None, None)), heads, past, dropout=dropout, mask=mask
+        )
         y.backward(dy)
-        gradients = np.split(given[0].grad.numpy(), 3, 2) if fused else [t.grad.numpy() for t in given]
+        gradients = (
+            np.split(given[0].grad.numpy(), 3, 2) if fused else [t.grad.numpy() for t in given]
+        )
         return [y.numpy(), *gradients]
 
 
 def off(found, wanted):
-    return max(np.abs(a - b).max() / max(np.abs(b).max(), 1) for a, b in zip(found, wanted, strict=True))
+    return max(
+        np.abs(a - b).max() / max(np.abs(b).max(), 1) for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", range(80))
@@ -79,8 +109,15 @@ def test_random_cases(case):
     added, mask = np.zeros((1, 1, 1, s), np.float32), None
     if case % 7 in (1, 4):
         shape = ((n, 1, 1, s), (1, heads, t, s))[case % 2]
-        mask = added = np.where(rng.random(shape) < 0.7, rng.standard_normal(shape), -np.inf).astype(np.float32)
-    counters = {"seed": int(rng.integers(0, 2**62)), "step": case, "first": int(rng.integers(0, 1000)), "layer": case}
+        mask = added = np.where(
+            rng.random(shape) < 0.7, rng.standard_normal(shape), -np.inf
+        ).astype(np.float32)
+    counters = {
+        "seed": int(rng.integers(0, 2**62)),
+        "step": case,
+        "first": int(rng.integers(0, 1000)),
+        "layer": case,
+    }
     factors = np.moveaxis(kept(n, t, s, heads, p, **counters), 2, 1) / (1 - p) if p else np.ones(1)
     found = computed(q, k, v, dy, heads, past, p, mask, fused, **counters)
     seen = seen & np.isfinite(added)
@@ -91,7 +128,13 @@ def test_random_cases(case):
 
 @pytest.mark.parametrize(
     ("n", "t", "s", "f", "heads", "past"),
-    [(4, 7, 7, 6, 2, 0), (3, 33, 50, 20, 2, 17), (5, 1, 13, 8, 1, 12), (2, 64, 64, 128, 2, 0), (3, 49, 81, 66, 2, 32)],
+    [
+        (4, 7, 7, 6, 2, 0),
+        (3, 33, 50, 20, 2, 17),
+        (5, 1, 13, 8, 1, 12),
+        (2, 64, 64, 128, 2, 0),
+        (3, 49, 81, 66, 2, 32),
+    ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_sequence_has_the_same_bits_beside_any_others(n, t, s, f, heads, past, dropout):
@@ -109,7 +152,13 @@ def test_a_query_has_the_same_bits_with_the_keys_of_an_earlier_call(t):
         whole = F.attention(Tensor(q), Tensor(k), Tensor(v), 3, 0).numpy()
         for i in (0, 15, 16, 31, 32, t - 1):
             for first in {i, max(0, i - 5), i // 2}:
-                some = F.attention(Tensor(q[:, first : i + 1]), Tensor(k[:, : i + 1]), Tensor(v[:, : i + 1]), 3, first)
+                some = F.attention(
+                    Tensor(q[:, first : i + 1]),
+                    Tensor(k[:, : i + 1]),
+                    Tensor(v[:, : i + 1]),
+                    3,
+                    first,
+                )
                 assert np.array_equal(some.numpy(), whole[:, first : i + 1])
 
 

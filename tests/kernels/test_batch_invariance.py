@@ -1,5 +1,7 @@
-"""A sample's forward result has the same bits whatever else is in its batch: alone and in threes in rows, in any larger
-number in lanes, at any place. What inference gives for a sample is then what training computed for it."""
+"""A sample's forward result has the same bits whatever else is in its batch: alone and in threes
+in rows, in any larger number in lanes, at any place. What inference gives for a sample is
+then what training computed for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 7, 3, stride=2, padding=1), nn.Conv2d(7, 7, 3, padding=1)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(1, 7, 3, stride=2, padding=1),
+            nn.Conv2d(7, 7, 3, padding=1),
+        )
         self.fc = nn.Linear(7 * 7 * 7, 11)
 
     def forward(self, x):
@@ -44,8 +49,19 @@ class Filtered(nn.Module):
         self.conv3, self.fc = nn.Conv2d(8, 11, 3, padding=1), nn.Linear(11 * 36, 40)
 
     def forward(self, x):
-        x = F.relu(F.conv2d(F.relu(self.conv1(x)), self.conv2.weight, self.conv2.bias, 1, 1, algorithm="winograd"))
-        x = F.conv2d(F.max_pool2d(x, 2), self.conv3.weight, self.conv3.bias, 1, 1, algorithm="winograd")
+        x = F.relu(
+            F.conv2d(
+                F.relu(self.conv1(x)),
+                self.conv2.weight,
+                self.conv2.bias,
+                1,
+                1,
+                algorithm="winograd",
+            )
+        )
+        x = F.conv2d(
+            F.max_pool2d(x, 2), self.conv3.weight, self.conv3.bias, 1, 1, algorithm="winograd"
+        )
         return self.fc(F.flatten(F.max_pool2d(x, 2)))
 
 
@@ -71,7 +87,8 @@ def outputs(model: nn.Module, x: np.ndarray, precision: str = "fp32") -> np.ndar
     [
         *((name, "fp32") for name in MODELS),
         *((name, "bf16") for name in ("relu", "gelu", "tanh", "linear")),
-        # but for AMX, convolutions whose operands are bf16 add pairs in lanes and single products in rows
+        # but for AMX, convolutions whose operands are bf16 add pairs in lanes and single products
+        # in rows
         *((name, "bf16") for name in ("lenet5", "convnet", "strided") if TILES),
         ("relu", "fp16"),
         ("lenet5", "fp16"),
@@ -86,4 +103,6 @@ def test_a_sample_has_the_same_bits_in_any_batch(name, precision):
     assert np.isfinite(wanted).all() and len(np.unique(wanted)) > SAMPLES
     for size in (1, 1, 2, 3, 4, 5, 15, 16, 17, 31, 33):
         batch = rng.permutation(SAMPLES)[:size]
-        assert outputs(model, x[batch], precision).tobytes() == wanted[batch].tobytes(), f"a batch of {size}"
+        assert outputs(model, x[batch], precision).tobytes() == wanted[batch].tobytes(), (
+            f"a batch of {size}"
+        )

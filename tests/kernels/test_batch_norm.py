@@ -1,4 +1,6 @@
-"""Batch norm and what ResNet needs, against PyTorch in float64: values, gradients, running statistics; odd shapes."""
+"""Batch norm and what ResNet needs, against PyTorch in float64: values, gradients, running
+statistics; odd shapes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def compared(ours, theirs, shape, rng, tolerance=1e-5):
     close(x.grad.numpy(), t.grad, 10 * tolerance)
 
 
-@pytest.mark.parametrize("shape", [(19, 5), (3, 5), (33, 4, 3, 5), (2, 4, 7, 3), (17, 6, 9), (48, 3, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(19, 5), (3, 5), (33, 4, 3, 5), (2, 4, 7, 3), (17, 6, 9), (48, 3, 8, 8)], ids=str
+)
 def test_batch_norm(shape):
     rng, c = np.random.default_rng(3), shape[1]
     ours = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(c)
@@ -69,7 +73,9 @@ def test_layers(ours, theirs, shape):
     compared(ours, theirs, shape, np.random.default_rng(4))
 
 
-@pytest.mark.parametrize("sizes", [(3, 7, 9, 4, 3, 2, 1), (4, 7, 7, 3, 1, 2, 0), (3, 15, 17, 2, 7, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(3, 7, 9, 4, 3, 2, 1), (4, 7, 7, 3, 1, 2, 0), (3, 15, 17, 2, 7, 2, 3)], ids=str
+)
 def test_convolutions_of_stride_two(sizes):
     c, h, w, k, kernel, stride, padding = sizes
     ours = nn.Conv2d(c, k, kernel, stride, padding, bias=False)

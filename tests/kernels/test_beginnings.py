@@ -1,5 +1,6 @@
-"""Sums that begin with a record (record.mojo, BEGINS; engine/beginning.py): whatever is in memory before, the bits are
-those of a sum that is added to zeros."""
+"""Sums that begin with a record (record.mojo, BEGINS; engine/beginning.py): whatever is in
+memory before, the bits are those of a sum that is added to zeros.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from odyssey.engine import bucketed, direct
 RNG = np.random.default_rng(7)
 
 
-def summed(op: str, sizes: list[int], inputs: list[np.ndarray], counts: list[int], how: tuple[str, str], begins: bool):
+def summed(
+    op: str,
+    sizes: list[int],
+    inputs: list[np.ndarray],
+    counts: list[int],
+    how: tuple[str, str],
+    begins: bool,
+):
     """What an op adds to its outputs: to garbage if it `begins`, else to zeros."""
     lib, context = native.library(), native.Context()
     declared = lib.ops[op]
@@ -50,8 +58,16 @@ def test_kernels_begin_at_zero(layout, dtype, case):
         made[:] = rng.standard_normal(n * lanes)
         return made
 
-    linear = [G, inputs, outputs], [numbers(G * outputs), numbers(G * inputs)], [outputs * inputs, outputs]
-    conv = [G, C, H, W, K, R, R, S], [numbers(G * K * P * P), numbers(G * C * H * W)], [K * C * R * R, K]
+    linear = (
+        [G, inputs, outputs],
+        [numbers(G * outputs), numbers(G * inputs)],
+        [outputs * inputs, outputs],
+    )
+    conv = (
+        [G, C, H, W, K, R, R, S],
+        [numbers(G * K * P * P), numbers(G * C * H * W)],
+        [K * C * R * R, K],
+    )
     for op, given in (("linear_backward_weight", linear), ("conv2d_backward_weight", conv)):
         found = [summed(op, *given, (layout, dtype), begins) for begins in (False, True)]
         assert found[0] == found[1], (op, given[0])
@@ -94,7 +110,9 @@ RNG_Y = RNG.integers(0, 10, 44 * 3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks, settings", [(1, {}), (1, {"bucket_size_mb": 1e-3}), (2, {"zero": 2})])
+@pytest.mark.parametrize(
+    "ranks, settings", [(1, {}), (1, {"bucket_size_mb": 1e-3}), (2, {"zero": 2})]
+)
 def test_a_training_does_not_see_what_was_in_its_gradients(ranks, settings, precision, monkeypatch):
     settings = {**settings, "precision": precision}
     alone = mock.run(1, trained, {"precision": precision})[0]
@@ -116,8 +134,16 @@ def test_a_training_does_not_see_what_was_in_its_gradients(ranks, settings, prec
 def test_most_of_a_network_begins(monkeypatch):
     took: list[list[tuple[int, int]]] = []
     take = native.Step.take
-    monkeypatch.setattr(native.Step, "take", lambda step, tables, runs: (took.append(runs), take(step, tables, runs)))
+    monkeypatch.setattr(
+        native.Step,
+        "take",
+        lambda step, tables, runs: (took.append(runs), take(step, tables, runs)),
+    )
     trainer = DistributedTrainer(nn.MLP((1, 8, 8)), optim.SGD(lr=0.1), backend="local")
-    trainer.train_step(next(iter(data.DataLoader(data.arrays(RNG_X, RNG_Y, classes=10), batch_size=32))))
+    trainer.train_step(
+        next(iter(data.DataLoader(data.arrays(RNG_X, RNG_Y, classes=10), batch_size=32)))
+    )
     left = sum(b - a for a, b in took[0])
-    assert left < 0.01 * trainer.arena.size, "gradients of all weights and biases are written by their layers' records"
+    assert left < 0.01 * trainer.arena.size, (
+        "gradients of all weights and biases are written by their layers' records"
+    )

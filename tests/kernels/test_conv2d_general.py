@@ -1,5 +1,6 @@
-"""Convolutions with groups and dilation, Conv1d, and adaptive pools of any size: values and gradients against PyTorch
-in float64 at odd shapes, and the same bits in every layout."""
+"""Convolutions with groups and dilation, Conv1d, and adaptive pools of any size: values and
+gradients against PyTorch in float64 at odd shapes, and the same bits in every layout.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ IMAGES = [
     (33, 8, (6, 5), 16, (3, 1), 3, (2, 0), 1, 4),
     (1, 4, (5, 5), 4, (5, 5), 1, 4, 2, 2),
 ]
-SIGNALS = [(17, 5, (13,), 7, (3,), 1, 1, 1, 1), (4, 6, (20,), 4, (4,), 2, 3, 3, 2), (16, 3, (9,), 3, (1,), 1, 0, 1, 3)]
+SIGNALS = [
+    (17, 5, (13,), 7, (3,), 1, 1, 1, 1),
+    (4, 6, (20,), 4, (4,), 2, 3, 3, 2),
+    (16, 3, (9,), 3, (1,), 1, 0, 1, 3),
+]
 
 
 def draw(n, c, size, k, kernel, groups):
@@ -37,7 +42,11 @@ def test_values_and_gradients(case):
     n, c, size, k, kernel, stride, padding, dilation, groups = case
     (x, w, b), rng = draw(n, c, size, k, kernel, groups)
     wide = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (x, w, b)]
-    plain, ours = (torch.nn.functional.conv2d, F.conv2d) if len(size) == 2 else (torch.nn.functional.conv1d, F.conv1d)
+    plain, ours = (
+        (torch.nn.functional.conv2d, F.conv2d)
+        if len(size) == 2
+        else (torch.nn.functional.conv1d, F.conv1d)
+    )
     wanted = plain(*wide, stride=stride, padding=padding, dilation=dilation, groups=groups)
     dy = rng.standard_normal(wanted.shape).astype(np.float32)
     wanted.backward(torch.tensor(dy, dtype=torch.float64))
@@ -61,7 +70,8 @@ def test_a_sample_has_the_same_bits_in_any_batch():
 
 
 @pytest.mark.parametrize(
-    ("n", "size", "to"), [(17, (7, 9), (3, 4)), (3, (5, 8), (5, 3)), (16, (6, 6), 3), (2, (7, 7), 1)]
+    ("n", "size", "to"),
+    [(17, (7, 9), (3, 4)), (3, (5, 8), (5, 3)), (16, (6, 6), 3), (2, (7, 7), 1)],
 )
 def test_adaptive_pools(n, size, to):
     torch = pytest.importorskip("torch")
@@ -80,8 +90,13 @@ def test_adaptive_pools(n, size, to):
 
 def test_layers():
     nn.manual_seed(1)
-    conv, line = nn.Conv2d(4, 6, 3, padding=1, dilation=2, groups=2, bias=False), nn.Conv1d(4, 6, 3, stride=2)
-    assert conv.weight.shape == (6, 2, 3, 3) and line.weight.shape == (6, 4, 3) and conv.bias is None
+    conv, line = (
+        nn.Conv2d(4, 6, 3, padding=1, dilation=2, groups=2, bias=False),
+        nn.Conv1d(4, 6, 3, stride=2),
+    )
+    assert (
+        conv.weight.shape == (6, 2, 3, 3) and line.weight.shape == (6, 4, 3) and conv.bias is None
+    )
     assert "dilation=2, groups=2" in repr(conv) and repr(line) == "Conv1d(4, 6, 3, stride=2)"
     assert conv(Tensor(np.ones((2, 4, 9, 9), np.float32))).shape == (2, 6, 7, 7)
     assert line(Tensor(np.ones((2, 4, 9), np.float32))).shape == (2, 6, 4)
@@ -90,14 +105,26 @@ def test_layers():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: nn.Conv2d(4, 6, 3, groups=3), r"\[Conv2d\] 4 to 6 channels in 3 groups; they must be equal"),
-        (lambda: nn.Conv1d(4, 6, 3, dilation=0), r"\[Conv1d\] dilation is 0; it must be an integer of at least 1"),
+        (
+            lambda: nn.Conv2d(4, 6, 3, groups=3),
+            r"\[Conv2d\] 4 to 6 channels in 3 groups; they must be equal",
+        ),
+        (
+            lambda: nn.Conv1d(4, 6, 3, dilation=0),
+            r"\[Conv1d\] dilation is 0; it must be an integer of at least 1",
+        ),
         (
             lambda: nn.Conv2d(4, 6, 3, groups=2)(Tensor(np.ones((1, 5, 9, 9)))),
             "with 2 groups; the input must have 4 channels",
         ),
-        (lambda: nn.Conv2d(4, 6, 3, dilation=5)(Tensor(np.ones((1, 4, 9, 9)))), "a kernel of 11 x 11 does not fit"),
-        (lambda: nn.Conv1d(4, 6, 3)(Tensor(np.ones((1, 4, 9, 9)))), r"\[conv1d\] input \(1, 4, 9, 9\) and weight"),
+        (
+            lambda: nn.Conv2d(4, 6, 3, dilation=5)(Tensor(np.ones((1, 4, 9, 9)))),
+            "a kernel of 11 x 11 does not fit",
+        ),
+        (
+            lambda: nn.Conv1d(4, 6, 3)(Tensor(np.ones((1, 4, 9, 9)))),
+            r"\[conv1d\] input \(1, 4, 9, 9\) and weight",
+        ),
         (
             lambda: nn.AdaptiveAvgPool2d(8)(Tensor(np.ones((1, 4, 9, 7)))),
             "9 x 7 to 8 x 8; give 1 to the size of the input",

@@ -1,4 +1,6 @@
-"""The fingerprint of floats: the formula in NumPy, any cut, any single bit; ranks' parts add up to the whole."""
+"""The fingerprint of floats: the formula in NumPy, any cut, any single bit; ranks' parts add up
+to the whole.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def some(n, seed=0):
 
 
 def test_split_mix_is_the_published_one():
-    # The first numbers of SplitMix64 from the seed 1234567, as Rosetta Code and the reference C program print them.
+    # The first numbers of SplitMix64 from the seed 1234567, as Rosetta Code and the reference C
+    # program print them.
     assert [int(x) for x in split_mix(1234567, np.arange(3))] == [
         6457827717110365317,
         3203168211198807973,
@@ -100,7 +103,10 @@ def test_swapped_and_moved_values_change_it():
 
 
 def test_random_changes_of_several_signs_do_not_cancel():
-    x, rng = np.abs(np.random.default_rng(2).standard_normal(4096)).astype(np.float32), np.random.default_rng(3)
+    x, rng = (
+        np.abs(np.random.default_rng(2).standard_normal(4096)).astype(np.float32),
+        np.random.default_rng(3),
+    )
     seen = {fingerprint.of(x)}
     for _ in range(3000):
         y = x.copy()
@@ -133,7 +139,9 @@ def test_signed_goes_there_and_back():
     assert fingerprint.unsigned(summed) == fingerprint.add(parts)
 
 
-@pytest.mark.parametrize("values", [np.zeros(4), np.zeros((4, 4), np.float32).T[1:], np.zeros(8, np.float32)[::2]])
+@pytest.mark.parametrize(
+    "values", [np.zeros(4), np.zeros((4, 4), np.float32).T[1:], np.zeros(8, np.float32)[::2]]
+)
 def test_other_arrays_are_refused(values):
     with pytest.raises(ShapeError, match="float32"):
         fingerprint.of(values)

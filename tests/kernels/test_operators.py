@@ -1,5 +1,6 @@
-"""Ops of tensors against PyTorch in float64, at odd shapes: values and the gradients of all arguments; and what has no
-gradient against NumPy."""
+"""Ops of tensors against PyTorch in float64, at odd shapes: values and the gradients of all
+arguments; and what has no gradient against NumPy.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +13,24 @@ from odyssey.errors import ShapeError
 
 CASES = {
     "permute": (lambda x: x.permute(2, 0, 3, 1), [(3, 5, 2, 7)]),
-    "permute in the batch": (lambda x: x.permute(0, 3, 1, 2) * x.permute(0, 3, 1, 2), [(17, 5, 2, 7)]),
+    "permute in the batch": (
+        lambda x: x.permute(0, 3, 1, 2) * x.permute(0, 3, 1, 2),
+        [(17, 5, 2, 7)],
+    ),
     "slices": (lambda x: x[1::2, :, -3:] * x[0, 1, 2], [(19, 3, 5)]),
     "expand": (lambda x: x.expand(6, 19, 4) ** 2, [(19, 1)]),
     "split": (lambda x: x.split(3, 1)[1] * x.split([2, 2, 4], 1)[0].sum(1, True), [(21, 8)]),
     "broadcast": (lambda a, b: a * b - b / (a * a + 1), [(7, 1, 5), (18, 7, 3, 1)]),
     "a vector": (lambda a, b: a / (1 + b * b), [(33, 3, 5), (5,)]),
-    "means": (lambda x: (x - x.mean((1, 2), True)) / (x.var((1, 2), keepdim=True) + 1).sqrt(), [(20, 3, 37)]),
+    "means": (
+        lambda x: (x - x.mean((1, 2), True)) / (x.var((1, 2), keepdim=True) + 1).sqrt(),
+        [(20, 3, 37)],
+    ),
     "sums": (lambda x: x.sum(0) * x.sum((0, 2), True) + x.sum(2)[3, 2], [(20, 3, 37)]),
-    "powers": (lambda a, b: (a * a + 0.1) ** b + (a * a + 2) ** 1.5 + a**5 + 1.5**a, [(18, 3), (1, 3)]),
+    "powers": (
+        lambda a, b: (a * a + 0.1) ** b + (a * a + 2) ** 1.5 + a**5 + 1.5**a,
+        [(18, 3), (1, 3)],
+    ),
     "products": (lambda a, b: (a @ b) @ (a @ b).transpose(-1, -2), [(2, 1, 19, 7), (3, 7, 53)]),
     "a matrix": (lambda a, b: a @ b, [(17, 5, 33), (33, 3)]),
     "a large product": (lambda a, b: a @ b, [(67, 130), (130, 101)]),
@@ -54,7 +64,13 @@ def test_comparisons_and_places(shape):
     rng = np.random.default_rng(5)
     a, b = rng.integers(-2, 3, (2, *shape)).astype(np.float32)
     x, y = Tensor(a), F.to_lanes(Tensor(b))
-    for op, wanted in ((x < y, a < b), (x <= y, a <= b), (x > y, a > b), (x >= y, a >= b), (x.eq(y), a == b)):
+    for op, wanted in (
+        (x < y, a < b),
+        (x <= y, a <= b),
+        (x > y, a > b),
+        (x >= y, a >= b),
+        (x.eq(y), a == b),
+    ):
         np.testing.assert_array_equal(op.numpy(), wanted)
     np.testing.assert_array_equal((x > 0).numpy(), a > 0)
     for dim in (0, 1, -1):
@@ -81,7 +97,9 @@ def test_what_is_no_number_is_kept():
 
 
 def test_unused_lanes_do_no_harm():
-    """A logarithm of the zeros in the lanes behind the last sample would make the gradient of a weight NaN."""
+    """A logarithm of the zeros in the lanes behind the last sample would make the gradient of a
+    weight NaN.
+    """
     x = F.to_lanes(Tensor(np.full((17, 3), 2.0)))
     w = Tensor(np.ones((2, 3)), requires_grad=True)
     w.grad = Tensor(np.zeros((2, 3)))
@@ -105,7 +123,12 @@ def test_a_tensor_can_be_walked_through():
 def test_equality_is_of_elements_and_truth_of_one_number():
     a = np.array([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]], np.float32)
     x = Tensor(a)
-    for found, wanted in ((x == 1, a == 1), (x != 1, a != 1), (a == x, a == a), (x == x[:1], a == a[:1])):
+    for found, wanted in (
+        (x == 1, a == 1),
+        (x != 1, a != 1),
+        (a == x, a == a),
+        (x == x[:1], a == a[:1]),
+    ):
         np.testing.assert_array_equal(found.numpy(), wanted)
     assert (x == None) is False and x in [x] and len({x, Tensor(a)}) == 2  # noqa: E711
     assert bool(x.sum() > 4) and not (x.sum() > 5) and not x[0, 1]
@@ -127,7 +150,12 @@ def test_numpy_leaves_arithmetic_to_the_tensor():
 
 def test_flatten_begins_at_an_axis():
     x = Tensor(np.arange(120).reshape(2, 3, 4, 5))
-    assert [F.flatten(x, d).shape for d in (0, 1, 2, -1)] == [(120,), (2, 60), (2, 3, 20), (2, 3, 4, 5)]
+    assert [F.flatten(x, d).shape for d in (0, 1, 2, -1)] == [
+        (120,),
+        (2, 60),
+        (2, 3, 20),
+        (2, 3, 4, 5),
+    ]
     assert x.flatten(1).shape == x.flatten().shape == (2, 60)
 
 
@@ -161,6 +189,10 @@ def test_layers_over_the_last_axis_against_pytorch():
         state = ours.state_dict()
         assert list(state) == list(theirs.state_dict()), name
         theirs.load_state_dict({key: torch.tensor(value) for key, value in state.items()})
-        np.testing.assert_allclose(ours(Tensor(a)).numpy(), theirs(t).detach().numpy(), rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(
+            ours(Tensor(a)).numpy(), theirs(t).detach().numpy(), rtol=1e-4, atol=2e-5
+        )
     for dim in (1, 2, -1):
-        np.testing.assert_allclose(F.softmax(Tensor(a), dim).numpy(), t.softmax(dim).numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            F.softmax(Tensor(a), dim).numpy(), t.softmax(dim).numpy(), rtol=1e-4, atol=1e-6
+        )

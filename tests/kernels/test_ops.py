@@ -1,8 +1,9 @@
-"""Ops of core/functional.py against float64 references (reference.py), where ops_samples.py does not say all: losses,
-sums, ties, NaN, large numbers, chains. Forward and backward.
+"""Ops of core/functional.py against float64 references (reference.py), where ops_samples.py does
+not say all: losses, sums, ties, NaN, large numbers, chains. Forward and backward.
 
-Batches on both sides of where small ones end (4) and of whole vectors of lanes (16). An error is the
-largest difference over the largest value of the tensor; `pytest -s` prints the worst of each op.
+Batches on both sides of where small ones end (4) and of whole vectors of lanes (16). An error is
+the largest difference over the largest value of the tensor; `pytest -s` prints the worst of each
+op.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ def agree(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def normal(*shape, seed=0, spread=1.0):
-    return (np.random.default_rng([seed, *shape]).standard_normal(shape) * spread).astype(np.float32)
+    return (np.random.default_rng([seed, *shape]).standard_normal(shape) * spread).astype(
+        np.float32
+    )
 
 
 def check(name, op, formula, backward, *arrays, parameters=0):
     """Compares op(*tensors) and its gradients; the last `parameters` arrays are parameters."""
     plain = len(arrays) - parameters
-    tensors = [Tensor(a, requires_grad=True) if i < plain else Parameter(a) for i, a in enumerate(arrays)]
+    tensors = [
+        Tensor(a, requires_grad=True) if i < plain else Parameter(a) for i, a in enumerate(arrays)
+    ]
     wide = [a.astype(np.float64) for a in arrays]
     y = op(*tensors)
     wanted = formula(*wide)
@@ -51,7 +56,9 @@ def check(name, op, formula, backward, *arrays, parameters=0):
     dy = normal(*wanted.shape, seed=1)
     y.backward(dy)
     gradients = backward(*wide, dy.astype(np.float64))
-    for i, (t, g) in enumerate(zip(tensors, gradients if isinstance(gradients, tuple) else (gradients,), strict=True)):
+    for i, (t, g) in enumerate(
+        zip(tensors, gradients if isinstance(gradients, tuple) else (gradients,), strict=True)
+    ):
         agree(f"{name}, gradient {i}", t.grad.numpy(), g)
     for t, a in zip(tensors, arrays, strict=True):
         assert np.array_equal(t.numpy(), a), "an input was changed"
@@ -160,7 +167,9 @@ def test_a_chain_of_all_layers(n):
 
     def backward(x, w, b, v, c, dy):
         a, p, z = forward(x, w, b, v, c)
-        dp, dv, dc = R.linear_backward(p.reshape(n, -1), v, c, R.cross_entropy_backward(z, labels, dy / n))
+        dp, dv, dc = R.linear_backward(
+            p.reshape(n, -1), v, c, R.cross_entropy_backward(z, labels, dy / n)
+        )
         da = R.relu_backward(a, R.max_pool2d_backward(R.relu(a), 3, 2, dp.reshape(p.shape)))
         return (*R.conv2d_backward(x, w, b, 1, 0, da), dv, dc)
 

@@ -1,4 +1,6 @@
-"""Five steps of every optimizer against the formulas of PyTorch's documentation in float64 (reference.py)."""
+"""Five steps of every optimizer against the formulas of PyTorch's documentation in float64
+(reference.py).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_five_steps(kind, formula, settings):
         optimizer.zero_grad()
         for i, (p, g) in enumerate(zip(parameters, gradients(step), strict=True)):
             p.grad.numpy()[...] = g
-            wanted[i] = formula(wanted[i], states[i], g.astype(np.float64), step, **settings, **decoupled)
+            wanted[i] = formula(
+                wanted[i], states[i], g.astype(np.float64), step, **settings, **decoupled
+            )
         optimizer.step()
         for p, w in zip(parameters, wanted, strict=True):
             worst = max(worst, np.abs(p.numpy() - w).max() / np.abs(w).max())
@@ -73,7 +77,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(kind, bad, at):
 
 
 def test_space_between_parameters_stays_zero():
-    """Parameters start on a vector; what lies between them is updated with the rest and must not drift."""
+    """Parameters start on a vector; what lies between them is updated with the rest and must not
+    drift.
+    """
     parameters = [Parameter(np.ones(3)), Parameter(np.ones(5))]
     optimizer = optim.AdamW(parameters, lr=0.1, weight_decay=0.1)
     for p in parameters:
@@ -84,10 +90,14 @@ def test_space_between_parameters_stays_zero():
     assert np.count_nonzero(optimizer.arena.params) == used
 
 
-@pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1), optim.AdamW(lr=0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1), optim.AdamW(lr=0.1)]
+)
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100])
 def test_an_update_touches_nothing_outside_of_its_run(optimizer, n):
-    """What lies behind a run is another parameter of the rank; a run in pieces gives the bits of the whole."""
+    """What lies behind a run is another parameter of the rank; a run in pieces gives the bits of
+    the whole.
+    """
     rng = np.random.default_rng(n)
     start = np.abs(rng.standard_normal((4, 128))).astype(np.float32)
     divisor = np.ones(1, np.float32)
@@ -105,7 +115,9 @@ def test_an_update_touches_nothing_outside_of_its_run(optimizer, n):
         return np.stack(arrays)
 
     whole = updated([(3, 3 + n)])
-    assert np.array_equal(whole[:, :3], start[:, :3]) and np.array_equal(whole[:, 3 + n :], start[:, 3 + n :])
+    assert np.array_equal(whole[:, :3], start[:, :3]) and np.array_equal(
+        whole[:, 3 + n :], start[:, 3 + n :]
+    )
     assert not np.any(whole[0, 3 : 3 + n] == start[0, 3 : 3 + n])
     assert whole.tobytes() == updated([(3, 3 + n // 3), (3 + n // 3, 3 + n)]).tobytes()
 

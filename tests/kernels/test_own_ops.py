@@ -31,12 +31,16 @@ def test_a_file_that_does_not_compile_is_named(tmp_path):
     file.write_text("def ops() ->\n")
     with pytest.raises(BuildError, match=r"broken\.mojo:1:"):
         odyssey.load_ops(file)
-    with pytest.raises(ConfigError, match=r"there is no file .*none\.mojo; give the path of a \.mojo file"):
+    with pytest.raises(
+        ConfigError, match=r"there is no file .*none\.mojo; give the path of a \.mojo file"
+    ):
         odyssey.load_ops(tmp_path / "none.mojo")
 
 
 def test_a_name_that_is_taken(tmp_path):
     file = tmp_path / "again.mojo"
     file.write_text(FILE.read_text().replace('"mish_forward"', '"tanh_forward"'))
-    with pytest.raises(ConfigError, match=r"there is an op tanh_forward already; give yours another name"):
+    with pytest.raises(
+        ConfigError, match=r"there is an op tanh_forward already; give yours another name"
+    ):
         odyssey.load_ops(file)

@@ -1,4 +1,6 @@
-"""Products with bf16 and fp16 operands: against float64 of the rounded operands (tight) and of the operands (loose)."""
+"""Products with bf16 and fp16 operands: against float64 of the rounded operands (tight) and of
+the operands (loose).
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def check(precision, op, formula, backward, x, w, b):
         ]
 
     names = ("y", "dx", "dw", "db")
-    for name, g, tight, loose in zip(names, got, truth(ROUND[precision]), truth(ROUND["fp32"]), strict=True):
+    for name, g, tight, loose in zip(
+        names, got, truth(ROUND[precision]), truth(ROUND["fp32"]), strict=True
+    ):
         assert off(g, tight) < TIGHT, name
         assert off(g, loose) < LOOSE[precision], name
     return got
@@ -72,7 +76,19 @@ def check(precision, op, formula, backward, x, w, b):
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("n", BATCHES)
 @pytest.mark.parametrize(
-    ("i", "o"), [(1, 1), (400, 120), (84, 10), (17, 33), (16, 12), (15, 5), (3, 64), (130, 23), (97, 26), (200, 7)]
+    ("i", "o"),
+    [
+        (1, 1),
+        (400, 120),
+        (84, 10),
+        (17, 33),
+        (16, 12),
+        (15, 5),
+        (3, 64),
+        (130, 23),
+        (97, 26),
+        (200, 7),
+    ],
 )
 def test_linear(i, o, n, precision):
     check(precision, F.linear, R.linear, R.linear_backward, normal(n, i), normal(o, i), normal(o))
@@ -124,7 +140,9 @@ def test_large_convolutions_in_bf16(n, c, h, w, k, r, t, stride, padding):
     test_conv2d(n, c, h, w, k, r, t, stride, padding, "bf16")
 
 
-@pytest.mark.parametrize(("n", "i", "o"), [(1000, 384, 80), (200, 1500, 33), (513, 65, 190), (4, 700, 129)])
+@pytest.mark.parametrize(
+    ("n", "i", "o"), [(1000, 384, 80), (200, 1500, 33), (513, 65, 190), (4, 700, 129)]
+)
 def test_large_layers_in_bf16(n, i, o):
     test_linear(i, o, n, "bf16")
 
@@ -143,10 +161,22 @@ def test_a_convolution_of_one_channel_stays_float32(precision, n):
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("n", (3, 17))
 def test_rounding_is_to_nearest_even(precision, n):
-    """An identity shows the rounded operand itself: ties, a carry into the exponent, the largest and small numbers."""
+    """An identity shows the rounded operand itself: ties, a carry into the exponent, the largest
+    and small numbers.
+    """
     bits = 8 if precision == "bf16" else 11
     one = 2.0 ** (1 - bits)  # from 1 to the next number
-    values = [1 + one / 2, 1 + 3 * one / 2, 1 + 0.51 * one, 1 + 0.49 * one, 2 - one / 4, -1 - one / 2, 60000.0, 1e-4, 0]
+    values = [
+        1 + one / 2,
+        1 + 3 * one / 2,
+        1 + 0.51 * one,
+        1 + 0.49 * one,
+        2 - one / 4,
+        -1 - one / 2,
+        60000.0,
+        1e-4,
+        0,
+    ]
     x = np.tile(np.array(values, np.float32), (n, 1))
     with odyssey.autocast(precision):
         y = F.linear(Tensor(x), Parameter(np.eye(len(values)))).numpy()
@@ -181,11 +211,16 @@ def test_what_is_not_finite_is_not_hidden(precision, bad, n):
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
-    ("n", "h", "k", "stride"), [(3, 7, 5, 1), (16, 7, 5, 1), (17, 8, 17, 1), (16, 9, 3, 2), (33, 8, 33, 2)]
+    ("n", "h", "k", "stride"),
+    [(3, 7, 5, 1), (16, 7, 5, 1), (17, 8, 17, 1), (16, 9, 3, 2), (33, 8, 33, 2)],
 )
 def test_what_is_not_finite_stays_in_its_channel(precision, bad, n, h, k, stride):
     """Also where a last channel, sample or row of an odd number is padded with zeros."""
-    x, w, dy = normal(n, 3, h, 6), normal(k, 3, 3, 3), normal(n, k, (h - 3) // stride + 1, 3 // stride + 1)
+    x, w, dy = (
+        normal(n, 3, h, 6),
+        normal(k, 3, 3, 3),
+        normal(n, k, (h - 3) // stride + 1, 3 // stride + 1),
+    )
     x[n - 1, 1, h // 2, 3] = bad
     with odyssey.autocast(precision):
         inputs = Tensor(x, requires_grad=True), Parameter(w)
@@ -235,9 +270,24 @@ def test_the_same_op_twice_gives_the_same_bits(precision):
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 65_537])
 def test_bf16_for_the_wire_has_the_bits_of_its_definition(n):
-    """Random bits: NaN, infinities and subnormals among them; NaN keeps sign and upper bits, as a quiet one."""
+    """Random bits: NaN, infinities and subnormals among them; NaN keeps sign and upper bits, as
+    a quiet one.
+    """
     bits = np.random.default_rng(n).integers(0, 1 << 32, n, dtype=np.uint32)
-    special = np.array([0, 1, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF, 0x8000, 0x18000, 0x807FFFFF])
+    special = np.array(
+        [
+            0,
+            1,
+            0x7F800000,
+            0xFF800000,
+            0x7F800001,
+            0xFFFFFFFF,
+            0x7F7FFFFF,
+            0x8000,
+            0x18000,
+            0x807FFFFF,
+        ]
+    )
     bits[: len(special)] = special.astype(np.uint32)[:n]
     out = np.zeros(n + 1, bfloat16)
     narrow(bits.view(np.float32), out[:n])
@@ -274,7 +324,9 @@ def guarded(monkeypatch):
 def test_scratch_is_large_enough(monkeypatch, precision, n):
     intact = guarded(monkeypatch)
     for i, o in [(1, 1), (15, 5), (17, 33), (97, 26), (3, 13)]:
-        check(precision, F.linear, R.linear, R.linear_backward, normal(n, i), normal(o, i), normal(o))
+        check(
+            precision, F.linear, R.linear, R.linear_backward, normal(n, i), normal(o, i), normal(o)
+        )
     for c, h, w, k, r, t, s, p in CONVOLUTIONS:
         check(
             precision,
@@ -289,11 +341,15 @@ def test_scratch_is_large_enough(monkeypatch, precision, n):
 
 
 def test_packed_scratch_is_smaller_than_copies():
-    """What the instruction saves in memory: half a word per number, and never more than one or two groups at once."""
+    """What the instruction saves in memory: half a word per number, and never more than one or
+    two groups at once.
+    """
     if not native.library().bf16:
         pytest.skip("this target multiplies no bf16")
     sizes = (2, 32, 26, 26, 64, 3, 3, 1)
     for op in ("conv2d_forward", "conv2d_backward_weight", "conv2d_backward_input"):
         lib = native.library()
-        packed, copied = (lib.scratch(lib.ops[op], sizes, "lanes", dtype) for dtype in ("bf16", "fp16"))
+        packed, copied = (
+            lib.scratch(lib.ops[op], sizes, "lanes", dtype) for dtype in ("bf16", "fp16")
+        )
         assert 0 < packed <= copied / 2

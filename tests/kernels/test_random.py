@@ -1,4 +1,6 @@
-"""Random numbers: dropout masks and initial values are those of Philox (reference.py); a mask depends on the sample."""
+"""Random numbers: dropout masks and initial values are those of Philox (reference.py); a mask
+depends on the sample.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def dropout(x, p=0.3, seed=5, step=0, first=0, layer=0):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (16, 4), (17, 13), (33, 2, 3, 5)])
-@pytest.mark.parametrize(("seed", "step", "first", "layer"), [(0, 0, 0, 0), (2**62 + 3, 1000, 96, 2), (1, 2**31, 7, 1)])
+@pytest.mark.parametrize(
+    ("seed", "step", "first", "layer"), [(0, 0, 0, 0), (2**62 + 3, 1000, 96, 2), (1, 2**31, 7, 1)]
+)
 def test_mask_is_that_of_philox(shape, seed, step, first, layer):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     y, dx = dropout(x, 0.3, seed, step, first, layer)
@@ -96,7 +100,9 @@ def test_random_shapes_of_normal_values_are_sums_of_twelve_rows_of_the_stream():
         nn.manual_seed(seed)
         nn.Linear(1, 3)  # streams 0 and 1
         rows = R.uniform(12 * size, seed, 2, -0.5, 0.5).reshape(12, *shape)
-        assert module.normal(tuple(map(int, shape))).numpy().tobytes() == rows.sum(axis=0).tobytes(), (k, shape)
+        assert (
+            module.normal(tuple(map(int, shape))).numpy().tobytes() == rows.sum(axis=0).tobytes()
+        ), (k, shape)
 
 
 def test_normal_values_take_no_more_memory_than_themselves():
@@ -105,4 +111,5 @@ def test_normal_values_take_no_more_memory_than_themselves():
     p = module.normal((512, 1024))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * p.data.nbytes  # zeros, the same aligned, room for a gradient; twelve rows would be 12 more
+    # zeros, the same aligned, room for a gradient; twelve rows would be 12 more
+    assert peak < 4 * p.data.nbytes

@@ -1,5 +1,6 @@
-"""The references themselves: every gradient against central differences of its formula, in float64; Philox against the
-published vectors."""
+"""The references themselves: every gradient against central differences of its formula, in
+float64; Philox against the published vectors.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def with_labels(f):
 
 # name: formula of the differentiable arguments, its gradients, the arguments
 CASES = {
-    "pad2d": (lambda x: R.pad2d(x, (1, 2)), lambda x, dy: R.pad2d_backward(x, (1, 2), dy), [normal(2, 2, 3, 2)]),
+    "pad2d": (
+        lambda x: R.pad2d(x, (1, 2)),
+        lambda x, dy: R.pad2d_backward(x, (1, 2), dy),
+        [normal(2, 2, 3, 2)],
+    ),
     "conv2d": (
         lambda *a: R.conv2d(*a, 2, (1, 0)),
         lambda *a: R.conv2d_backward(*a[:3], 2, (1, 0), a[3]),
@@ -48,7 +53,11 @@ CASES = {
     "sigmoid": (R.sigmoid, R.sigmoid_backward, [normal(3, 5)]),
     "softmax": (R.softmax, R.softmax_backward, [normal(3, 5)]),
     "log_softmax": (R.log_softmax, R.log_softmax_backward, [normal(3, 5)]),
-    "nll": (with_labels(R.nll), lambda x, dy: R.nll_backward(x, np.array([2, 0, 1]), dy), [normal(3, 4)]),
+    "nll": (
+        with_labels(R.nll),
+        lambda x, dy: R.nll_backward(x, np.array([2, 0, 1]), dy),
+        [normal(3, 4)],
+    ),
     "cross_entropy": (
         with_labels(R.cross_entropy),
         lambda x, dy: R.cross_entropy_backward(x, np.array([2, 0, 1]), dy),
@@ -62,7 +71,9 @@ def test_gradient_is_the_slope(name):
     formula, backward, arguments = CASES[name]
     dy = normal(*np.shape(formula(*arguments)))
     given = backward(*arguments, dy)
-    for argument, gradient in zip(arguments, given if isinstance(given, tuple) else (given,), strict=True):
+    for argument, gradient in zip(
+        arguments, given if isinstance(given, tuple) else (given,), strict=True
+    ):
         slopes = np.zeros_like(argument)
         for at in np.ndindex(argument.shape):
             kept, h = argument[at], 1e-5
@@ -77,9 +88,21 @@ def test_gradient_is_the_slope(name):
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
 )
 def test_philox_known_answers(counter, key, words):

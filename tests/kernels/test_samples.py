@@ -1,5 +1,6 @@
-"""Every op of ops_samples.py in every way that a training computes it (odyssey.testing.check_op), and what is said of
-ops that are wrong."""
+"""Every op of ops_samples.py in every way that a training computes it
+(odyssey.testing.check_op), and what is said of ops that are wrong.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_a_wrong_gradient_is_found():
     def op(x):
         return attach(F.scale(x, 2.0), (x,), lambda dy: (F.scale(dy, 3.0),))
 
-    with pytest.raises(OpError, match=r"op of 1 samples: the gradient of argument 0 is off by 5.0e-01"):
+    with pytest.raises(
+        OpError, match=r"op of 1 samples: the gradient of argument 0 is off by 5.0e-01"
+    ):
         check_op(op, lambda x: 2 * x, (6,))
 
 
@@ -37,7 +40,9 @@ def test_a_write_past_the_end_is_found():
         current().emit("fill", y.memory, 0.0, y.floats + 1)
         return attach(y, (x,), lambda dy: (F.scale(dy, 0.0),))
 
-    with pytest.raises(OpError, match=r"fill writes past the end of a tensor of 24 bytes, at byte 0 behind"):
+    with pytest.raises(
+        OpError, match=r"fill writes past the end of a tensor of 24 bytes, at byte 0 behind"
+    ):
         check_op(op, np.zeros_like, (6,))
 
 
@@ -57,7 +62,12 @@ def _with_bias(kernel):
 
 
 def test_what_adds_to_a_gradient_must_say_so():
-    with pytest.raises(OpError, match=r'axpy adds to y, a parameter.s gradient, and lacks the trait "sums"'):
+    with pytest.raises(
+        OpError, match=r'axpy adds to y, a parameter.s gradient, and lacks the trait "sums"'
+    ):
         check_op(_with_bias("axpy"), lambda x, b: x + 0 * b, (6,), parameters=[(6,)])
-    with pytest.raises(OpError, match=r"scale writes y, a parameter.s gradient; gradients of parameters are added to"):
+    with pytest.raises(
+        OpError,
+        match=r"scale writes y, a parameter.s gradient; gradients of parameters are added to",
+    ):
         check_op(_with_bias("scale"), lambda x, b: x + 0 * b, (6,), parameters=[(6,)])

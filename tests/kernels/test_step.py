@@ -1,4 +1,7 @@
-"""A step through the C interface: what its programs' checks say is not lost. And threads that are late."""
+"""A step through the C interface: what its programs' checks say is not lost.
+
+And threads that are late.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def test_a_record_that_fails_in_a_step_is_an_error():
 
 
 def test_shards_taken_by_more_threads_than_cores_give_one_sum():
-    """Threads that lose their core in the middle of a shard, late helpers, few buffers: the bits stay."""
+    """Threads that lose their core in the middle of a shard, late helpers, few buffers: the bits
+    stay.
+    """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((203, 1, 28, 28)).astype(np.float32)
     batch = data.Batch(data.arrays(x, rng.integers(0, 10, 203)), np.arange(203), 0, 0)
@@ -49,12 +54,15 @@ def test_shards_taken_by_more_threads_than_cores_give_one_sum():
 
 
 def test_a_stopped_process_goes_on_with_the_same_bits():
-    """Where no CPU quota can be set, the process is stopped and continued instead, as a quota would do."""
+    """Where no CPU quota can be set, the process is stopped and continued instead, as a quota
+    would do.
+    """
     program = (
         "from odyssey import DistributedTrainer, data, nn, optim\n"
         "nn.manual_seed(0)\n"
         "t = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), backend='local', threads=4)\n"
-        "loader = data.DataLoader(data.load('mnist', train=True).take(6400), batch_size=128, shuffle=True)\n"
+        "loader = data.DataLoader(data.load('mnist', train=True).take(6400), batch_size=128, "
+        "shuffle=True)\n"
         "t.train_step(next(iter(loader)))\n"
         "print('begun', flush=True)\n"
         "t.fit(loader, epochs=4)\n"
@@ -62,7 +70,9 @@ def test_a_stopped_process_goes_on_with_the_same_bits():
     )
     found = []
     for throttled in (True, False):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout.readline() == "begun\n"
         for _ in range(15 if throttled else 0):
             process.send_signal(signal.SIGSTOP)
@@ -89,7 +99,9 @@ def test_a_forked_child_starts_threads_of_its_own():
         "print(t.weights_sha256(), len(os.listdir('/proc/self/task')) >= 3, flush=True)\n"
         "os._exit(0) if child == 0 else os.waitpid(child, 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     assert len(lines) == 2 and lines[0] == lines[1] and lines[0].endswith("True")

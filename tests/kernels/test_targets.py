@@ -1,4 +1,6 @@
-"""The kernels of narrower processors: other register tiles, and on the oldest no FMA, against the same references."""
+"""The kernels of narrower processors: other register tiles, and on the oldest no FMA, against
+the same references.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ import pytest
 
 from odyssey.build import library as build
 
-LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "x86-64-v4+avx512bf16+amx-bf16"]
+LEVELS = [
+    "x86-64",
+    "x86-64-v3",
+    "x86-64-v4",
+    "x86-64-v4+avx512bf16",
+    "x86-64-v4+avx512bf16+amx-bf16",
+]
 HOST = build.host_cpu()
 
 
@@ -16,7 +24,19 @@ HOST = build.host_cpu()
 def test_ops_compiled_for(launch, cpu):
     launch.environment["ODYSSEY_TARGET_CPU"] = cpu
     here = Path(__file__).parent
-    files = [here / name for name in ("test_ops.py", "test_precision.py", "test_random.py", "test_optimizers.py")]
-    done = launch.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files, timeout=600)
+    files = [
+        here / name
+        for name in ("test_ops.py", "test_precision.py", "test_random.py", "test_optimizers.py")
+    ]
+    done = launch.python(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        *files,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

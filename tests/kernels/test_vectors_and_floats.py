@@ -1,7 +1,8 @@
-"""A number's function does not depend on where the number stands: in a vector or among the floats behind the last one.
+"""A number's function does not depend on where the number stands: in a vector or among the
+floats behind the last one.
 
-A layout moves numbers (a part of tensor parallelism or ZeRO begins elsewhere), so either place must have the same bits,
-for every float32 there is: tiny, huge, infinite, NaN.
+A layout moves numbers (a part of tensor parallelism or ZeRO begins elsewhere), so either place must
+have the same bits, for every float32 there is: tiny, huge, infinite, NaN.
 """
 
 from __future__ import annotations
@@ -47,15 +48,21 @@ def numbers(seed: int, count: int) -> np.ndarray:
     """Floats of all sizes: any bits, those where exponentials end, and usual ones."""
     random = np.random.default_rng(seed)
     bits = random.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
-    edges = np.concatenate([sign * np.linspace(85, 105, count // 4) for sign in (1, -1)]).astype(np.float32)
+    edges = np.concatenate([sign * np.linspace(85, 105, count // 4) for sign in (1, -1)]).astype(
+        np.float32
+    )
     usual = random.normal(0, 5, count // 2).astype(np.float32)
-    special = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38], np.float32)
+    special = np.array(
+        [0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38], np.float32
+    )
     found = np.concatenate([bits, edges, usual, special])
     return found[: len(found) // REST * REST]
 
 
 def both(function, *given: np.ndarray) -> None:
-    """Compares a function's values, and its gradients, in vectors with those of pieces too short for one."""
+    """Compares a function's values, and its gradients, in vectors with those of pieces too short
+    for one.
+    """
 
     def play(*some: np.ndarray) -> list[np.ndarray]:
         tensors = [Tensor(one, requires_grad=True) for one in some]
@@ -70,7 +77,9 @@ def both(function, *given: np.ndarray) -> None:
         found = np.concatenate([piece[i] for piece in pieces])
         same = (one.view(np.uint32) == found.view(np.uint32)) | (np.isnan(one) & np.isnan(found))
         at = np.flatnonzero(~same)[:5]
-        assert same.all(), [(*(x[k] for x in given), one[k], found[k], "gradient" * (i > 0)) for k in at]
+        assert same.all(), [
+            (*(x[k] for x in given), one[k], found[k], "gradient" * (i > 0)) for k in at
+        ]
 
 
 @pytest.mark.parametrize("name", UNARY)
@@ -85,7 +94,11 @@ def test_functions_of_two_numbers(name):
     a, b = numbers(2, 6000), np.random.default_rng(3).permutation(numbers(4, 6000))
     both(PAIRS[name], a, b)
     if name == "power":
-        both(lambda a, b: a**b, np.abs(a), np.random.default_rng(5).uniform(-4, 4, len(a)).astype(np.float32))
+        both(
+            lambda a, b: a**b,
+            np.abs(a),
+            np.random.default_rng(5).uniform(-4, 4, len(a)).astype(np.float32),
+        )
 
 
 @np.errstate(all="ignore")
@@ -93,5 +106,9 @@ def test_exponentials_to_the_end_of_their_range():
     """Against float64: to 8 units in the last place from e^-87.3 to e^88.7, then infinity."""
     x = np.linspace(-87.3, 88.72, 4096, dtype=np.float32)
     right = np.exp(x.astype(np.float64))
-    assert (np.abs(F.exp(Tensor(x)).numpy() - right) <= 8 * np.spacing(right.astype(np.float32))).all()
-    assert np.isinf(F.exp(Tensor(np.array([88.73, 89, 100, 1e4, np.inf] * 7, np.float32))).numpy()).all()
+    assert (
+        np.abs(F.exp(Tensor(x)).numpy() - right) <= 8 * np.spacing(right.astype(np.float32))
+    ).all()
+    assert np.isinf(
+        F.exp(Tensor(np.array([88.73, 89, 100, 1e4, np.inf] * 7, np.float32))).numpy()
+    ).all()

@@ -1,4 +1,6 @@
-"""A launcher under test: started in the background, watched from outside, and nothing of it left behind."""
+"""A launcher under test: started in the background, watched from outside, and nothing of it left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ COUNTING = Path(__file__).parent / "counting.py"
 class Job:
     """`odyssey launch` of this environment on a run directory, and what can be seen of it."""
 
-    def __init__(self, launch, run: Path, *words: object, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, launch, run: Path, *words: object, environment: dict[str, str] | None = None
+    ) -> None:
         self.run, self.environment = run, {**launch.environment, **(environment or {})}
         command = [sys.executable, "-m", "odyssey", "launch", "--run-dir", run, *words]
         self.process = subprocess.Popen(
@@ -66,7 +70,9 @@ class Job:
         return self.process.returncode
 
     def maps(self) -> set[str]:
-        """Shared memory that ranks have mapped; and the session directory of this run's Open MPI, if it is that."""
+        """Shared memory that ranks have mapped; and the session directory of this run's Open
+        MPI, if it is that.
+        """
         found = set()
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -85,7 +91,9 @@ class Job:
             if name.isdigit():
                 with contextlib.suppress(OSError):
                     state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z" and token in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    if state != "Z" and token in Path(f"/proc/{name}/environ").read_bytes().split(
+                        b"\0"
+                    ):
                         found.append(int(name))
         return found
 
@@ -103,7 +111,9 @@ def job(launch, tmp_path):
     """Starts `odyssey launch --run-dir RUN words...`; at the end of the test all of it is gone."""
     jobs = []
 
-    def start(*words: object, run: Path | None = None, environment: dict[str, str] | None = None) -> Job:
+    def start(
+        *words: object, run: Path | None = None, environment: dict[str, str] | None = None
+    ) -> Job:
         jobs.append(Job(launch, run or tmp_path / "run", *words, environment=environment))
         return jobs[-1]
 

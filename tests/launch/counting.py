@@ -1,8 +1,10 @@
-"""A script for tests of the launcher: ranks that count together, keep a checkpoint's name, stop when they are asked.
+"""A script for tests of the launcher: ranks that count together, keep a checkpoint's name, stop
+when they are asked.
 
     counting.py STEPS PAUSE [FAULT ...]     a fault is ATTEMPT:RANK:STEP:WHAT, e.g. 1:2:7:kill, *:0:3:exit70
 
-It needs mpi4py but no trainer and no kernels. A line "step S of N on R ranks, attempt A" every step from rank 0.
+It needs mpi4py but no trainer and no kernels. A line "step S of N on R ranks, attempt A" every step
+from rank 0.
 """
 
 from __future__ import annotations
@@ -62,7 +64,11 @@ for step in range(first + 1, steps + 1):
     assert state[0] == step
     time.sleep(pause)
     if comm.rank == 0:
-        print(f"step {step} of {steps} on {comm.size} ranks, attempt {run.attempt} at {time.time():.3f}", flush=True)
+        print(
+            f"step {step} of {steps} on {comm.size} ranks, attempt {run.attempt} at "
+            f"{time.time():.3f}",
+            flush=True,
+        )
         if step % 5 == 0 or state[1]:
             (run.checkpoints / f"step_{step:08}").mkdir(parents=True, exist_ok=True)
     comm.Barrier()

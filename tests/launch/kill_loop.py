@@ -1,14 +1,15 @@
-"""Kills ranks of `odyssey launch` at random moments, again and again; every run must end by itself with the same bytes.
+"""Kills ranks of `odyssey launch` at random moments, again and again; every run must end by
+itself with the same bytes.
 
-    kill_loop.py [--runs 50] [--double 20] [--ranks 4] [--seed 0] [--whom rank] [OPTIONS OF odyssey train ...]
-    kill_loop.py [...] --uniform --program SCRIPT [ITS ARGUMENTS ...]
+    kill_loop.py [--runs 50] [--double 20] [--ranks 4] [--seed 0] [--whom rank] [OPTIONS OF odyssey
+    train ...] kill_loop.py [...] --uniform --program SCRIPT [ITS ARGUMENTS ...]
 
-Each run gets one SIGKILL, on a random rank, at a random moment: while its ranks start (a fifth of the runs), or at a
-random step; each of the double faults a second one within a second and a half of the first, while the run recovers.
-With --uniform each of PHASES is as likely, whatever its share of the time: the kill comes at the first moment after a
-random step at which rank 0 shows that phase.
-Steps, and the time from the kill to the next one, are read from the ranks' status slots. What it is not: a benchmark of
-training.
+Each run gets one SIGKILL, on a random rank, at a random moment: while its ranks start (a fifth of
+the runs), or at a random step; each of the double faults a second one within a second and a half of
+the first, while the run recovers. With --uniform each of PHASES is as likely, whatever its share of
+the time: the kill comes at the first moment after a random step at which rank 0 shows that phase.
+Steps, and the time from the kill to the next one, are read from the ranks' status slots. What it is
+not: a benchmark of training.
 """
 
 from __future__ import annotations
@@ -31,13 +32,17 @@ from typing import NamedTuple
 from odyssey.base import slot
 from odyssey.run.attempt import newest_step
 
-TRAINING = "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
+TRAINING = (
+    "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
+)
 PHASES = ("start", "data", "compute", "checkpoint", "evaluate")
 HELPERS = ("rank", "wrapper", "daemon", "mpirun")
 
 
 class Result(NamedTuple):
-    """Of one run: exit code, hash of the weights, seconds from each kill to the next step, and what was printed."""
+    """Of one run: exit code, hash of the weights, seconds from each kill to the next step, and
+    what was printed.
+    """
 
     code: int
     weights: str
@@ -58,7 +63,16 @@ class Run:
 
     def __init__(self, folder: Path, ranks: int, training: list[str]) -> None:
         self.folder, self.ranks, self.seconds, self.kills, self.phases = folder, ranks, [], 0, []
-        words = [sys.executable, "-m", "odyssey", "launch", "-n", str(ranks), "--run-dir", str(folder)]
+        words = [
+            sys.executable,
+            "-m",
+            "odyssey",
+            "launch",
+            "-n",
+            str(ranks),
+            "--run-dir",
+            str(folder),
+        ]
         self.begun = time.monotonic()
         self.process = subprocess.Popen(
             [*words, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -99,7 +113,11 @@ class Run:
     def wait(self, step: int) -> None:
         """Waits until a rank has started (step 0), or rank 0 is at a step."""
         while self.process.poll() is None:
-            if step < 0 or (step == 0 and self.pid(0) is not None) or (step > 0 and self.step()[1] >= step):
+            if (
+                step < 0
+                or (step == 0 and self.pid(0) is not None)
+                or (step > 0 and self.step()[1] >= step)
+            ):
                 return
             time.sleep(0.002)
 
@@ -112,7 +130,9 @@ class Run:
             time.sleep(0.0005)
 
     def kill(self, rank: int, whom: str) -> bool:
-        """Kills a rank, or what stands above it, as soon as there is one; False if the run is over."""
+        """Kills a rank, or what stands above it, as soon as there is one; False if the run is
+        over.
+        """
         while self.process.poll() is None:
             pid = self.pid(rank)
             if pid is not None:
@@ -159,9 +179,12 @@ class Run:
 Kill = tuple[int, float] | tuple[int, float, str]
 
 
-def one(ranks: int, training: list[str], kills: list[Kill], whom: str, dice: random.Random) -> Result:
-    """A run with kills, each at a step (0: once a rank has started; -1: whatever happens), in a phase if one is given,
-    and some seconds later."""
+def one(
+    ranks: int, training: list[str], kills: list[Kill], whom: str, dice: random.Random
+) -> Result:
+    """A run with kills, each at a step (0: once a rank has started; -1: whatever happens), in a
+    phase if one is given, and some seconds later.
+    """
     with tempfile.TemporaryDirectory(prefix="odyssey-kill-loop-") as folder:
         run = Run(Path(folder) / "run", ranks, training)
         for number, (step, delay, *phase) in enumerate(kills):
@@ -179,7 +202,13 @@ def one(ranks: int, training: list[str], kills: list[Kill], whom: str, dice: ran
 
 
 def loop(
-    runs: int, double: int, ranks: int, training: list[str], seed: int, whom: str = "rank", uniform: bool = False
+    runs: int,
+    double: int,
+    ranks: int,
+    training: list[str],
+    seed: int,
+    whom: str = "rank",
+    uniform: bool = False,
 ) -> int:
     """All of it, with a line for each run that went wrong and a summary; how many went wrong."""
     dice = random.Random(seed)
@@ -206,7 +235,10 @@ def loop(
         seconds += result.seconds if number < runs else []
         if result.code or result.weights != clean.weights:
             wrong += 1
-            print(f"run {number + 1}: killed after {kills}: exit code {result.code}, weights {result.weights[:16]!r}")
+            print(
+                f"run {number + 1}: killed after {kills}: exit code {result.code}, weights "
+                f"{result.weights[:16]!r}"
+            )
             print(result.printed, flush=True)
     seconds.sort()
     same = runs + double - wrong
@@ -216,7 +248,10 @@ def loop(
     )
     if seconds:
         middle = seconds[len(seconds) // 2]
-        print(f"from the kill to the next step: median {middle:.2f} s, max {seconds[-1]:.2f} s ({len(seconds)} kills)")
+        print(
+            f"from the kill to the next step: median {middle:.2f} s, max {seconds[-1]:.2f} s "
+            f"({len(seconds)} kills)"
+        )
     return wrong
 
 
@@ -231,4 +266,11 @@ if __name__ == "__main__":
     parser.add_argument("--program", help="instead of odyssey train; what follows is given to it")
     given, rest = parser.parse_known_args()
     words = [given.program, *rest] if given.program else ["train", *(rest or TRAINING)]
-    sys.exit(min(1, loop(given.runs, given.double, given.ranks, words, given.seed, given.whom, given.uniform)))
+    sys.exit(
+        min(
+            1,
+            loop(
+                given.runs, given.double, given.ranks, words, given.seed, given.whom, given.uniform
+            ),
+        )
+    )

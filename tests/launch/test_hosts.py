@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.run.hosts import FILE_LIMIT, Host, parse_hostfile, parse_hostfile_text, parse_hosts, place
+from odyssey.run.hosts import (
+    FILE_LIMIT,
+    Host,
+    parse_hostfile,
+    parse_hostfile_text,
+    parse_hosts,
+    place,
+)
 
 
 def test_a_list():
     assert parse_hosts("h1,h2:4") == (Host("h1"), Host("h2", 4))
-    assert parse_hosts("10.77.0.1, node-3.cluster_a") == (Host("10.77.0.1"), Host("node-3.cluster_a"))
+    assert parse_hosts("10.77.0.1, node-3.cluster_a") == (
+        Host("10.77.0.1"),
+        Host("node-3.cluster_a"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +66,16 @@ def test_a_file(tmp_path):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"# none\n", b"h1 max_slots=2\n", b"h1:2 slots=2\n", b"h1 slots=2 x\n", b"h\xff1\n", b"h1\0\n", b"h1\nh1\n"],
+    [
+        b"",
+        b"# none\n",
+        b"h1 max_slots=2\n",
+        b"h1:2 slots=2\n",
+        b"h1 slots=2 x\n",
+        b"h\xff1\n",
+        b"h1\0\n",
+        b"h1\nh1\n",
+    ],
 )
 def test_a_file_that_says_something_else_is_refused(data):
     with pytest.raises(ConfigError, match="hosts.txt"):

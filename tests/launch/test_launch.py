@@ -1,4 +1,6 @@
-"""`odyssey launch` with real ranks: faults, requests to stop, other numbers of ranks; MPICH or Open MPI."""
+"""`odyssey launch` with real ranks: faults, requests to stop, other numbers of ranks; MPICH or
+Open MPI.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(job):
     used = run.maps()
     assert run.end() == 0, run.err
     assert re.search(
-        r"odyssey: attempt 1: rank 2 on host \S+ was killed by SIGKILL; restarting from step 10 on 3 ranks "
+        r"odyssey: attempt 1: rank 2 on host \S+ was killed by SIGKILL; restarting from step 10 "
+        r"on 3 ranks "
         r"\(1 of 3 restarts\)\n",
         run.err,
     ), run.err
@@ -49,7 +52,9 @@ def test_a_complete_run_and_one_of_another_command_are_refused(job):
     assert again.end() == 64 and "is complete (DONE.json)" in again.err
     (again.run / "DONE.json").unlink()
     other = job("-n", 2, COUNTING, 4, 0)
-    assert other.end() == 64 and re.search(r"is a run of \S+counting.py 3 0, not of \S+counting.py 4 0", other.err)
+    assert other.end() == 64 and re.search(
+        r"is a run of \S+counting.py 3 0, not of \S+counting.py 4 0", other.err
+    )
 
 
 def test_a_second_launcher_is_refused(job):
@@ -69,7 +74,9 @@ def test_a_request_to_stop_ends_with_a_checkpoint_and_the_same_command_goes_on(j
     assert run.end() == 75, run.err
     assert time.monotonic() - start < 10
     assert "Segmentation" not in run.out + run.err
-    stopped = int(re.search(rf"stopped by {number.name} at step (\d+); the same command goes on", run.err)[1])
+    stopped = int(
+        re.search(rf"stopped by {number.name} at step (\d+); the same command goes on", run.err)[1]
+    )
     again = job("-n", 2, COUNTING, 60, 0.02)
     assert again.end() == 0, again.err
     assert int(re.search(r"step (\d+) of 60", again.out)[1]) == stopped + 1
@@ -90,7 +97,8 @@ def test_a_script_without_a_trainer_gets_sigterm(job, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *a: (print('asked to end', flush=True), sys.exit(0)))\n"
+        "signal.signal(signal.SIGTERM, lambda *a: (print('asked to end', flush=True), "
+        "sys.exit(0)))\n"
         "print('ready', flush=True)\ntime.sleep(300)\n"
     )
     run = job("-n", 2, script)
@@ -115,7 +123,10 @@ def test_ranks_that_have_not_met_are_told(job, tmp_path):
             break
     go.touch()
     assert run.end() == 0 and "met 2" in run.out
-    assert re.fullmatch(r"odyssey: attempt 1: after \d+ s the ranks have not met: they are in MPI_Init or .*\n", line)
+    assert re.fullmatch(
+        r"odyssey: attempt 1: after \d+ s the ranks have not met: they are in MPI_Init or .*\n",
+        line,
+    )
 
 
 def test_a_second_signal_ends_at_once_and_one_during_startup_too(job):
@@ -129,7 +140,10 @@ def test_a_second_signal_ends_at_once_and_one_during_startup_too(job):
     assert run.gone()
     early = job("-n", 2, COUNTING, 600, 0.01, "1:1:5:stop")
     until = time.monotonic() + 20
-    while json.loads((early.run / "attempt.json").read_text())["attempt"] < 2 and time.monotonic() < until:
+    while (
+        json.loads((early.run / "attempt.json").read_text())["attempt"] < 2
+        and time.monotonic() < until
+    ):
         time.sleep(0.002)
     early.process.send_signal(signal.SIGTERM)
     assert early.end() in (143, 75)
@@ -146,11 +160,15 @@ def test_several_sigterms_do_not_shorten_the_grace(job):
     assert "again" not in run.err
 
 
-@pytest.mark.parametrize(("streams", "code"), [("2>&-", 0), ("<&- >&- 2>&-", 0), (">/dev/full", 73)])
+@pytest.mark.parametrize(
+    ("streams", "code"), [("2>&-", 0), ("<&- >&- 2>&-", 0), (">/dev/full", 73)]
+)
 def test_standard_streams_that_are_closed_or_full(launch, tmp_path, streams, code):
     script = tmp_path / "script.py"
     script.write_text("print('a word')\n")
-    done = launch("bash", "-c", f"'{sys.executable}' -m odyssey launch -n 2 --run-dir run {script} {streams}")
+    done = launch(
+        "bash", "-c", f"'{sys.executable}' -m odyssey launch -n 2 --run-dir run {script} {streams}"
+    )
     assert done.returncode == code, done.stderr
     assert (tmp_path / "run" / "logs" / "attempt-1" / "output.log").read_text() == "a word\n" * 2
     if code:
@@ -268,14 +286,17 @@ def test_a_training_that_is_killed_ends_with_the_bytes_of_one_that_is_not():
     assert result.weights == clean.weights
 
 
-@pytest.mark.parametrize("words", ["script.py a -n 7", "-- python -m pkg.module a -n 7", "-m pkg.module a -n 7"])
+@pytest.mark.parametrize(
+    "words", ["script.py a -n 7", "-- python -m pkg.module a -n 7", "-m pkg.module a -n 7"]
+)
 def test_scripts_and_modules_are_started_alike(job, launch, words):
     (launch.folder / "pkg").mkdir()
     (launch.folder / "pkg" / "__init__.py").touch()
     for name in ("script.py", "pkg/module.py"):
         (launch.folder / name).write_text(
             "import sys\nfrom odyssey import distributed as dist\ndist.init_process_group()\n"
-            "total = dist.all_reduce(1)\nif dist.get_rank() == 0:\n    print(total, sys.argv[1:], __name__)\n"
+            "total = dist.all_reduce(1)\nif dist.get_rank() == 0:\n    print(total, "
+            "sys.argv[1:], __name__)\n"
         )
     run = job("-n", 2, *words.split())
     assert run.end() == 0, run.err

@@ -1,4 +1,6 @@
-"""The launcher's parts by themselves: argument lists, environment, output, lock, wrapper, leftovers, option orders."""
+"""The launcher's parts by themselves: argument lists, environment, output, lock, wrapper,
+leftovers, option orders.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +35,65 @@ OPEN_MPI = starting.Starter("openmpi", "/x/mpirun", "Open MPI 5", "openmpi")
 SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
 
 
-# --- argument lists and environment ----------------------------------------------------------------------------------
+# --- argument lists and environment ---------------------------------------------------------------
 
 
 def test_argument_lists():
     config = LaunchConfig(nproc_per_node=4, hosts=parse_hosts("h1,h2"), bind_if="eth1")
     layout = place(config.hosts, 4)
-    words = starting.words(config, MPICH, 4, layout, ["ODYSSEY_X"]) + starting.wrapped(["python", "a b;c"])
+    words = starting.words(config, MPICH, 4, layout, ["ODYSSEY_X"]) + starting.wrapped(
+        ["python", "a b;c"]
+    )
     assert words[:7] == ["/x/mpirun", "-hosts", "h1:2,h2:2", "-iface", "eth1", "-n", "4"]
     assert words[-3].endswith("rank_wrapper.py") and words[-2:] == ["python", "a b;c"]
     words = starting.words(config, OPEN_MPI, 4, layout, ["ODYSSEY_X"])
-    assert words[words.index("--host") + 1] == "h1:2,h2:2" and words[words.index("-x") + 1] == "ODYSSEY_X"
+    assert (
+        words[words.index("--host") + 1] == "h1:2,h2:2"
+        and words[words.index("-x") + 1] == "ODYSSEY_X"
+    )
     assert "--oversubscribe" in words and words[words.index("btl_tcp_if_include") + 1] == "eth1"
     words = starting.words(LaunchConfig(nproc_per_node=4), SRUN, 4, (), [])
     assert words[:5] == ["/x/srun", "--mpi=pmi2", "--kill-on-bad-exit=0", "--ntasks", "4"]
 
 
 def test_the_environment_of_ranks(tmp_path):
-    given = {"HOME": "/h", "LC_ALL": "C", "AWS_SECRET_ACCESS_KEY": "s", "PMI_RANK": "3", "FI_PROVIDER": "tcp", "X": "1"}
+    given = {
+        "HOME": "/h",
+        "LC_ALL": "C",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "PMI_RANK": "3",
+        "FI_PROVIDER": "tcp",
+        "X": "1",
+    }
     given["SLURM_JWT"] = "s"
     config = LaunchConfig(nproc_per_node=2, env=("X",), backend="gloo", watchdog=5)
     out = starting.environment(config, given, MPICH, runs.Run(tmp_path, 3), 2, "t" * 16)
     assert {"HOME", "LC_ALL", "FI_PROVIDER", "X"} <= set(out) and not (
         {"AWS_SECRET_ACCESS_KEY", "PMI_RANK", "SLURM_JWT"} & set(out)
     )
-    assert (out["ODYSSEY_RUN_DIR"], out["ODYSSEY_ATTEMPT"], out["ODYSSEY_RANKS"]) == (str(tmp_path), "3", "2")
-    assert (out["ODYSSEY_WATCHDOG"], out["WORLD_SIZE"], out["MASTER_ADDR"]) == ("5", "2", "127.0.0.1")
+    assert (out["ODYSSEY_RUN_DIR"], out["ODYSSEY_ATTEMPT"], out["ODYSSEY_RANKS"]) == (
+        str(tmp_path),
+        "3",
+        "2",
+    )
+    assert (out["ODYSSEY_WATCHDOG"], out["WORLD_SIZE"], out["MASTER_ADDR"]) == (
+        "5",
+        "2",
+        "127.0.0.1",
+    )
     assert "StrictHostKeyChecking=yes" in out["HYDRA_LAUNCHER_EXTRA_ARGS"]
 
 
 def test_srun_gives_ranks_the_cores_that_the_job_asked_for(tmp_path):
-    """srun reads SRUN_CPUS_PER_TASK, and since SLURM 22.05 no longer SLURM_CPUS_PER_TASK, which sbatch sets."""
+    """srun reads SRUN_CPUS_PER_TASK, and since SLURM 22.05 no longer SLURM_CPUS_PER_TASK, which
+    sbatch sets.
+    """
     srun, run = starting.Starter("srun", "srun", "srun", "mpich"), runs.Run(tmp_path, 1)
-    for given, wanted in (({"SLURM_CPUS_PER_TASK": "8"}, "8"), ({"SRUN_CPUS_PER_TASK": "2"}, "2"), ({}, None)):
+    for given, wanted in (
+        ({"SLURM_CPUS_PER_TASK": "8"}, "8"),
+        ({"SRUN_CPUS_PER_TASK": "2"}, "2"),
+        ({}, None),
+    ):
         given = {"SLURM_CPUS_PER_TASK": "8", **given} if given else {}
         out = starting.environment(LaunchConfig(), given, srun, run, 2, "t" * 16)
         assert out.get("SRUN_CPUS_PER_TASK") == wanted
@@ -85,7 +113,7 @@ def test_a_launcher_that_is_not_there(tmp_path, monkeypatch):
         starting.find(LaunchConfig(), {"PATH": str(tmp_path)})
 
 
-# --- output ----------------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def through(data: bytes, target: int, log=None) -> None:
@@ -106,7 +134,11 @@ def test_control_characters_do_not_reach_a_terminal_but_the_log(tmp_path):
     with open(tmp_path / "log", "wb") as log:
         through(text, terminal, log)
     shown = os.read(master, 4096)
-    assert b"\\x1b[2J\\x07 \\xc2\\x9b1m" in shown and b"plain \xc3\xa4" in shown and b"\x1b" not in shown
+    assert (
+        b"\\x1b[2J\\x07 \\xc2\\x9b1m" in shown
+        and b"plain \xc3\xa4" in shown
+        and b"\x1b" not in shown
+    )
     assert (tmp_path / "log").read_bytes() == text
     os.close(master)
     os.close(terminal)
@@ -120,7 +152,11 @@ def test_a_long_line_is_cut(tmp_path):
         through(b"x" * (LINE_LIMIT // 2), file.fileno())
         pump = Pump(os.open("/dev/null", os.O_RDONLY), file.fileno(), None)
         shown = b"".join(pump.shown(b"y" * 10000) for _ in range(20)) + pump.shown(b"end\nnext\n")
-    assert len(shown) < LINE_LIMIT + 100 and shown.endswith(b" ... (cut)\nnext\n") and b"end" not in shown
+    assert (
+        len(shown) < LINE_LIMIT + 100
+        and shown.endswith(b" ... (cut)\nnext\n")
+        and b"end" not in shown
+    )
 
 
 def test_a_reader_that_is_slow_or_gone_stops_nobody():
@@ -170,7 +206,10 @@ def test_a_reader_that_takes_nothing_is_told_what_it_missed(tmp_path, monkeypatc
             got += os.read(target, 1 << 16)
         pump.close()
     shown, _, said = got.partition(b"\nodyssey: ")
-    assert said == b"%d bytes of the ranks' output not shown, see %s\n" % (written - len(shown), os.fsencode(log.name))
+    assert said == b"%d bytes of the ranks' output not shown, see %s\n" % (
+        written - len(shown),
+        os.fsencode(log.name),
+    )
     assert pump.unshown == 0
     for descriptor in (source, target, out):
         os.close(descriptor)
@@ -197,7 +236,7 @@ def test_a_stopped_terminal_stops_nobody(tmp_path, monkeypatch):
         os.close(descriptor)
 
 
-# --- lock ------------------------------------------------------------------------------------------------------------
+# --- lock -----------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
@@ -205,7 +244,9 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(lock_file.os, "pwrite", full)
-    with pytest.raises(OutputError, match="cannot be written: No space left on device; name another --run-dir"):
+    with pytest.raises(
+        OutputError, match="cannot be written: No space left on device; name another --run-dir"
+    ):
         RunLock(tmp_path / "launch.lock")
 
 
@@ -241,7 +282,7 @@ def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path, monkeypatc
     RunLock(path).close()
 
 
-# --- the launcher ----------------------------------------------------------------------------------------------------
+# --- the launcher ---------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -297,7 +338,10 @@ def test_a_run_directory_that_makes_no_sense(tmp_path, monkeypatch):
     (run / "attempt.json").write_text('{"attempt": "x"}')
     for damaged in ('{"attempt": "x"}', '{"attempt": -1}', '{"attempt": true}', "{}", "[]", "null"):
         (run / "attempt.json").write_text(damaged)
-        with pytest.raises(ConfigError, match=r"attempt.json is damaged \(no attempt number\); use another --run-dir"):
+        with pytest.raises(
+            ConfigError,
+            match=r"attempt.json is damaged \(no attempt number\); use another --run-dir",
+        ):
             launcher.launch(str(script))
     assert (run / "attempt.json").read_text() == "null"
 
@@ -316,7 +360,8 @@ def test_a_damaged_file_of_a_run_leads_to_its_checkpoints(tmp_path, monkeypatch,
     text = str(problem.value)
     assert f"{file} is not JSON" in text
     assert (
-        "Checkpoints are in my run/checkpoints; resume in another --run-dir with --resume 'my run/checkpoints'" in text
+        "Checkpoints are in my run/checkpoints; resume in another --run-dir with --resume 'my "
+        "run/checkpoints'" in text
     )
     assert (run / "checkpoints" / "step_00000120").is_dir()
 
@@ -327,11 +372,14 @@ def test_from_python(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # a line in one piece
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "script.py").write_text(
-        "import os, sys\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        "import os, sys\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], "
+        "flush=True)\n"
     )
     from odyssey import distributed as dist
 
-    config = dist.LaunchConfig(nproc_per_node=2, nnodes=1, max_restarts=0, monitor_interval=0.1, backend="gloo")
+    config = dist.LaunchConfig(
+        nproc_per_node=2, nnodes=1, max_restarts=0, monitor_interval=0.1, backend="gloo"
+    )
     assert dist.DistributedLauncher(config).launch("script.py", "--epochs", "100") == 0
     (run,) = (tmp_path / "runs").iterdir()
     lines = (run / "logs" / "attempt-1" / "output.log").read_text().splitlines()
@@ -355,8 +403,18 @@ def test_options_before_and_behind_the_script():
     assert parse([*options, "train.py", "--epochs", "1"]) == expected
     assert parse(["train.py", *options, "--epochs", "1"]) == expected
     assert parse(["--nnodes=1", "-m", "pkg.module", "-x"])[1] == ["-m", "pkg.module", "-x"]
-    assert parse(["train.py", "--hosts=x", "--", "--nnodes=2"])[1] == ["train.py", "--hosts=x", "--nnodes=2"]
-    for words in (["--nope", "train.py"], ["--nnodes"], [], ["--nnodes=x", "t.py"], ["--node_rank=1", "t.py"]):
+    assert parse(["train.py", "--hosts=x", "--", "--nnodes=2"])[1] == [
+        "train.py",
+        "--hosts=x",
+        "--nnodes=2",
+    ]
+    for words in (
+        ["--nope", "train.py"],
+        ["--nnodes"],
+        [],
+        ["--nnodes=x", "t.py"],
+        ["--node_rank=1", "t.py"],
+    ):
         with pytest.raises(ConfigError):
             parse(words)
     with pytest.raises(ConfigError, match="--hosts"):
@@ -393,10 +451,14 @@ def test_what_torchrun_and_mpirun_take_is_one_thing(tmp_path, monkeypatch, words
         assert started == [sys.executable, *kept.removeprefix("python ").split()]
 
 
-@pytest.mark.parametrize("words", ["nothing.py", "./nothing", "-m", "-m nothing.at_all", "-m ../x", "no-such-program"])
+@pytest.mark.parametrize(
+    "words", ["nothing.py", "./nothing", "-m", "-m nothing.at_all", "-m ../x", "no-such-program"]
+)
 def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"is no file and no program|there is no module|has no module"):
+    with pytest.raises(
+        ConfigError, match=r"is no file and no program|there is no module|has no module"
+    ):
         starting.program(words.split())
 
 
@@ -413,7 +475,12 @@ def test_ranks_that_write_a_checkpoint_have_longer(tmp_path):
     for phase, step, forced_at in (("checkpoint", 7, 41.0), ("compute", 7, 11.0)):
         one = attempt.Attempt(*words, print)
         one._begun, one._stop, one._stop_at, one._beat_at = 0.0, 15, 1000.0, 1000.0
-        one._beats = {"ranks": [{"rank": 0, "step": step, "phase": phase}, {"rank": 1, "step": 7, "phase": "wait"}]}
+        one._beats = {
+            "ranks": [
+                {"rank": 0, "step": step, "phase": phase},
+                {"rank": 1, "step": 7, "phase": "wait"},
+            ]
+        }
         assert not one._asked(1000.0 + forced_at - 2) and not one._forced
         assert one._asked(1000.0 + forced_at) and one._forced and not one._told
 
@@ -447,7 +514,9 @@ def test_ranks_that_do_not_meet_are_told_once(tmp_path, watchdog, limit):
     ("said", "meets"), [("slurmstepd: error: mpi/pmi2: invalid client request", False), ("", True)]
 )
 def test_a_start_of_srun_that_cannot_meet_is_made_again(tmp_path, monkeypatch, said, meets):
-    """What SLURM's PMI daemon has spoiled; and odyssey's own training, whose ranks are known to meet."""
+    """What SLURM's PMI daemon has spoiled; and odyssey's own training, whose ranks are known to
+    meet.
+    """
     monkeypatch.setattr(attempt, "MEETING", 0.5)
     monkeypatch.setattr(attempt, "LOST", 0.2)
     run, lines = runs.Run(tmp_path, 1), []
@@ -461,13 +530,24 @@ def test_a_start_of_srun_that_cannot_meet_is_made_again(tmp_path, monkeypatch, s
     )
     words = ["sh", "-c", f"echo '{said}' >&2; exec sleep 60"]
     outcome = attempt.Attempt(
-        config, run, words, environment, 2, (), [], lines.append, scancel=shutil.which("true"), meets=meets
+        config,
+        run,
+        words,
+        environment,
+        2,
+        (),
+        [],
+        lines.append,
+        scancel=shutil.which("true"),
+        meets=meets,
     )()
     assert outcome.unmet
     action = restart_policy.decide(outcome, restart_policy.Past(), config, ())
     assert action.code is None and action.delay == 0
     assert "the ranks that srun started have not met; restarting" in action.line
-    outcome = attempt.Attempt(config, run, words[:2] + ["sleep 1"], environment, 2, (), [], print, scancel="true")()
+    outcome = attempt.Attempt(
+        config, run, words[:2] + ["sleep 1"], environment, 2, (), [], print, scancel="true"
+    )()
     assert not outcome.unmet  # a script may not use odyssey
 
 
@@ -478,8 +558,12 @@ def test_who_has_read_a_request():
 
 def test_silence_counts_on_several_machines_only(tmp_path, monkeypatch):
     here = os.uname().nodename
-    assert not attempt.elsewhere((), {here}, here) and not attempt.elsewhere((("h1", 2),), {here}, here)
-    assert attempt.elsewhere((("h1", 1), ("h2", 1)), set(), here) and attempt.elsewhere((("h2", 2),), {"h2"}, here)
+    assert not attempt.elsewhere((), {here}, here) and not attempt.elsewhere(
+        (("h1", 2),), {here}, here
+    )
+    assert attempt.elsewhere((("h1", 1), ("h2", 1)), set(), here) and attempt.elsewhere(
+        (("h2", 2),), {"h2"}, here
+    )
     run = runs.Run(tmp_path, 1)
     run.heartbeat.write_text('{"attempt": 1, "ranks": []}')
     words = LaunchConfig(), run, [], {starting.TOKEN: "x"}, 2
@@ -500,7 +584,10 @@ def test_a_lost_host_is_found_by_asking(monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "PROBE", 4.0)  # h1 answers by then, on a busy machine too
     starter = starting.Starter("mpich", str(fake), "", "mpich")
     environment = {**os.environ, starting.TOKEN: "fedcba9876543210"}
-    assert supervisor.probe(LaunchConfig(), starter, ["h1", "h2", "h3"], environment) == ("h2", "h3")
+    assert supervisor.probe(LaunchConfig(), starter, ["h1", "h2", "h3"], environment) == (
+        "h2",
+        "h3",
+    )
     assert leftovers.processes(f"{starting.TOKEN}=fedcba9876543210") == []
 
 

@@ -15,16 +15,22 @@ NONE = Past()
 STARTED = {rank: Started(rank, "h", 100 + rank) for rank in range(4)}
 
 
-def end(rank: int, code: int | None = None, signal: int | None = None, time: float = 1.0, **more) -> End:
+def end(
+    rank: int, code: int | None = None, signal: int | None = None, time: float = 1.0, **more
+) -> End:
     return End(rank, "h", code, signal, time, **more)
 
 
 def outcome(*ended: End, **more) -> Outcome:
     fields = {"started": STARTED, **more}
-    return Outcome(more.pop("attempt", 1), fields.pop("ranks", 4), ended={e.rank: e for e in ended}, **fields)
+    return Outcome(
+        more.pop("attempt", 1), fields.pop("ranks", 4), ended={e.rank: e for e in ended}, **fields
+    )
 
 
-def after(*ended: End, past: Past = NONE, config: LaunchConfig = CONFIG, hosts=(), **more) -> Verdict:
+def after(
+    *ended: End, past: Past = NONE, config: LaunchConfig = CONFIG, hosts=(), **more
+) -> Verdict:
     return decide(outcome(*ended, **more), past, config, hosts)
 
 
@@ -45,7 +51,10 @@ def test_a_training_is_complete_when_its_record_is_there():
     done = [end(rank, 0, step=9) for rank in range(4)]
     assert after(*done, code=0, promised=True, done=True, step=9).code == 0
     again = after(*done, code=0, promised=True, step=9)
-    assert again.code is None and "no DONE.json: the training is not complete; restarting" in again.line
+    assert (
+        again.code is None
+        and "no DONE.json: the training is not complete; restarting" in again.line
+    )
     assert after(*done, code=0, promised=True).code == 69  # not one step
     assert after(*done, code=0, step=9).code == 0  # a script need not write it
 
@@ -54,7 +63,10 @@ def test_the_first_end_is_the_cause():
     assert first({e.rank: e for e in (end(0, 76, time=1), end(1, None, 9, time=1.2))}).rank == 1
     assert first({e.rank: e for e in (end(0, 76, time=1), end(1, None, 15, time=1.2))}).rank == 0
     assert first({e.rank: e for e in (end(0, None, 11, time=2), end(1, None, 9, time=1))}).rank == 1
-    assert first({e.rank: e for e in (end(0, 70, time=1, following=True), end(1, 65, time=2))}).rank == 1
+    assert (
+        first({e.rank: e for e in (end(0, 70, time=1, following=True), end(1, 65, time=2))}).rank
+        == 1
+    )
     assert first({e.rank: e for e in (end(0, 0), end(1, 75))}) is None
 
 
@@ -66,7 +78,10 @@ def test_restarts_are_at_once_then_later_and_end():
         delays.append(action.delay)
         past = action.past
     assert delays == [0.0, 1.0, 2.0]
-    assert "rank 2 on host h was killed by SIGKILL; restarting from step 30 on 4 ranks (3 of 3 restarts)" in action.line
+    assert (
+        "rank 2 on host h was killed by SIGKILL; restarting from step 30 on 4 ranks (3 of 3 "
+        "restarts)" in action.line
+    )
     last = after(end(2, None, 9), past=past, step=35, checkpoint=30)
     assert last.code == 69 and "no progress since step 35 in 3 restarts: given up" in last.line
 
@@ -74,7 +89,12 @@ def test_restarts_are_at_once_then_later_and_end():
 def test_progress_forgets_restarts():
     past = Past(step=35, restarts=3, rank=2, times=3)
     action = after(end(2, None, 9), past=past, step=36)
-    assert action.code is None and action.past.restarts == 1 and action.delay == 0 and action.past.step == 36
+    assert (
+        action.code is None
+        and action.past.restarts == 1
+        and action.delay == 0
+        and action.past.step == 36
+    )
 
 
 def test_exit_codes_are_kept():
@@ -83,9 +103,11 @@ def test_exit_codes_are_kept():
     assert after(end(1, None, 11), config=LaunchConfig(nproc_per_node=4)).code == 139
     again = after(end(1, 70, step=8), step=8)
     assert again.code is None
-    assert after(end(3, 70, step=8), step=8, past=again.past).code == 70  # on another rank, but the same
+    # on another rank, but the same
+    assert after(end(3, 70, step=8), step=8, past=again.past).code == 70
     hung = after(end(1, 77), step=8)
-    assert after(end(1, 77), step=8, past=hung.past).code is None  # a machine may hang; all restarts are used
+    # a machine may hang; all restarts are used
+    assert after(end(1, 77), step=8, past=hung.past).code is None
 
 
 def test_nothing_that_never_started_is_tried_again():
@@ -96,7 +118,8 @@ def test_nothing_that_never_started_is_tried_again():
 
 def test_requests_to_stop():
     assert after(end(0, 75), end(1, 75), stop=15, checkpoint=8).code == 75
-    assert after(end(0, 75), end(1, None, 15, time=2), stop=15).code == 75  # mpirun ended it when the first had ended
+    # mpirun ended it when the first had ended
+    assert after(end(0, 75), end(1, None, 15, time=2), stop=15).code == 75
     assert after(stop=15, forced=True, started={}).code == 143
     assert after(stop=2, forced=True).code == 130
     assert after(end(1, 70), stop=15).code == 143
@@ -113,16 +136,22 @@ def test_scaling():
 
 def test_a_number_of_ranks_that_does_not_work_is_taken_back():
     past = Past(step=8)
-    for tried in (after(end(1, 64), ranks=100, former=4, past=past), after(started={}, code=1, former=4, past=past)):
+    for tried in (
+        after(end(1, 64), ranks=100, former=4, past=past),
+        after(started={}, code=1, former=4, past=past),
+    ):
         assert (tried.code, tried.ranks, tried.past) == (None, 4, past)
         assert tried.line.endswith("; going on with 4 ranks, as before")
     assert after(end(1, 64), former=4, past=past, step=9).code == 64  # it worked for a step
     hosts = parse_hosts("h1:2,h2:2")
     config = LaunchConfig(nproc_per_node=4, max_restarts=3, hosts=hosts)
-    assert after(end(1, None, 9), config=config, hosts=hosts, scale=5).ranks == 4  # more than the hosts take
+    # more than the hosts take
+    assert after(end(1, None, 9), config=config, hosts=hosts, scale=5).ranks == 4
     room = capacity(hosts)
     assert allowed(5, (1, 8), room) == "its hosts have 4 slots" and allowed(3, None, room) is None
-    assert allowed(0, None, None) and allowed(9, (1, 8), None) == "1 to 8 are allowed (--elastic 1:8)"
+    assert (
+        allowed(0, None, None) and allowed(9, (1, 8), None) == "1 to 8 are allowed (--elastic 1:8)"
+    )
 
 
 def test_hosts_that_answer_again_are_used_again():
@@ -169,7 +198,15 @@ def test_hosts_are_asked_before_another_attempt():
     several = {"layout": (("h1", 2), ("h2", 2))}
     killed = [end(1, 69), end(2, None, 9, time=2)]  # those of a host that is there, by the launcher
     aborted = [end(0, 69), end(3, 14, time=2)]  # by Open MPI, whose socket was closed
-    for ends in ([], [end(1, None, 9)], [end(3)], [end(1, 70)], [end(0, 0), end(1, 76)], killed, aborted):
+    for ends in (
+        [],
+        [end(1, None, 9)],
+        [end(3)],
+        [end(1, 70)],
+        [end(0, 0), end(1, 76)],
+        killed,
+        aborted,
+    ):
         assert in_doubt(outcome(*ends, **several))
         assert not in_doubt(outcome(*ends)) and not in_doubt(outcome(*ends, layout=(("h1", 4),)))
         assert not in_doubt(outcome(*ends, done=True, **several))
@@ -217,7 +254,9 @@ def test_settings_that_are_not_allowed(settings):
         LaunchConfig(**settings)
 
 
-@pytest.mark.parametrize("text", ["", "2", "2:", ":2", "2:3:4", "a:b", "-1:2", "2:99999999", "1 : 2"])
+@pytest.mark.parametrize(
+    "text", ["", "2", "2:", ":2", "2:3:4", "a:b", "-1:2", "2:99999999", "1 : 2"]
+)
 def test_elastic_texts_that_are_refused(text):
     with pytest.raises(ConfigError):
         parse_elastic(text)

@@ -1,4 +1,6 @@
-"""Parts of the launcher around a rank: its wrapper, the records of its end, what a killed attempt leaves."""
+"""Parts of the launcher around a rank: its wrapper, the records of its end, what a killed
+attempt leaves.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
 OPEN_MPI = starting.Starter("openmpi", "/x/mpirun", "Open MPI 5", "openmpi")
 SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
 
-# --- wrapper ----------------------------------------------------------------------------------------------------------
+# --- wrapper --------------------------------------------------------------------------------------
 
 
 def kept(folder: Path, *words: str, **environment: str) -> tuple[int, dict]:
@@ -27,14 +29,22 @@ def kept(folder: Path, *words: str, **environment: str) -> tuple[int, dict]:
         (folder / name).mkdir(exist_ok=True)
     own = {"ODYSSEY_RUN_DIR": str(folder), "ODYSSEY_ATTEMPT": "2", "PMI_RANK": "3", **environment}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(WRAPPER), *words], env={**os.environ, **own}, timeout=30, capture_output=True
+        [sys.executable, "-I", "-S", str(WRAPPER), *words],
+        env={**os.environ, **own},
+        timeout=30,
+        capture_output=True,
     )
     return done.returncode, json.loads((folder / "ends" / "3.json").read_text())
 
 
 def test_a_rank_wrapper_says_how_its_program_ended_and_ends_the_same_way(tmp_path):
     code, record = kept(tmp_path, "sh", "-c", "exit 5")
-    assert code == 5 and (record["rank"], record["attempt"], record["code"], record["signal"]) == (3, 2, 5, None)
+    assert code == 5 and (record["rank"], record["attempt"], record["code"], record["signal"]) == (
+        3,
+        2,
+        5,
+        None,
+    )
     code, record = kept(tmp_path, "sh", "-c", "kill -SEGV $$")
     assert code == -11 and (record["code"], record["signal"]) == (None, 11)
     code, record = kept(tmp_path, "no-such-program")
@@ -43,11 +53,19 @@ def test_a_rank_wrapper_says_how_its_program_ended_and_ends_the_same_way(tmp_pat
 
 def test_a_rank_s_own_word_is_kept(tmp_path):
     said = {"attempt": 2, "reason": "why", "step": 9, "code": 65, "following": False}
-    script = f"mkdir -p ends; echo '{json.dumps(said)}' > {tmp_path}/ends/3.reason.json; kill -KILL $$"
+    script = (
+        f"mkdir -p ends; echo '{json.dumps(said)}' > {tmp_path}/ends/3.reason.json; kill -KILL $$"
+    )
     code, record = kept(tmp_path, "sh", "-c", script)
-    assert code == -9 and (record["signal"], record["own"], record["reason"], record["step"]) == (9, 65, "why", 9)
+    assert code == -9 and (record["signal"], record["own"], record["reason"], record["step"]) == (
+        9,
+        65,
+        "why",
+        9,
+    )
     end = rank_ends.ended(tmp_path / "ends", 2)[3]
-    assert (end.code, end.signal, end.reason, end.step) == (65, None, "why", 9)  # MPI_Abort killed it
+    # MPI_Abort killed it
+    assert (end.code, end.signal, end.reason, end.step) == (65, None, "why", 9)
     assert rank_ends.ended(tmp_path / "ends", 1) == {}
     assert rank_ends.started(tmp_path / "ranks", 2)[3].pid == record["pid"]
 
@@ -67,20 +85,31 @@ def test_a_rank_wrapper_knows_the_end_where_signals_of_children_are_ignored(tmp_
         "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
         "os.execv(sys.executable, [sys.executable, '-I', '-S', *sys.argv[1:]])\n"
     )
-    show = "import signal, sys; sys.exit(6 if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL else 1)"
+    show = (
+        "import signal, sys; sys.exit(6 if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL "
+        "else 1)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script, str(WRAPPER), sys.executable, "-c", show],
-        env={**os.environ, "ODYSSEY_RUN_DIR": str(tmp_path), "ODYSSEY_ATTEMPT": "2", "PMI_RANK": "3"},
+        env={
+            **os.environ,
+            "ODYSSEY_RUN_DIR": str(tmp_path),
+            "ODYSSEY_ATTEMPT": "2",
+            "PMI_RANK": "3",
+        },
         timeout=30,
     )
-    assert done.returncode == 6 and json.loads((tmp_path / "ends" / "3.json").read_text())["code"] == 6
+    assert (
+        done.returncode == 6 and json.loads((tmp_path / "ends" / "3.json").read_text())["code"] == 6
+    )
 
 
 def test_a_program_gets_signals_descriptors_and_default_dispositions(tmp_path):
     script = (
         "import os,signal,sys,time\n"
         "signal.signal(signal.SIGTERM, lambda *a: sys.exit(7))\n"
-        "print(os.fstat(int(os.environ['FD'])).st_size, signal.getsignal(signal.SIGHUP), flush=True)\n"
+        "print(os.fstat(int(os.environ['FD'])).st_size, signal.getsignal(signal.SIGHUP), "
+        "flush=True)\n"
         "time.sleep(30)\n"
     )
     file = tmp_path / "handed-on"
@@ -101,9 +130,17 @@ def test_a_program_gets_signals_descriptors_and_default_dispositions(tmp_path):
 
 
 def test_records_that_are_garbage_are_not_there(tmp_path):
-    for name, text in {"0.json": "", "1.json": "[]", "2.json": '{"attempt": 9}', "x.json": "{}", "3.json": "{"}.items():
+    for name, text in {
+        "0.json": "",
+        "1.json": "[]",
+        "2.json": '{"attempt": 9}',
+        "x.json": "{}",
+        "3.json": "{",
+    }.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "4.json").write_text(json.dumps({"attempt": 1, "code": "x", "signal": [], "host": 5, "reason": {}}))
+    (tmp_path / "4.json").write_text(
+        json.dumps({"attempt": 1, "code": "x", "signal": [], "host": 5, "reason": {}})
+    )
     found = rank_ends.ended(tmp_path, 1)
     assert set(found) == {4} and found[4].code is None and found[4].host == "?"
 
@@ -121,14 +158,20 @@ def test_a_signal_that_only_the_watcher_tells_is_no_exit_code(tmp_path):
     }
     (tmp_path / "1.reason.json").write_text(json.dumps(said))
     (end,) = rank_ends.ended(tmp_path, 1).values()
-    assert (end.code, end.signal, end.step) == (None, 9, 12) and "was killed by SIGKILL at step 12" in str(end)
+    assert (end.code, end.signal, end.step) == (
+        None,
+        9,
+        12,
+    ) and "was killed by SIGKILL at step 12" in str(end)
     lost = rank_ends.End(2, "h3", 69, None, 0.0)
     layout = (("h1", 1), ("h2", 1), ("h3", 1))
     assert restart_policy.in_doubt(restart_policy.Outcome(1, 3, layout, ended={1: end, 2: lost}))
     config, past = LaunchConfig(nproc_per_node=3, max_restarts=3), restart_policy.Past()
     for _ in range(2):  # a second time is no reason to give up: that is for exit codes
         action = restart_policy.decide(
-            restart_policy.Outcome(1, 3, layout, {1: rank_ends.Started(1, "h2", 5)}, {1: end}, step=12),
+            restart_policy.Outcome(
+                1, 3, layout, {1: rank_ends.Started(1, "h2", 5)}, {1: end}, step=12
+            ),
             past,
             config,
             (),
@@ -137,16 +180,20 @@ def test_a_signal_that_only_the_watcher_tells_is_no_exit_code(tmp_path):
         past = action.past
 
 
-# --- leftovers -------------------------------------------------------------------------------------------------------
+# --- leftovers ------------------------------------------------------------------------------------
 
 
 def test_only_what_is_proven_to_be_ours_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        leftovers, "places", lambda temporary=None: [(tmp_path, re.compile(r"mpich_shm_\w+|ompi\.\d+"))]
+        leftovers,
+        "places",
+        lambda temporary=None: [(tmp_path, re.compile(r"mpich_shm_\w+|ompi\.\d+"))],
     )
     (tmp_path / "mpich_shm_before").touch()
     before = leftovers.snapshot()
-    ours, held, other, late = (tmp_path / f"mpich_shm_{name}" for name in ("ours", "held", "x y", "late"))
+    ours, held, other, late = (
+        tmp_path / f"mpich_shm_{name}" for name in ("ours", "held", "x y", "late")
+    )
     for path in (ours, held, other, late):
         path.touch()
     os.utime(late, (time.time() + 100,) * 2)
@@ -164,12 +211,20 @@ def test_only_what_is_proven_to_be_ours_is_removed(tmp_path, monkeypatch):
         assert leftovers.clean(before, time.time()) == []
         (tmp_path / "mpich_shm_unproven").unlink()
     assert set(removed) == {str(ours), str(session)}
-    assert {p.name for p in tmp_path.iterdir()} == {"mpich_shm_before", held.name, other.name, late.name, living.name}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "mpich_shm_before",
+        held.name,
+        other.name,
+        late.name,
+        living.name,
+    }
 
 
 def test_processes_are_found_by_their_token_and_killed():
     token = "ODYSSEY_LAUNCH=0123456789abcdef"
-    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "ODYSSEY_LAUNCH": token.partition("=")[2]})
+    process = subprocess.Popen(
+        ["sleep", "60"], env={**os.environ, "ODYSSEY_LAUNCH": token.partition("=")[2]}
+    )
     until = time.monotonic() + 10
     while process.pid not in leftovers.processes(token):
         assert time.monotonic() < until
@@ -177,7 +232,9 @@ def test_processes_are_found_by_their_token_and_killed():
 
 
 def test_a_process_that_has_just_begun_its_program_is_not_missed(monkeypatch):
-    """Between execve and the new stack /proc shows neither environment nor arguments: seen once in 400 starts."""
+    """Between execve and the new stack /proc shows neither environment nor arguments: seen once
+    in 400 starts.
+    """
     token, other = b"ODYSSEY_LAUNCH=0123456789abcdef", str(os.getppid())
     shown = {"1": [b"", b"A=1\0" + token + b"\0"], "2": [b""] * 9, "3": [b"B=1\0"] * 9}
     cmdline, stat_of = {"2": b"no\0environment\0"}, f"{other} (x) S 1 1 1 0 -1 4194304 0"
@@ -190,7 +247,9 @@ def test_a_process_that_has_just_begun_its_program_is_not_missed(monkeypatch):
 
     monkeypatch.setattr(leftovers, "pids", lambda: (1, 2, 3))
     monkeypatch.setattr(leftovers, "_read", read)
-    monkeypatch.setattr(leftovers, "status", lambda pid: stat_of.encode().rpartition(b")")[2].split())
+    monkeypatch.setattr(
+        leftovers, "status", lambda pid: stat_of.encode().rpartition(b")")[2].split()
+    )
     monkeypatch.setattr(os, "stat", lambda path: os.lstat("/proc/self"))
     assert leftovers.processes(token.decode(), 60.0) == [1]
     assert len(shown["3"]) == 7  # two looks

@@ -1,7 +1,7 @@
 """Runs the cases of draws.py on ranks that are there already, and compares each with one process.
 
-A result is a dict of arrays: weights, the optimizer's values, what fit() and evaluate() said. All ranks of a case must
-have the same, and that of one process.
+A result is a dict of arrays: weights, the optimizer's values, what fit() and evaluate() said. All
+ranks of a case must have the same, and that of one process.
 """
 
 from __future__ import annotations
@@ -66,12 +66,18 @@ class Anywhere(Balance):
 
     def counts(self, shards: int) -> tuple[int, ...]:
         random = np.random.default_rng([self.at, shards])
-        cuts = np.sort(random.integers(0, shards + 1, self.comm.size // self.members - 1)) * (random.random() < 0.7)
+        cuts = np.sort(random.integers(0, shards + 1, self.comm.size // self.members - 1)) * (
+            random.random() < 0.7
+        )
         return tuple(np.diff(cuts, prepend=0, append=shards).tolist())
 
 
 def trained(
-    case: Training, layout: Layout, comm: Communicator, last: tuple[int, int] | None = None, **fit: Any
+    case: Training,
+    layout: Layout,
+    comm: Communicator,
+    last: tuple[int, int] | None = None,
+    **fit: Any,
 ) -> Result:
     """What a rank holds after the training, which fails at batch `last`, if it is given."""
     nn.manual_seed(case.settings["seed"])
@@ -108,7 +114,9 @@ def trained(
             for name, value in record.items():
                 if name.startswith(("train_", "test_")):
                     known = value is not None and np.isfinite(value)  # checkpoints have no inf
-                    result[f"{name} of epoch {i + 1}"] = np.asarray(value if known else np.nan, np.float64)
+                    result[f"{name} of epoch {i + 1}"] = np.asarray(
+                        value if known else np.nan, np.float64
+                    )
         result["sums of steps"] = np.array(sums)
         result["evaluation"] = np.array([*evaluation.metrics.values(), evaluation.samples])
         result["steps"] = np.array([trainer.steps, history.steps, history.samples])
@@ -134,7 +142,9 @@ def _now(trainer: DistributedTrainer, given: Sequence[Callback]) -> Result:
                 found[f"setting {path}.{name}"] = value
     found |= {f"{name} is trained": p.requires_grad for name, p in trainer.model.named_parameters()}
     found |= {"setting clip_norm": trainer.clip_norm, "setting base_rate": trainer.base_rate}
-    return {name: np.frombuffer(json.dumps(value).encode(), np.uint8) for name, value in found.items()}
+    return {
+        name: np.frombuffer(json.dumps(value).encode(), np.uint8) for name, value in found.items()
+    }
 
 
 def _looped(
@@ -142,7 +152,8 @@ def _looped(
 ) -> tuple[History, list[tuple[float, float]]]:
     """Trains as case.loop says; the last History, and what train_step() gave."""
     if case.loop == "fit with a validation set":
-        fit["val_loader"] = dataclasses.replace(case.data, shuffle=False, sampler=None).loader()  # whose order counts
+        # whose order counts
+        fit["val_loader"] = dataclasses.replace(case.data, shuffle=False, sampler=None).loader()
     if case.loop in ("fit", "fit with a validation set"):
         return trainer.fit(loader, **fit), []
     history, sums = History(), []
@@ -168,9 +179,12 @@ def _close(trainer: DistributedTrainer, comm: Communicator) -> None:
 
 def difference(expected: Result, found: Result) -> str:
     """The first difference, in words; empty if there is none."""
-    if "complete already" in found:  # no step, so no norm; no epoch began, so forward() may read what nobody has set
+    # no step, so no norm; no epoch began, so forward() may read what nobody has set
+    if "complete already" in found:
         left_out = "norm of the gradients", "evaluation", "complete already"
-        expected, found = ({k: v for k, v in r.items() if k not in left_out} for r in (expected, found))
+        expected, found = (
+            {k: v for k, v in r.items() if k not in left_out} for r in (expected, found)
+        )
     if list(expected) != list(found):
         return f"holds {sorted(set(expected) ^ set(found))[:3]}, or in another order"
     for name, x in expected.items():
@@ -181,7 +195,9 @@ def difference(expected: Result, found: Result) -> str:
             bits = [np.ascontiguousarray(v).reshape(-1).view(f"u{v.itemsize}") for v in (x, y)]
             where = np.flatnonzero(bits[0] != bits[1])
             at = np.unravel_index(where[0], x.shape) if x.shape else ()
-            return f"{name}{list(map(int, at))} is {y[at]!r} instead of {x[at]!r}, {len(where)} differ"
+            return (
+                f"{name}{list(map(int, at))} is {y[at]!r} instead of {x[at]!r}, {len(where)} differ"
+            )
     return ""
 
 
@@ -189,7 +205,9 @@ Ran = Result | Exception  # or what it ended with, an error for the user
 
 
 def attempted(trained: Callable[..., Result]) -> Callable[..., Ran]:
-    """The same, or the error that says why not; what is no error of odyssey's is a crash and goes through."""
+    """The same, or the error that says why not; what is no error of odyssey's is a crash and
+    goes through.
+    """
 
     def tried(*given: Any, **fit: Any) -> Ran:
         try:
@@ -203,33 +221,51 @@ def attempted(trained: Callable[..., Result]) -> Callable[..., Ran]:
 
 
 def tried(case: Training, *given: Any, **fit: Any) -> Ran:
-    """What a rank holds after the training, or the error that says why not; of what must be refused without numbers, as
-    a generator gives each rank others."""
+    """What a rank holds after the training, or the error that says why not; of what must be
+    refused without numbers, as a generator gives each rank others.
+    """
     ran = attempted(trained)(case, *given, **fit)
     refused = case.refused and isinstance(ran, ConfigError)
     return ConfigError(re.sub(r"\d[\d.e-]*", "N", str(ran))) if refused else ran
 
 
 def judged(expected: Ran, everyone: Sequence[Ran], refused: bool = False) -> Outcome:
-    """Of what one process gave, and what each rank of a layout gave; `refused`: they must be refused."""
+    """Of what one process gave, and what each rank of a layout gave; `refused`: they must be
+    refused.
+    """
     first = everyone[0]
-    if isinstance(first, ShapeError) and all(str(one) == str(first) for one in (expected, *everyone)):
+    if isinstance(first, ShapeError) and all(
+        str(one) == str(first) for one in (expected, *everyone)
+    ):
         return Outcome("refused", str(first))  # such as batch norm of a last sample alone
     if refused and not (isinstance(first, ConfigError) and isinstance(expected, ConfigError)):
         ends = [str(r) if isinstance(r, Exception) else "a result" for r in (first, expected)]
-        return Outcome("differs", f"is not refused: ends with {ends[0]}, on one process with {ends[1]}")
-    if any(str(e) != str(first) for e in everyone if isinstance(e, Exception) or isinstance(first, Exception)):
-        return Outcome("differs", f"not all ranks end with: {next(e for e in everyone if isinstance(e, Exception))}")
+        return Outcome(
+            "differs", f"is not refused: ends with {ends[0]}, on one process with {ends[1]}"
+        )
+    if any(
+        str(e) != str(first)
+        for e in everyone
+        if isinstance(e, Exception) or isinstance(first, Exception)
+    ):
+        return Outcome(
+            "differs",
+            f"not all ranks end with: {next(e for e in everyone if isinstance(e, Exception))}",
+        )
     if isinstance(expected, Exception) or isinstance(first, Exception):
         alike = str(expected) == str(first)
         if isinstance(expected, ConfigError) and "[pipeline] " in str(expected):
-            # of compressed gradients the reference has the layout too, and its stages are those of its first step; a
-            # training that was started again in between has met the parameter in its own first step
+            # of compressed gradients the reference has the layout too, and its stages are those of
+            # its first step; a training that was started again in between has met the parameter in
+            # its own first step
             return Outcome("refused", str(expected))
-        if isinstance(first, ConfigError) or (isinstance(first, NumericsError) and "[checkpoint]" in str(first)):
+        if isinstance(first, ConfigError) or (
+            isinstance(first, NumericsError) and "[checkpoint]" in str(first)
+        ):
             return Outcome("refused", str(first))  # numbers that are not finite are never saved
         if alike and isinstance(first, NumericsError):
-            return Outcome("same")  # a step that is not finite ends both; any other error would show nothing
+            # a step that is not finite ends both; any other error would show nothing
+            return Outcome("same")
         ends = [str(r) if isinstance(r, Exception) else "a result" for r in (first, expected)]
         return Outcome("differs", f"ends with {ends[0]} instead of {ends[1]}")
     for rank, found in enumerate(everyone):
@@ -239,7 +275,7 @@ def judged(expected: Ran, everyone: Sequence[Ran], refused: bool = False) -> Out
     return Outcome("same")
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 class Threads:
@@ -310,12 +346,17 @@ def _digest(found: Any) -> str:
         return repr(found)
     digest = hashlib.sha256()
     for name, value in found.items():
-        digest.update(f"{name} {value.shape} {value.dtype}".encode() + np.ascontiguousarray(value).tobytes())
+        digest.update(
+            f"{name} {value.shape} {value.dtype}".encode() + np.ascontiguousarray(value).tobytes()
+        )
     return digest.hexdigest()
 
 
-def play(team: Threads | Processes, seed: int, index: int, **how: bool) -> tuple[Outcome, bool, str]:
-    """A case on its layout and on one process; what became of it, whether ranks had parts, what it was.
+def play(
+    team: Threads | Processes, seed: int, index: int, **how: bool
+) -> tuple[Outcome, bool, str]:
+    """A case on its layout and on one process; what became of it, whether ranks had parts, what
+    it was.
 
     how: which cases, as draws.case() takes it.
     """
@@ -324,7 +365,9 @@ def play(team: Threads | Processes, seed: int, index: int, **how: bool) -> tuple
     with team.folder() if what.at_checkpoints else contextlib.nullcontext() as folder:
 
         def run(name: str, layout: Layout, comm: Communicator) -> Ran:
-            return tried(what, layout, comm, **({"checkpoint_dir": folder / name} if folder else {}))
+            return tried(
+                what, layout, comm, **({"checkpoint_dir": folder / name} if folder else {})
+            )
 
         everyone = team.run(case.layout.ranks, lambda comm: run("layout", case.layout, comm))
         expected = team.alone(lambda comm: run("alone", what.alone, comm))
@@ -349,7 +392,9 @@ class _Failing(data.DataLoader):
 
 
 def _until(case: Training, stop: Stop, comm: Communicator, folder: Path, every: int | None) -> Ran:
-    """What a rank holds, or the error with which it ended, at a stop of a training that goes on from `folder`."""
+    """What a rank holds, or the error with which it ended, at a stop of a training that goes on
+    from `folder`.
+    """
     saving = {"checkpoint_dir": folder, "checkpoint_every": every}
     if stop.after is None:
         return tried(case, stop.layout, comm, **saving)
@@ -363,17 +408,25 @@ def _until(case: Training, stop: Stop, comm: Communicator, folder: Path, every: 
         return {}
 
 
-def play_resumed(team: Threads | Processes, seed: int, index: int, **how: bool) -> tuple[Outcome, bool, str]:
+def play_resumed(
+    team: Threads | Processes, seed: int, index: int, **how: bool
+) -> tuple[Outcome, bool, str]:
     """An interrupted training of a case, and the undisturbed one."""
     case = draws.interrupted(seed, index, **how)
     what, first = case.training, case.undisturbed
     outcome = None
     with team.folder() as folder:
-        saving = {"checkpoint_dir": folder / "whole", "checkpoint_every": case.every} if what.at_checkpoints else {}
+        saving = (
+            {"checkpoint_dir": folder / "whole", "checkpoint_every": case.every}
+            if what.at_checkpoints
+            else {}
+        )
         expected = team.run(first.ranks, lambda comm: tried(what, first, comm, **saving))
         parts = folder / "parts"
         for stop in case.stops:
-            everyone = team.run(stop.layout.ranks, lambda comm, at=stop: _until(what, at, comm, parts, case.every))
+            everyone = team.run(
+                stop.layout.ranks, lambda comm, at=stop: _until(what, at, comm, parts, case.every)
+            )
             team.meet()
             if outcome is None and team.leads:
                 errors = [str(ran) for ran in everyone if isinstance(ran, Exception)]

@@ -1,4 +1,6 @@
-"""Random numbers of cases, and the lists of draws: functions with a weight, added by `@draw(kind, weight)`."""
+"""Random numbers of cases, and the lists of draws: functions with a weight, added by
+`@draw(kind, weight)`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ DRAWS: dict[str, list[tuple[float, Callable[..., Any]]]] = {}
 
 
 def draw(kind: str, weight: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds a function (random, ...) to the draws of a kind, chosen in proportion to its weight."""
+    """Decorator: adds a function (random, ...) to the draws of a kind, chosen in proportion to
+    its weight.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         DRAWS.setdefault(kind, []).append((weight, function))

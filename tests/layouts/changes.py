@@ -1,7 +1,9 @@
-"""Random changes of a training while it runs: callbacks, and a model whose forward() reads what they set.
+"""Random changes of a training while it runs: callbacks, and a model whose forward() reads what
+they set.
 
-Each is a function of epoch and step alone, or of what a callback keeps in checkpoints, so that a training with it is
-one training wherever it runs and wherever it is stopped. A change is made anew for every run of a case.
+Each is a function of epoch and step alone, or of what a callback keeps in checkpoints, so that a
+training with it is one training wherever it runs and wherever it is stopped. A change is made anew
+for every run of a case.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ Make = Callable[[nn.Module], list[Callback]]
 class Change:
     """A change of a training.
 
-    make: called with the model before its trainer is made; gives callbacks for fit(). at_checkpoints: it acts when a
-    checkpoint is made, so trainings are alike only where they make the same ones. refused: no training may have it.
+    make: called with the model before its trainer is made; gives callbacks for fit().
+    at_checkpoints: it acts when a checkpoint is made, so trainings are alike only where they make
+    the same ones. refused: no training may have it.
     """
 
     text: str
@@ -41,18 +44,27 @@ class Change:
     refused: bool = False
 
 
-# --- what forward() reads --------------------------------------------------------------------------------------------
+# --- what forward() reads -------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A model and, behind it, what attributes and a function say: factors, dropout, so many further layers."""
+    """A model and, behind it, what attributes and a function say: factors, dropout, so many
+    further layers.
+    """
 
     def __init__(self, model: nn.Module, outputs: int, layers: int) -> None:
         super().__init__()
         self.model, self.drop = model, nn.Dropout(0.0)
-        self.gain, self.temperature, self.bent, self.depth, self.scales = 1.0, 1.0, False, 0, [1.0, 0.5]
+        self.gain, self.temperature, self.bent, self.depth, self.scales = (
+            1.0,
+            1.0,
+            False,
+            0,
+            [1.0, 0.5],
+        )
         self.more = nn.ModuleList(nn.Linear(outputs, outputs) for _ in range(layers))
-        self.outside: Callable[[], float] = lambda: 1.0  # no value of JSON: nobody saves what it knows
+        # no value of JSON: nobody saves what it knows
+        self.outside: Callable[[], float] = lambda: 1.0
         self.leaves = False
 
     def forward(self, *given: Any) -> Any:
@@ -70,7 +82,9 @@ class Adapted(nn.Module):
 
 
 def adapted(random: Random, training: Training) -> Training:
-    """The training with a model that is Adapted, where its network can have anything behind it, and with changes."""
+    """The training with a model that is Adapted, where its network can have anything behind it,
+    and with changes.
+    """
     network = training.network
     if network.micro is None:
         layers, whole = random.integer(1, 3) if network.places == 1 else 0, network.build
@@ -86,7 +100,7 @@ def adapted(random: Random, training: Training) -> Training:
     return dataclasses.replace(made, changes=tuple(found))
 
 
-# --- when, and to what -----------------------------------------------------------------------------------------------
+# --- when, and to what ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +114,13 @@ class Moment:
 
 def moment(random: Random, training: Training, *events: str) -> Moment:
     """A moment of a training, at one of the events if some are named."""
-    all_events = {"on_epoch_start": 3, "on_step_end": 4, "on_epoch_end": 2, "on_checkpoint": 1, "on_validation_end": 2}
+    all_events = {
+        "on_epoch_start": 3,
+        "on_step_end": 4,
+        "on_epoch_end": 2,
+        "on_checkpoint": 1,
+        "on_validation_end": 2,
+    }
     if training.loop == "fit":
         del all_events["on_validation_end"]
     chosen = events or tuple(all_events)
@@ -131,7 +151,9 @@ def value(random: Random, values: Sequence[Any]) -> tuple[str, Value]:
         one = random.one(values)
         return f"{_shown(one)}", lambda *_: one
     if kind == "of the epoch":
-        return f"by epoch of {_shown(values)}", lambda _, context: values[context.epoch % len(values)]
+        return f"by epoch of {_shown(values)}", lambda _, context: values[
+            context.epoch % len(values)
+        ]
     return f"by step of {_shown(values)}", lambda _, context: values[context.steps % len(values)]
 
 
@@ -141,8 +163,15 @@ def _shown(given: Any) -> str:
     return getattr(given, "__name__", repr(given))
 
 
-def acting(text: str, at: Moment, act: Callable[[Context], None], prepare: Callable[[nn.Module], Any] | None = None):
-    """The change of a callback that acts at a moment; `prepare` is called with the model before there is a trainer."""
+def acting(
+    text: str,
+    at: Moment,
+    act: Callable[[Context], None],
+    prepare: Callable[[nn.Module], Any] | None = None,
+):
+    """The change of a callback that acts at a moment; `prepare` is called with the model before
+    there is a trainer.
+    """
 
     def hear(context: Context) -> None:
         if at.due(context):
@@ -157,14 +186,20 @@ def acting(text: str, at: Moment, act: Callable[[Context], None], prepare: Calla
 
 
 def setting(
-    random: Random, training: Training, of: Callable[[Context], Any], name: str, values: Sequence[Any], *events: str
+    random: Random,
+    training: Training,
+    of: Callable[[Context], Any],
+    name: str,
+    values: Sequence[Any],
+    *events: str,
 ) -> Change:
     """The change of an attribute of an object that a context leads to."""
     at, (text, new) = moment(random, training, *events), value(random, values)
 
     def act(context: Context) -> None:
         owner = of(context)
-        setattr(owner, name, copy.deepcopy(new(getattr(owner, name), context)))  # ranks may be threads
+        # ranks may be threads
+        setattr(owner, name, copy.deepcopy(new(getattr(owner, name), context)))
 
     return acting(f"{name} {text}", at, act)
 
@@ -177,7 +212,7 @@ def model_of(context: Context) -> Any:
     return context.trainer.model
 
 
-# --- the update ------------------------------------------------------------------------------------------------------
+# --- the update -----------------------------------------------------------------------------------
 
 
 @draw("change", 3)
@@ -186,7 +221,9 @@ def rate(random: Random, training: Training) -> Change:
     if random.chance(0.2):
         factor = random.one([0.5, 0.9])
         at = moment(random, training)
-        return acting(f"scale_rate({factor})", at, lambda context: context.trainer.scale_rate(factor))
+        return acting(
+            f"scale_rate({factor})", at, lambda context: context.trainer.scale_rate(factor)
+        )
     return setting(random, training, optimizer_of, "lr", [base, base / 2, base / 3])
 
 
@@ -202,17 +239,23 @@ SETTINGS: dict[str, Sequence[Any]] = {
 @draw("change", 3)
 def rule(random: Random, training: Training) -> Change:
     there = vars(training.optimizer[1]())
-    names = [name for name in SETTINGS if (name in there or name == "undecayed") and there.get(name, 1) != 0.0]
+    names = [
+        name
+        for name in SETTINGS
+        if (name in there or name == "undecayed") and there.get(name, 1) != 0.0
+    ]
     name = random.one(names)
     return setting(random, training, optimizer_of, name, SETTINGS[name])
 
 
 @draw("change", 1)
 def clipping(random: Random, training: Training) -> Change:
-    return setting(random, training, lambda context: context.trainer, "clip_norm", [0.05, None, 1.0])
+    return setting(
+        random, training, lambda context: context.trainer, "clip_norm", [0.05, None, 1.0]
+    )
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 ATTRIBUTES: dict[str, Sequence[Any]] = {
     "gain": (1.0, 0.5, 1.5),
@@ -250,19 +293,27 @@ def in_place(random: Random, training: Training) -> Change:
 def layer(random: Random, training: Training) -> Change:
     """A setting of a layer that has one."""
     modules = list(training.network.build().modules())
-    places = [(i, name) for i, m in enumerate(modules) for name in ("p", "momentum") if name in vars(m)]
+    places = [
+        (i, name) for i, m in enumerate(modules) for name in ("p", "momentum") if name in vars(m)
+    ]
     if not places:
         return rate(random, training)
     at, name = random.one(places)
     values = {"p": (0.5, 0.1, 0.25), "momentum": (0.1, 0.5, 0.9)}[name]
-    return setting(random, training, lambda context: list(context.trainer.model.modules())[at], name, values)
+    return setting(
+        random, training, lambda context: list(context.trainer.model.modules())[at], name, values
+    )
 
 
 @draw("change", 3)
 def mode(random: Random, training: Training) -> Change:
     """eval() of a module, from the start or later, perhaps train() again."""
     modules = list(training.network.build().modules())
-    moved = [i for i, m in enumerate(modules) if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout))]
+    moved = [
+        i
+        for i, m in enumerate(modules)
+        if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.Dropout))
+    ]
     number = random.one(moved if moved and random.chance(0.8) else range(len(modules)))
     text, new = value(random, [False, True])
     at, begins = moment(random, training), random.chance(0.5)
@@ -279,7 +330,8 @@ def mode(random: Random, training: Training) -> Change:
 def frozen(random: Random, training: Training) -> Change:
     """The first parameters are frozen, from the start or later, at once or one more each epoch."""
     made = training.network.build()
-    count = sum(1 for _ in getattr(made, "model", made).parameters())  # without those that may have no effect
+    # without those that may have no effect
+    count = sum(1 for _ in getattr(made, "model", made).parameters())
     if count < 2:
         return rate(random, training)
     first = max(1, int(count * random.one([0.2, 0.5, 0.8])))
@@ -294,23 +346,30 @@ def frozen(random: Random, training: Training) -> Change:
     def act(context: Context) -> None:
         parameters = list(context.trainer.model.parameters())[:first]
         for i, p in enumerate(parameters):
-            p.requires_grad = i >= first - context.epoch if gradual else new(p.requires_grad, context)
+            p.requires_grad = (
+                i >= first - context.epoch if gradual else new(p.requires_grad, context)
+            )
 
     how = "one more is trained each epoch" if gradual else f"requires_grad {text}"
-    return acting(f"the first {first} of {count} parameters{', frozen' * begins}: {how}", at, act, prepare)
+    return acting(
+        f"the first {first} of {count} parameters{', frozen' * begins}: {how}", at, act, prepare
+    )
 
 
-# --- what no module knows --------------------------------------------------------------------------------------------
+# --- what no module knows -------------------------------------------------------------------------
 
 
 @draw("change", 3)
 def outside(random: Random, training: Training) -> Change:
-    """A closure, or an attribute of another object, that forward() reads: set when epochs begin, or (which is to be
-    noticed) elsewhere."""
+    """A closure, or an attribute of another object, that forward() reads: set when epochs begin,
+    or (which is to be noticed) elsewhere.
+    """
     if training.network.micro is not None:
         return rate(random, training)
     closure, late = random.chance(0.5), random.chance(0.25)
-    at = moment(random, training, *(["on_step_end", "on_epoch_end"] if late else ["on_epoch_start"]))
+    at = moment(
+        random, training, *(["on_step_end", "on_epoch_end"] if late else ["on_epoch_start"])
+    )
     if not late:
         at = Moment("at each on_epoch_start", "on_epoch_start", lambda context: True)
     values = [1.0, 0.5, 1.5]
@@ -330,7 +389,9 @@ def outside(random: Random, training: Training) -> Change:
 
 @draw("change", 0.4)
 def counting_calls(random: Random, training: Training) -> Change:
-    """A forward() whose result depends on how often it was called, or on NumPy's or Python's generator."""
+    """A forward() whose result depends on how often it was called, or on NumPy's or Python's
+    generator.
+    """
     if training.network.micro is not None:
         return rate(random, training)
     kind = random.one(["counts its calls", "draws from NumPy"])
@@ -360,7 +421,7 @@ def looked_at(random: Random, training: Training) -> Change:
     return Change("a tensor is left on the module", make)
 
 
-# --- callbacks with a state ------------------------------------------------------------------------------------------
+# --- callbacks with a state -----------------------------------------------------------------------
 
 
 class Averaged(Callback):
@@ -385,7 +446,11 @@ class Averaged(Callback):
 
 @draw("change", 1.5)
 def averaged(random: Random, training: Training) -> Change:
-    decay, event, kept = random.one([0.5, 0.9]), random.one(["on_step_end", "on_epoch_end"]), random.chance(0.7)
+    decay, event, kept = (
+        random.one([0.5, 0.9]),
+        random.one(["on_step_end", "on_epoch_end"]),
+        random.chance(0.7),
+    )
     return Change(
         f"weights averaged by {decay} in {event}{', in checkpoints' * kept}",
         lambda model: [Averaged(decay, event, kept)],
@@ -417,12 +482,21 @@ class Driven(Callback):
 def metric_driven(random: Random, training: Training) -> Change:
     kind = random.one(["plateau", "own", "stopping"])
     if kind == "own":
-        event = "on_epoch_end" if training.loop == "fit" else random.one(["on_epoch_end", "on_validation_end"])
+        event = (
+            "on_epoch_end"
+            if training.loop == "fit"
+            else random.one(["on_epoch_end", "on_validation_end"])
+        )
         return Change(f"rate and gain by the loss, {event}", lambda model: [Driven(event)])
     delta = random.one([0.0, 0.1])
     if kind == "stopping":
-        return Change(f"EarlyStopping by {delta}", lambda model: [EarlyStopping("train_loss", 1, delta)])
-    return Change(f"ReduceLROnPlateau by {delta}", lambda model: [ReduceLROnPlateau("train_loss", 0.5, 1, delta)])
+        return Change(
+            f"EarlyStopping by {delta}", lambda model: [EarlyStopping("train_loss", 1, delta)]
+        )
+    return Change(
+        f"ReduceLROnPlateau by {delta}",
+        lambda model: [ReduceLROnPlateau("train_loss", 0.5, 1, delta)],
+    )
 
 
 class Counting(Callback):
@@ -451,7 +525,7 @@ def counting(random: Random, training: Training) -> Change:
     return Change(f"rate and dropout by a count of {every}", lambda model: [Counting(every)])
 
 
-# --- the order of samples --------------------------------------------------------------------------------------------
+# --- the order of samples -------------------------------------------------------------------------
 
 
 class Fixed:
@@ -464,7 +538,9 @@ class Fixed:
         return self.samples
 
     def __iter__(self) -> Any:
-        return iter(np.random.default_rng([self.samples, self.epoch]).permutation(self.samples).tolist())
+        return iter(
+            np.random.default_rng([self.samples, self.epoch]).permutation(self.samples).tolist()
+        )
 
 
 class Weighted(Fixed):
@@ -475,5 +551,7 @@ class Weighted(Fixed):
 
     def __iter__(self) -> Any:
         share = np.arange(1, self.samples + 1) / (self.samples * (self.samples + 1) / 2)
-        drawn_ones = np.random.default_rng([self.samples, self.epoch, 1]).choice(self.samples, self.samples, p=share)
+        drawn_ones = np.random.default_rng([self.samples, self.epoch, 1]).choice(
+            self.samples, self.samples, p=share
+        )
         return iter(drawn_ones.tolist())

@@ -1,11 +1,13 @@
-"""Random trainings, and random layouts for them: what `scripts/random-layouts` and its test are made of.
+"""Random trainings, and random layouts for them: what `scripts/random-layouts` and its test are
+made of.
 
-A case is a function of (seed, index). Each thing that is drawn has a list of draws: functions with a weight, added by
-`@draw(kind, weight)`; a new data set, loss, network, optimizer or layout is one more such function. Each kind has
-random numbers of its own, so what is added to one does not change what another draws of the same case.
+A case is a function of (seed, index). Each thing that is drawn has a list of draws: functions with
+a weight, added by `@draw(kind, weight)`; a new data set, loss, network, optimizer or layout is one
+more such function. Each kind has random numbers of its own, so what is added to one does not change
+what another draws of the same case.
 
-What decides the bits of a training is drawn first (`Training`), then where it runs (`Layout`), which may look at it:
-not everything goes together, and a case that is refused shows nothing.
+What decides the bits of a training is drawn first (`Training`), then where it runs (`Layout`),
+which may look at it: not everything goes together, and a case that is refused shows nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from odyssey.parallel.mesh import PARTS, Mesh
 from odyssey.train.trainer import DistributedTrainer
 
 RANKS = 4  # of the largest layout, unless --ranks says otherwise
-ROWS = 4  # samples of a shard up to which it is computed in rows, which tensor parallelism does not split
+# samples of a shard up to which it is computed in rows, which tensor parallelism does not split
+ROWS = 4
 
-# --- optimizers, schedules -------------------------------------------------------------------------------------------
+# --- optimizers, schedules ------------------------------------------------------------------------
 
 Make = tuple[str, Callable[[], optim.Optimizer]]
 
@@ -47,7 +50,13 @@ def sgd(random: Random) -> Make:
     momentum = random.one([0.0, 0.5, 0.9])
     decay = random.one([0.0, 0.01, 0.3])
     nesterov = momentum > 0 and random.chance(0.4)
-    return _made(optim.SGD, lr=random.number(0.01, 0.3), momentum=momentum, weight_decay=decay, nesterov=nesterov)
+    return _made(
+        optim.SGD,
+        lr=random.number(0.01, 0.3),
+        momentum=momentum,
+        weight_decay=decay,
+        nesterov=nesterov,
+    )
 
 
 @draw("optimizer", 2)
@@ -58,7 +67,12 @@ def adam(random: Random) -> Make:
 @draw("optimizer", 2)
 def adamw(random: Random) -> Make:
     betas = random.one([(0.9, 0.999), (0.5, 0.9)])
-    return _made(optim.AdamW, lr=random.number(1e-3, 3e-2), weight_decay=random.one([0.0, 0.01, 0.5]), betas=betas)
+    return _made(
+        optim.AdamW,
+        lr=random.number(1e-3, 3e-2),
+        weight_decay=random.one([0.0, 0.01, 0.5]),
+        betas=betas,
+    )
 
 
 @draw("optimizer", 1)
@@ -68,22 +82,34 @@ def rmsprop(random: Random) -> Make:
 
 
 class MadeUp(optim.Optimizer):
-    """A rule of a user's own: three states, `steps`, a setting that is no number, a choice by one that is."""
+    """A rule of a user's own: three states, `steps`, a setting that is no number, a choice by
+    one that is.
+    """
 
     states = ("fast", "slow", "before")
 
     def __init__(
-        self, params: Any = None, lr: float = 0.01, betas: Any = (0.9, 0.5), weight_decay: float = 0.0
+        self,
+        params: Any = None,
+        lr: float = 0.01,
+        betas: Any = (0.9, 0.5),
+        weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, late=3, bounded=True)
+        super().__init__(
+            params, lr=lr, betas=betas, weight_decay=weight_decay, late=3, bounded=True
+        )
 
     def rule(self, p: Any, g: Any, fast: Any, slow: Any, before: Any) -> Any:
         fast = self.betas[0] * fast + (1 - self.betas[0]) * g
         slow = F.maximum(self.betas[1] * slow, F.abs(g) ** 1.5)
-        turn = fast / (1 - self.betas[0] ** self.steps) / (slow**0.5 + 1e-3) + 0.1 * F.tanh(g - before)
+        turn = fast / (1 - self.betas[0] ** self.steps) / (slow**0.5 + 1e-3) + 0.1 * F.tanh(
+            g - before
+        )
         if self.bounded:
             turn = F.clamp(turn, -1.5, 1.5)
-        turn = F.where(self.steps < self.late, 0.5 * turn, turn + self.weight_decay * F.exp(-F.abs(p)) * p)
+        turn = F.where(
+            self.steps < self.late, 0.5 * turn, turn + self.weight_decay * F.exp(-F.abs(p)) * p
+        )
         return p - self.lr / F.sqrt(self.steps) * turn, fast, slow, g
 
 
@@ -93,7 +119,11 @@ class AdamRule(optim.Optimizer):
     states = ("m", "v")
 
     def __init__(
-        self, params: Any = None, lr: float = 1e-3, betas: Any = (0.9, 0.999), weight_decay: float = 0.0
+        self,
+        params: Any = None,
+        lr: float = 1e-3,
+        betas: Any = (0.9, 0.999),
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=1e-8, weight_decay=weight_decay)
 
@@ -101,14 +131,21 @@ class AdamRule(optim.Optimizer):
         b1, b2 = self.betas
         g = g + self.weight_decay * p
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-        return p - self.lr * (m / (1 - b1**self.steps)) / (F.sqrt(v / (1 - b2**self.steps)) + self.eps), m, v
+        return (
+            p
+            - self.lr * (m / (1 - b1**self.steps)) / (F.sqrt(v / (1 - b2**self.steps)) + self.eps),
+            m,
+            v,
+        )
 
 
 @draw("optimizer", 2)
 def rules(random: Random) -> Make:
     kind = random.one([optim.Lion, optim.Adagrad, MadeUp, MadeUp, AdamRule])
     settings = {} if kind is optim.Adagrad else {"betas": random.one([(0.9, 0.99), (0.5, 0.7)])}
-    text, make = _made(kind, lr=random.number(1e-3, 1e-2), weight_decay=random.one([0.0, 0.1]), **settings)
+    text, make = _made(
+        kind, lr=random.number(1e-3, 1e-2), weight_decay=random.one([0.0, 0.1]), **settings
+    )
     if random.chance(0.3):
         return f"{text} without vectors", functools.partial(_without_vectors, make)
     return text, make
@@ -140,10 +177,12 @@ def named(random: Random) -> tuple[str, Callable[[int], float] | None]:
 @draw("schedule", 1)
 def joined(random: Random) -> tuple[str, Callable[[int], float] | None]:
     first, turn = optim.linear(random.number(0.1, 0.9), 3), random.integer(1, 4)
-    return f"a line, from {turn} on steps", optim.sequential([first, optim.step_decay(2, 0.5)], [turn])
+    return f"a line, from {turn} on steps", optim.sequential(
+        [first, optim.step_decay(2, 0.5)], [turn]
+    )
 
 
-# --- a training ------------------------------------------------------------------------------------------------------
+# --- a training -----------------------------------------------------------------------------------
 
 LOOPS = ("fit", "fit with a validation set", "train_step", "fit and train_step in turns")
 
@@ -165,13 +204,20 @@ class Training:
 
     @functools.cached_property
     def shard(self) -> int:
-        """Samples of a shard: as given, or the smallest that a loop's first batch may make the default."""
+        """Samples of a shard: as given, or the smallest that a loop's first batch may make the
+        default.
+        """
         if self.settings["shard_size"] is not None:
             return self.settings["shard_size"]
         first = next(iter(self.data.loader()))
         settings = {"loss": self.loss.build(), "backend": "local", "device": "cpu"}
-        rows = DistributedTrainer(self.network.build(), optim.SGD(), **settings)._rows(first.dataset.form)
-        return min(default_shard_size(n, rows) for n in (self.step, min(self.data.batch, self.data.samples)))
+        rows = DistributedTrainer(self.network.build(), optim.SGD(), **settings)._rows(
+            first.dataset.form
+        )
+        return min(
+            default_shard_size(n, rows)
+            for n in (self.step, min(self.data.batch, self.data.samples))
+        )
 
     @property
     def shards(self) -> int:
@@ -190,7 +236,9 @@ class Training:
 
     @property
     def at_checkpoints(self) -> bool:
-        """Whether checkpoints change it, so that only trainings which make the same ones are alike."""
+        """Whether checkpoints change it, so that only trainings which make the same ones are
+        alike.
+        """
         return any(change.at_checkpoints for change in self.changes)
 
     @property
@@ -207,12 +255,15 @@ class Training:
     def rows(self) -> bool:
         """Whether a shard of some step is so small that it is computed in rows."""
         n, batch = self.data.samples, self.data.batch
-        sizes = self.step, n % (batch * self.settings["accumulation_steps"]), n % batch  # these: of an evaluation
+        # these: of an evaluation
+        sizes = self.step, n % (batch * self.settings["accumulation_steps"]), n % batch
         return self.shard <= ROWS or any(0 < size <= ROWS for size in sizes)
 
     def __str__(self) -> str:
         given = {
-            k: v for k, v in self.settings.items() if v not in (None, "fp32", 1, "skip", "auto") or k == "shard_size"
+            k: v
+            for k, v in self.settings.items()
+            if v not in (None, "fp32", 1, "skip", "auto") or k == "shard_size"
         }
         words = [
             self.network.text,
@@ -230,16 +281,23 @@ class Training:
 
 
 def training(seed: int, index: int, all_data: bool = False, changing: bool = False) -> Training:
-    """The training of a case; `all_data`: its data set is of any kind (kinds.py); `changing`: it changes while it runs
-    (changes.py)."""
+    """The training of a case; `all_data`: its data set is of any kind (kinds.py); `changing`: it
+    changes while it runs (changes.py).
+    """
     kind = functools.partial(Random, seed, index)
     random = kind("training")
     network, chosen = drawn("network", kind("network")), ""
     if all_data:
-        chosen = kind("kind").one(list(kinds.KINDS), [weight for weight, *_ in kinds.KINDS.values()])
+        chosen = kind("kind").one(
+            list(kinds.KINDS), [weight for weight, *_ in kinds.KINDS.values()]
+        )
         tries = (drawn("network", kind(f"network {i}")) for i in itertools.count())
-        network = next(made for made in tries if not made.vocabulary and kinds.KINDS[chosen][1](made))
-    shard = network.micro or (random.integer(1, ROWS) if random.chance(0.15) else random.integer(ROWS + 1, 33))
+        network = next(
+            made for made in tries if not made.vocabulary and kinds.KINDS[chosen][1](made)
+        )
+    shard = network.micro or (
+        random.integer(1, ROWS) if random.chance(0.15) else random.integer(ROWS + 1, 33)
+    )
     batch = shard * random.integer(1, 9) + random.one([0, 0, random.integer(0, shard - 1)])
     if random.chance(0.1):
         batch = random.integer(1, shard)
@@ -253,7 +311,12 @@ def training(seed: int, index: int, all_data: bool = False, changing: bool = Fal
     if all_data:
         made = kinds.KINDS[chosen][2](kind("source"), network.shape, network.classes, samples)
         made = kinds.transformed(kind("transform"), made, network.shape)
-        text, build, transform, network = made.text, made.build, made.transform, kinds.fitted(network, made)
+        text, build, transform, network = (
+            made.text,
+            made.build,
+            made.transform,
+            kinds.fitted(network, made),
+        )
         loss, metrics = kinds.loss_of(task, made.targets, network.classes)
     elif network.vocabulary:
         sizes = (*network.shape, network.vocabulary, network.classes, samples, network.each)
@@ -297,7 +360,7 @@ def training(seed: int, index: int, all_data: bool = False, changing: bool = Fal
     return changes.adapted(kind("changes"), made) if changing else made
 
 
-# --- layouts ---------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +375,9 @@ class Layout:
     def splits(self) -> bool:
         """Whether ranks have parts of the model or of its state."""
         mesh = self.settings.get("mesh", Mesh(1, 1, 1))
-        return (mesh.pp or 1) * (mesh.tp or 1) > 1 or (self.settings.get("zero", 0) > 0 and self.ranks > 1)
+        return (mesh.pp or 1) * (mesh.tp or 1) > 1 or (
+            self.settings.get("zero", 0) > 0 and self.ranks > 1
+        )
 
     def __str__(self) -> str:
         words = (str(v) if k == "mesh" else f"{k}={v}" for k, v in self.settings.items())
@@ -321,7 +386,8 @@ class Layout:
 
 
 ALONE = Layout(1, {"threads": 1})
-EAGER = Layout(1, {"threads": 1, "execution": "eager"})  # what a step computes is what the program says then
+# what a step computes is what the program says then
+EAGER = Layout(1, {"threads": 1, "execution": "eager"})
 
 
 def _workers(random: Random, training: Training, dp: int) -> dict[str, Any]:
@@ -369,14 +435,21 @@ def replicas(random: Random, training: Training) -> Layout:
 @draw("layout", 1)
 def eager(random: Random, training: Training) -> Layout:
     dp = _replicas(random, training)
-    return Layout(dp, {**_workers(random, training, dp), "mesh": Mesh(dp=dp, pp=1), "execution": "eager"})
+    return Layout(
+        dp, {**_workers(random, training, dp), "mesh": Mesh(dp=dp, pp=1), "execution": "eager"}
+    )
 
 
 @draw("layout", 4)
 def zero(random: Random, training: Training) -> Layout:
     dp = _several(random, training)
     stage = random.integer(1, 3)
-    settings = {**_workers(random, training, dp), **_buckets(random), "mesh": Mesh(dp=dp, pp=1), "zero": stage}
+    settings = {
+        **_workers(random, training, dp),
+        **_buckets(random),
+        "mesh": Mesh(dp=dp, pp=1),
+        "zero": stage,
+    }
     if random.chance(0.2):
         settings["reduction"] = "hierarchical"
     return Layout(dp, settings)
@@ -412,7 +485,11 @@ def _mesh(random: Random, training: Training, pp: int, tp: int) -> Layout:
     if dp > 1 and random.chance(0.5):
         settings["zero"] = 1
     if pp > 1:
-        allowed = [s for s in training.network.schedules if s != "interleaved" or 2 * pp <= _stages(training)]
+        allowed = [
+            s
+            for s in training.network.schedules
+            if s != "interleaved" or 2 * pp <= _stages(training)
+        ]
         settings["pipeline_schedule"] = random.one(allowed)
     if dp > 1 and not settings.get("zero") and random.chance(0.2):
         settings["reduction"] = random.one(["hierarchical", "parameter_server"])
@@ -445,21 +522,24 @@ class Case:
 
 
 def case(seed: int, index: int, all_data: bool = False, changing: bool = False) -> Case:
-    """Case number `index` of a seed; only what is stopped and resumed, or changes, is always one fit()."""
+    """Case number `index` of a seed; only what is stopped and resumed, or changes, is always one
+    fit().
+    """
     random, made = Random(seed, index, "loop"), training(seed, index, all_data, changing)
     if not changing and (loop := random.one(LOOPS, [5, 1, 1, 1])) != LOOPS[0]:
         made = dataclasses.replace(made, loop=loop, epochs=random.integer(2, 4))
     return Case(made, layout(seed, index, made, 0, all_data))
 
 
-# --- stops and resumes -----------------------------------------------------------------------------------------------
+# --- stops and resumes ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
     """A training runs on a layout until so many steps are taken, of all; None: to its end.
 
-    kind: "limit" ends with a checkpoint of that step, "failure" in the middle of the next step, with what there is.
+    kind: "limit" ends with a checkpoint of that step, "failure" in the middle of the next step,
+    with what there is.
     """
 
     layout: Layout
@@ -467,7 +547,9 @@ class Stop:
     kind: str = "limit"
 
     def __str__(self) -> str:
-        return f"{self.layout}" + ("" if self.after is None else f", {self.kind} after step {self.after}")
+        return f"{self.layout}" + (
+            "" if self.after is None else f", {self.kind} after step {self.after}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,20 +562,31 @@ class Interrupted:
     every: int | None  # steps from one checkpoint to the next
 
     def __str__(self) -> str:
-        return f"{self.training} | checkpoint every {self.every or 'epoch'} | {' | '.join(map(str, self.stops))}"
+        return (
+            f"{self.training} | checkpoint every {self.every or 'epoch'} | "
+            f"{' | '.join(map(str, self.stops))}"
+        )
 
 
-def interrupted(seed: int, index: int, all_data: bool = False, changing: bool = False) -> Interrupted:
-    """The interrupted training of a case: on other layouts, or with sums that only such a layout gives."""
+def interrupted(
+    seed: int, index: int, all_data: bool = False, changing: bool = False
+) -> Interrupted:
+    """The interrupted training of a case: on other layouts, or with sums that only such a layout
+    gives.
+    """
     random, made = Random(seed, index, "stops"), training(seed, index, all_data, changing)
     while made.steps * made.epochs < 2:
         made = dataclasses.replace(made, epochs=made.epochs + 1)
     alike = made.shards > 1 and random.chance(0.2)
     first = of_its_own(random, made) if alike else layout(seed, index, made, 0, all_data)
-    points = sorted(random.integer(1, made.steps * made.epochs - 1) for _ in range(random.integer(1, 3)))
+    points = sorted(
+        random.integer(1, made.steps * made.epochs - 1) for _ in range(random.integer(1, 3))
+    )
     stops = []
     for number, after in enumerate([*dict.fromkeys(points), None]):
-        where = _alike(random, made, first) if alike else layout(seed, index, made, number, all_data)
+        where = (
+            _alike(random, made, first) if alike else layout(seed, index, made, number, all_data)
+        )
         kind = random.one(["limit", "failure"])  # the first makes a checkpoint more
         stops.append(Stop(where, after, "failure" if made.at_checkpoints else kind))
     every = random.one([None, 1, 2, 3])
@@ -501,17 +594,30 @@ def interrupted(seed: int, index: int, all_data: bool = False, changing: bool = 
 
 
 def of_its_own(random: Random, training: Training) -> Layout:
-    """Replicas, perhaps of a pipeline, whose sums are those of this layout only: in fewer bytes, or around a ring."""
+    """Replicas, perhaps of a pipeline, whose sums are those of this layout only: in fewer bytes,
+    or around a ring.
+    """
     fp16 = training.settings["precision"] == "fp16"
-    running = " norm " in training.network.text or "batch" in training.network.text  # refused with parts of gradients
+    # refused with parts of gradients
+    running = " norm " in training.network.text or "batch" in training.network.text
     kind = random.one(["fp16", "bf16", "ring"] + ["topk", "powersgd"] * (not fp16 and not running))
     settings: dict[str, Any] = {"reduction": "ring"} if kind == "ring" else {"compression": kind}
     if kind == "topk":
-        settings |= {"compression_ratio": random.one([0.01, 0.3]), "compression_warmup_steps": random.one([0, 3])}
+        settings |= {
+            "compression_ratio": random.one([0.01, 0.3]),
+            "compression_warmup_steps": random.one([0, 3]),
+        }
     if kind == "powersgd":
         settings["powersgd_rank"] = random.integer(1, 3)
     if random.chance(0.3) and _stages(training) > 1:
-        return Layout(4, {**settings, "mesh": Mesh(dp=2, pp=2), "pipeline_schedule": training.network.schedules[0]})
+        return Layout(
+            4,
+            {
+                **settings,
+                "mesh": Mesh(dp=2, pp=2),
+                "pipeline_schedule": training.network.schedules[0],
+            },
+        )
     dp = _several(random, training)
     if random.chance(0.4):
         settings["bucket_size_mb"] = random.one([1e-4, 1e-3])

@@ -1,7 +1,8 @@
-"""Data sets of all kinds for random trainings: in memory, in files, a sample at a time; their transforms and losses.
+"""Data sets of all kinds for random trainings: in memory, in files, a sample at a time; their
+transforms and losses.
 
-What is drawn here is drawn with `scripts/random-layouts --data` only, so the cases without it stay what they are.
-Worker processes import this module, for the data sets and transforms in it.
+What is drawn here is drawn with `scripts/random-layouts --data` only, so the cases without it stay
+what they are. Worker processes import this module, for the data sets and transforms in it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from odyssey.data.sources import Subset
 class Kind:
     """A data set, and what its samples and targets are.
 
-    inputs: "one" array, "two", a "dict" of two, or "ids". targets: "classes", "numbers", "both", or "ids".
+    inputs: "one" array, "two", a "dict" of two, or "ids". targets: "classes", "numbers", "both", or
+    "ids".
     """
 
     text: str
@@ -46,7 +48,9 @@ KINDS: dict[str, tuple[float, Callable[[Network], bool], Make]] = {}
 
 
 def kind(weight: float, fits: Callable[[Network], bool] = lambda n: True) -> Callable[[Make], Make]:
-    """Decorator: adds a function (random, shape, outputs, samples) to the kinds, for networks that fit."""
+    """Decorator: adds a function (random, shape, outputs, samples) to the kinds, for networks
+    that fit.
+    """
 
     def add(function: Make) -> Make:
         KINDS[function.__name__] = weight, fits, function
@@ -64,7 +68,7 @@ def can_be_wrapped(network: Network) -> bool:
     return network.micro is None and network.places == 1
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 _MADE: dict[Any, tempfile.TemporaryDirectory[str]] = {}
 _LOCK = threading.Lock()  # ranks may be threads
@@ -110,7 +114,9 @@ def _folder(shape: Shape, classes: int, samples: int) -> Any:
 @kind(2, is_row)
 def table(random: Random, shape: Shape, outputs: int, samples: int) -> Kind:
     wanted = random.one(["classes", "numbers"])
-    return Kind("a table", functools.partial(_table, shape, outputs, samples, wanted), "one", wanted)
+    return Kind(
+        "a table", functools.partial(_table, shape, outputs, samples, wanted), "one", wanted
+    )
 
 
 def _table(shape: Shape, outputs: int, samples: int, wanted: str) -> Any:
@@ -134,14 +140,19 @@ def _write_table(path: Path, shape: Shape, outputs: int, samples: int, wanted: s
 def numpy_file(random: Random, shape: Shape, outputs: int, samples: int) -> Kind:
     wanted, rows = random.one(["classes", "numbers"]), random.chance(0.6)
     return Kind(
-        ".npy" if rows else ".npz", functools.partial(_numpy, shape, outputs, samples, wanted, rows), "one", wanted
+        ".npy" if rows else ".npz",
+        functools.partial(_numpy, shape, outputs, samples, wanted, rows),
+        "one",
+        wanted,
     )
 
 
 def _numpy(shape: Shape, outputs: int, samples: int, wanted: str, rows: bool) -> Any:
     path = file(_write_numpy, "", shape, outputs, samples)
     if rows:
-        return data.npy(path / "x.npy", path / f"{wanted}.npy", outputs if wanted == "classes" else None)
+        return data.npy(
+            path / "x.npy", path / f"{wanted}.npy", outputs if wanted == "classes" else None
+        )
     made = data.npz(path / "all.npz", "x", wanted)
     return dataclasses.replace(made, classes=outputs) if wanted == "classes" else made
 
@@ -167,7 +178,9 @@ def _tokens(length: int, samples: int, numbers: bool) -> Any:
 
 
 def _write_ids(path: Path, length: int, samples: int) -> None:
-    np.random.default_rng(samples).integers(0, 50, samples * length + 1).astype(np.uint16).tofile(path)
+    np.random.default_rng(samples).integers(0, 50, samples * length + 1).astype(np.uint16).tofile(
+        path
+    )
 
 
 def _write_text(path: Path, length: int, samples: int) -> None:
@@ -175,12 +188,16 @@ def _write_text(path: Path, length: int, samples: int) -> None:
     path.write_bytes("".join(letters).encode())
 
 
-# --- in memory, and a sample at a time -------------------------------------------------------------------------------
+# --- in memory, and a sample at a time ------------------------------------------------------------
 
 
 @kind(2)
 def in_memory(random: Random, shape: Shape, classes: int, samples: int) -> Kind:
-    some = [function for _, function in DRAWS["data"] if function.__name__ not in ("overflowing", "one_by_one")]
+    some = [
+        function
+        for _, function in DRAWS["data"]
+        if function.__name__ not in ("overflowing", "one_by_one")
+    ]
     return Kind(*random.one(some)(random, shape, classes, samples))
 
 
@@ -193,19 +210,28 @@ def trees_in_memory(random: Random, shape: Shape, outputs: int, samples: int) ->
 
 @kind(4, can_be_wrapped)
 def objects(random: Random, shape: Shape, outputs: int, samples: int) -> Kind:
-    """A data set of one's own: one array, or trees of several dtypes; perhaps a part of it, perhaps of the epoch."""
-    inputs, wanted = random.one(["one", "bytes", "two", "dict"]), random.one(["classes", "numbers", "both"])
+    """A data set of one's own: one array, or trees of several dtypes; perhaps a part of it,
+    perhaps of the epoch.
+    """
+    inputs, wanted = (
+        random.one(["one", "bytes", "two", "dict"]),
+        random.one(["classes", "numbers", "both"]),
+    )
     how = random.one(["", "part", "columns", "epoch"], [4, 1, 1, 1])
     if len(shape) == 3 and shape[0] == 1 and inputs in ("one", "bytes"):
         how = "planes"  # (H, W), which a model gets as (1, H, W)
     build = functools.partial(_objects, shape, outputs, samples, inputs, wanted, how)
-    return Kind(f"objects {how} {inputs}, {wanted}", build, "one" if inputs == "bytes" else inputs, wanted)
+    return Kind(
+        f"objects {how} {inputs}, {wanted}", build, "one" if inputs == "bytes" else inputs, wanted
+    )
 
 
 class Own:
     """Samples made one by one."""
 
-    def __init__(self, shape: Shape, outputs: int, samples: int, inputs: str, wanted: str, how: str) -> None:
+    def __init__(
+        self, shape: Shape, outputs: int, samples: int, inputs: str, wanted: str, how: str
+    ) -> None:
         self.inputs, self.wanted, self.how, self.epoch = inputs, wanted, how, 0
         self.all = _values(shape, outputs, samples)
         if wanted == "classes":
@@ -224,7 +250,9 @@ class Own:
         x = x + np.float32(self.epoch)
         x = x[0] if self.how == "planes" else x
         b = (np.abs(x) * 40).astype(np.uint8)
-        given = {"one": x, "bytes": b, "two": (x.astype(np.float64), b), "dict": {"b": b, "a": x}}[self.inputs]
+        given = {"one": x, "bytes": b, "two": (x.astype(np.float64), b), "dict": {"b": b, "a": x}}[
+            self.inputs
+        ]
         if self.how == "columns":
             return {"given": given, "c": int(c), "y": y}
         return given, {"classes": int(c), "numbers": y, "both": (y, int(c))}[self.wanted]
@@ -234,8 +262,12 @@ class Columns(data.columns):
     """With the attributes of its rows."""
 
     def __init__(self, rows: Own, wanted: str) -> None:
-        super().__init__(rows, "given", {"classes": "c", "numbers": "y", "both": ("y", "c")}[wanted])
-        vars(self).update({k: v for k, v in vars(rows).items() if k in ("classes", "scale", "shift")})
+        super().__init__(
+            rows, "given", {"classes": "c", "numbers": "y", "both": ("y", "c")}[wanted]
+        )
+        vars(self).update(
+            {k: v for k, v in vars(rows).items() if k in ("classes", "scale", "shift")}
+        )
 
 
 def _objects(shape: Shape, outputs: int, samples: int, inputs: str, wanted: str, how: str) -> Any:
@@ -245,7 +277,7 @@ def _objects(shape: Shape, outputs: int, samples: int, inputs: str, wanted: str,
     return Subset(made, np.arange(samples) + 3) if how == "part" else made
 
 
-# --- transforms ------------------------------------------------------------------------------------------------------
+# --- transforms -----------------------------------------------------------------------------------
 
 
 def noise(sample: Any, rng: np.random.Generator) -> Any:
@@ -293,7 +325,7 @@ def transformed(random: Random, kind: Kind, shape: Shape) -> Kind:
     return dataclasses.replace(kind, text=text, transform=chosen or None)
 
 
-# --- losses and networks for them ------------------------------------------------------------------------------------
+# --- losses and networks for them -----------------------------------------------------------------
 
 
 class OfIds(nn.Module):

@@ -31,7 +31,8 @@ class Network:
     places: int = 1
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")  # that its placement goes with
     micro: int | None = None  # samples of a micro-batch, where the model says so
-    vocabulary: int = 0  # of token ids (T,), if samples are such; targets are then classes of each token, or of all
+    # of token ids (T,), if samples are such; targets are then classes of each token, or of all
+    vocabulary: int = 0
     each: bool = False
 
 
@@ -48,7 +49,9 @@ GENERAL: dict[str, Callable[[Tensor], Tensor]] = {  # ops of tensors of any shap
     "softplus": lambda x: F.softplus(x) - 0.5,
     "roots": lambda x: F.sqrt(x * x + 1) - F.exp(-x.abs()) + F.log(x * x + 1),
     "least": lambda x: F.maximum(F.minimum(x, x[:, :1]), -x).clamp(-3, 2.5),
-    "variance": lambda x: x / F.sqrt(x.reshape(x.shape[0], -1).var(1, 0).reshape(-1, *[1] * (x.ndim - 1)) + 1),
+    "variance": lambda x: (
+        x / F.sqrt(x.reshape(x.shape[0], -1).var(1, 0).reshape(-1, *[1] * (x.ndim - 1)) + 1)
+    ),
     "stacked": lambda x: F.stack([x, -x], 1).mean(1) + x[:, -1:].expand(*x.shape) + x.min(1, True),
     "split": lambda x: F.cat(x.split(max(x.shape[1] // 3, 1), 1)[::-1], 1),
     "powers": lambda x: 2.0 ** x.clamp(-4, 1) + (x * x + 1) ** -0.5,
@@ -75,7 +78,9 @@ LAYERS = ("linear", "conv", "add linear", "from input", "norm", *SAMPLE_NORMS)
 class Chain(nn.Module):
     """Ops one after the other, as `Draft` writes them down."""
 
-    def __init__(self, ops: Sequence[Op], unused: Sequence[int] = (), frozen: Sequence[int] = ()) -> None:
+    def __init__(
+        self, ops: Sequence[Op], unused: Sequence[int] = (), frozen: Sequence[int] = ()
+    ) -> None:
         super().__init__()
         self.ops = tuple(ops)
         for i, (name, place, *given) in enumerate(ops):
@@ -151,11 +156,15 @@ class Draft:
     def extra(self) -> None:
         """Perhaps a residual addition, a layer used again or tied, dropout."""
         random, (n, *more) = self.random, self.shape
-        shapes = [(self.first if i == 0 else self.shapes[i - 1], shape) for i, shape in enumerate(self.shapes)]
+        shapes = [
+            (self.first if i == 0 else self.shapes[i - 1], shape)
+            for i, shape in enumerate(self.shapes)
+        ]
         squares = [
             i
             for i, op in enumerate(self.ops)
-            if op[0] in ("linear", "conv", "norm", *SAMPLE_NORMS) and shapes[i] == (self.shape, self.shape)
+            if op[0] in ("linear", "conv", "norm", *SAMPLE_NORMS)
+            and shapes[i] == (self.shape, self.shape)
         ]
         if random.chance(0.1):
             self.put("scale", random.one([0.5, -1.25]))
@@ -165,7 +174,9 @@ class Draft:
             self.put("add linear", n, n, random.chance(0.5))
         if squares and random.chance(0.6):
             chosen = random.one(squares)
-            kinds = ["again", "checkpoint", "tied"] if self.ops[chosen][1] == self.place else ["tied"]
+            kinds = (
+                ["again", "checkpoint", "tied"] if self.ops[chosen][1] == self.place else ["tied"]
+            )
             kind = random.one(kinds)
             self.put(kind, chosen, *[random.chance(0.5)] * (kind == "tied"))
         if not more and random.chance(0.08):
@@ -216,7 +227,9 @@ class Draft:
             )
         return True
 
-    def network(self, classes: int, shape: Shape, unused: Sequence[int] = (), **more: Any) -> Network:
+    def network(
+        self, classes: int, shape: Shape, unused: Sequence[int] = (), **more: Any
+    ) -> Network:
         """It, with a last layer."""
         self.linear(classes)
         ops, text = tuple(self.ops), _text(shape, self.ops)
@@ -226,7 +239,9 @@ class Draft:
             text += f", unused {' '.join(map(str, unused))}"
         if frozen:
             text += f", the weight of layer {frozen[0]} is fixed"
-        return Network(text, shape, classes, functools.partial(Chain, ops, tuple(unused), frozen), **more)
+        return Network(
+            text, shape, classes, functools.partial(Chain, ops, tuple(unused), frozen), **more
+        )
 
 
 def _text(shape: Shape, ops: Sequence[Op]) -> str:
@@ -237,7 +252,9 @@ def _text(shape: Shape, ops: Sequence[Op]) -> str:
             words.append(f"{name} {given[1]}{'' if given[-1] else ' without bias'}{at}")
         elif name == "conv":
             _, k, (r, t), stride, padding, bias = given
-            words.append(f"conv {k}x{r}x{t}/{stride}+{padding}{'' if bias else ' without bias'}{at}")
+            words.append(
+                f"conv {k}x{r}x{t}/{stride}+{padding}{'' if bias else ' without bias'}{at}"
+            )
         else:
             words.append(" ".join([name, *(str(g) for g in given if g is not None)]))
     return f"{'x'.join(map(str, shape))}: {', '.join(words)}"
@@ -261,7 +278,11 @@ class Blocks(nn.Module):
                 layers = [make(c, mid, 1), norms[0], wide, norms[1], make(mid, c, 1), norms[2]]
             elif kind == "u":  # down, across, up again and beside what was there
                 c, mid, pool = given
-                layers = [make(c, mid, 3, 1, 1), make(c + mid, c, 1), *([] if self.signal else [pool(2)])]
+                layers = [
+                    make(c, mid, 3, 1, 1),
+                    make(c + mid, c, 1),
+                    *([] if self.signal else [pool(2)]),
+                ]
             elif kind == "experts":
                 layers = [nn.Linear(given[0], given[1]), nn.Embedding(given[1], given[0])]
             elif kind == "norm":
@@ -297,7 +318,9 @@ class Blocks(nn.Module):
         return join(F.cat([y.reshape(n, c, *x.shape[2:]), x], 1))
 
     def _experts(self, x: Tensor, gate: nn.Module, table: nn.Module) -> Tensor:
-        """Each sample adds the row of a table that its channels choose, and rows of it by softmax."""
+        """Each sample adds the row of a table that its channels choose, and rows of it by
+        softmax.
+        """
         chosen = gate(x.reshape(*x.shape[:2], -1).mean(2))
         rows = table(chosen.argmax(1)) + F.softmax(chosen) @ table.weight[:]
         return x + rows.reshape(*rows.shape, *[1] * (x.ndim - 2)) * (x > 0)
@@ -322,21 +345,34 @@ def _plane_norm(kind: str, channels: int, signal: bool) -> nn.Module:
 
 @draw("network", 2)
 def blocks(random: Random) -> Network:
-    """Groups, dilation, bottlenecks, padded and adaptive pools, skips over other sizes, tables; signals as well."""
-    c, h, w = random.integer(1, 4), random.one([1, random.integer(5, 14)], [1, 3]), random.integer(5, 17)
+    """Groups, dilation, bottlenecks, padded and adaptive pools, skips over other sizes, tables;
+    signals as well.
+    """
+    c, h, w = (
+        random.integer(1, 4),
+        random.one([1, random.integer(5, 14)], [1, 3]),
+        random.integer(5, 17),
+    )
     made: list[Op] = []
     shape, signal = (c, h, w), h == 1
     norms = ["batch", "group", "plain batch", "batch of now", "none"]
     for _ in range(random.integer(1, 4)):
-        kind = random.one(["conv", "residual", "u", "experts", "norm", "max", "mean"], [4, 3, 2, 1, 1, 1, 1])
+        kind = random.one(
+            ["conv", "residual", "u", "experts", "norm", "max", "mean"], [4, 3, 2, 1, 1, 1, 1]
+        )
         if kind == "conv":
-            groups, kernel = random.one([g for g in range(1, c + 1) if c % g == 0]), random.integer(1, 3)
+            groups, kernel = (
+                random.one([g for g in range(1, c + 1) if c % g == 0]),
+                random.integer(1, 3),
+            )
             out, stride = groups * random.integer(1, 6), random.one([1, 1, 2])
             padding, dilation = random.integer(0, 2), random.integer(1, 2)
             sizes = [(n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n in (h, w)]
             if min(sizes[signal:]) < 1:
                 continue
-            made.append((kind, c, out, kernel, stride, padding, dilation, groups, random.chance(0.7)))
+            made.append(
+                (kind, c, out, kernel, stride, padding, dilation, groups, random.chance(0.7))
+            )
             c, h, w = out, 1 if signal else sizes[0], sizes[1]
         elif kind == "residual":
             groups = random.integer(1, 4)
@@ -359,7 +395,9 @@ def blocks(random: Random) -> Network:
     words = [" ".join(getattr(g, "__name__", str(g)) for g in block) for block in made]
     text = f"{'x'.join(map(str, shape))}: {', '.join([*words, f'linear {classes}'])}"
     given = shape[::2] if signal else shape
-    return Network(text, given, classes, functools.partial(Blocks, tuple(made), (c, h, w), classes, signal))
+    return Network(
+        text, given, classes, functools.partial(Blocks, tuple(made), (c, h, w), classes, signal)
+    )
 
 
 def _unused(random: Random) -> list[int]:
@@ -367,11 +405,18 @@ def _unused(random: Random) -> list[int]:
 
 
 class Decoder(nn.Module):
-    """Token ids (N, T) to logits of each token (N, T, classes), or of the sample (N, classes): blocks of attention and
-    of layers, each added to what comes in."""
+    """Token ids (N, T) to logits of each token (N, T, classes), or of the sample (N, classes):
+    blocks of attention and of layers, each added to what comes in.
+    """
 
     def __init__(
-        self, vocabulary: int, length: int, width: int, classes: int, blocks: Sequence[Op], tied: bool
+        self,
+        vocabulary: int,
+        length: int,
+        width: int,
+        classes: int,
+        blocks: Sequence[Op],
+        tied: bool,
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
@@ -379,9 +424,15 @@ class Decoder(nn.Module):
         for i, (kind, norm, *given) in enumerate(blocks):
             setattr(self, f"norm{i}", SAMPLE_NORMS[norm](width))
             if kind in ("attention", "masked"):
-                setattr(self, f"inner{i}", nn.MultiheadAttention(width, given[0], given[-1], given[1]))
+                setattr(
+                    self, f"inner{i}", nn.MultiheadAttention(width, given[0], given[-1], given[1])
+                )
             elif kind == "separate":
-                setattr(self, f"inner{i}", nn.ModuleList(nn.Linear(width, width, given[1]) for _ in "qkv"))
+                setattr(
+                    self,
+                    f"inner{i}",
+                    nn.ModuleList(nn.Linear(width, width, given[1]) for _ in "qkv"),
+                )
                 setattr(self, f"outer{i}", nn.Linear(width, width, given[1]))
             else:
                 setattr(self, f"inner{i}", nn.Linear(width, given[0]))
@@ -408,10 +459,16 @@ class Decoder(nn.Module):
             x = x + F.dropout(y, given[-1], self.training)
         return self.head(x)
 
-    def _masked(self, layer: nn.Module, x: Tensor, ids: Tensor, heads: int, written: bool) -> Tensor:
-        """Attention written out, where tokens 0 are padding that nobody looks at; or PyTorch's function of heads."""
+    def _masked(
+        self, layer: nn.Module, x: Tensor, ids: Tensor, heads: int, written: bool
+    ) -> Tensor:
+        """Attention written out, where tokens 0 are padding that nobody looks at; or PyTorch's
+        function of heads.
+        """
         n, t, f = x.shape
-        qkv = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).reshape(n, t, 3, heads, f // heads)
+        qkv = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).reshape(
+            n, t, 3, heads, f // heads
+        )
         q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
         if written:
             scores = q @ k.transpose(-1, -2) * (f // heads) ** -0.5
@@ -433,7 +490,8 @@ class Pooled(Decoder):
 @draw("network", 2)
 def sequences(random: Random) -> Network:
     """A decoder or encoder of tokens, of any odd sizes; the output layer may be the embedding's."""
-    heads = random.one([1, 2, 3, 4, 8], [2, 3, 2, 5, 3])  # those of which ranks have some, and others
+    # those of which ranks have some, and others
+    heads = random.one([1, 2, 3, 4, 8], [2, 3, 2, 5, 3])
     length, vocabulary = random.integer(1, 20), random.integer(2, 30)
     width, tied, each = heads * random.integer(1, 9), random.chance(0.4), random.chance(0.6)
     blocks, norms = [], ["layer_norm", "rms_norm"]
@@ -441,14 +499,19 @@ def sequences(random: Random) -> Network:
         p = random.one([0.0, 0.2])
         if random.chance(0.6):
             kind = random.one(["attention", "separate", "masked"], [3, 2, 1])
-            blocks.append((kind, random.one(norms), heads, random.chance(0.7), random.chance(0.7), p))
+            blocks.append(
+                (kind, random.one(norms), heads, random.chance(0.7), random.chance(0.7), p)
+            )
         else:
             inner = random.one(["gelu", "silu", "relu", "softplus"])
             blocks.append(("layers", random.one(norms), random.integer(1, 40), inner, p))
     classes = vocabulary if tied else random.integer(2, 20)
     words = [" ".join(str(word) for word in block) for block in blocks]
     head = " tied" if tied else ", own head"
-    text = f"{length} tokens of {vocabulary}{head} {width} wide{' each' * each}: {' then '.join(words)}"
+    text = (
+        f"{length} tokens of {vocabulary}{head} {width} wide{' each' * each}: "
+        f"{' then '.join(words)}"
+    )
     made = Decoder if each else Pooled
     build = functools.partial(made, vocabulary, length, width, classes, tuple(blocks), tied)
     return Network(text, (length,), classes, build, vocabulary=vocabulary, each=each)
@@ -456,7 +519,9 @@ def sequences(random: Random) -> Network:
 
 @draw("network", 4)
 def multilayer(random: Random) -> Network:
-    """Linear layers of any width; some of the same, so that there is something to share and to add."""
+    """Linear layers of any width; some of the same, so that there is something to share and to
+    add.
+    """
     shape = (random.size(),)
     draft = Draft(random, shape)
     width = random.size(60)
@@ -486,7 +551,9 @@ def convolutional(random: Random) -> Network:
 
 @draw("network", 1.5)
 def filtered(random: Random) -> Network:
-    """Convolutions that Winograd's algorithm fits, with tiles of both sizes, whole or cut at the border."""
+    """Convolutions that Winograd's algorithm fits, with tiles of both sizes, whole or cut at the
+    border.
+    """
     shape = (random.integer(1, 3), random.integer(9, 20), random.integer(9, 20))
     draft = Draft(random, shape)
     for _ in range(random.integer(2, 3)):
@@ -541,5 +608,8 @@ def staged(random: Random) -> Network:
         stages = [nn.Stage([layer, kind()]) for layer in layers] + [nn.Stage([last])]
         return nn.PipelineParallel(stages, micro_batch_size=micro, schedule="1f1b")
 
-    text = f"stages {'-'.join(map(str, sizes))} {kind.__name__}{f', one {tied}' * bool(tied)}, micro-batches of {micro}"
+    text = (
+        f"stages {'-'.join(map(str, sizes))} {kind.__name__}{f', one {tied}' * bool(tied)}, "
+        f"micro-batches of {micro}"
+    )
     return Network(text, shape, classes, build, len(sizes) - 1, ("gpipe", "1f1b"), micro)

@@ -1,4 +1,6 @@
-"""Random data sets in memory, or of a sample at a time, and the losses and metrics that go with them."""
+"""Random data sets in memory, or of a sample at a time, and the losses and metrics that go with
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from odyssey import data, nn
 from odyssey import functional as F
 from odyssey.core.tensor import Tensor
 
-# --- data ------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +38,25 @@ class Data:
         """In words."""
         return f", {self.sampler.__name__}" if self.sampler else ", shuffled" * self.shuffle
 
-    def loader(self, kind: type[data.DataLoader] = data.DataLoader, workers: int = 0) -> data.DataLoader:
+    def loader(
+        self, kind: type[data.DataLoader] = data.DataLoader, workers: int = 0
+    ) -> data.DataLoader:
         """A new one."""
-        how = {"shuffle": self.shuffle, "seed": self.samples, "prefetch": self.prefetch, "transform": self.transform}
+        how = {
+            "shuffle": self.shuffle,
+            "seed": self.samples,
+            "prefetch": self.prefetch,
+            "transform": self.transform,
+        }
         if self.sampler is not None:
             how["sampler"] = self.sampler(self.samples)
         return kind(self.build(), batch_size=self.batch, num_workers=workers, **how)
 
 
 @draw("data", 3)
-def numbers(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
+def numbers(
+    random: Random, shape: Shape, classes: int, samples: int
+) -> tuple[str, Callable[[], Any]]:
     """Normal floats."""
     return "floats", functools.partial(_numbers, shape, classes, samples)
 
@@ -57,7 +68,9 @@ def _numbers(shape: Shape, classes: int, samples: int) -> Any:
 
 
 @draw("data", 1)
-def bytes_with_a_scale(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
+def bytes_with_a_scale(
+    random: Random, shape: Shape, classes: int, samples: int
+) -> tuple[str, Callable[[], Any]]:
     """uint8, scaled and shifted where they are read."""
     return "bytes", functools.partial(_bytes, shape, classes, samples)
 
@@ -65,11 +78,15 @@ def bytes_with_a_scale(random: Random, shape: Shape, classes: int, samples: int)
 def _bytes(shape: Shape, classes: int, samples: int) -> Any:
     generator = np.random.default_rng(samples)
     x = generator.integers(0, 256, (samples, *shape), np.uint8)
-    return data.arrays(x, generator.integers(0, classes, samples), classes=classes, scale=1 / 128, shift=-1.0)
+    return data.arrays(
+        x, generator.integers(0, classes, samples), classes=classes, scale=1 / 128, shift=-1.0
+    )
 
 
 @draw("data", 1)
-def mostly_zeros(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
+def mostly_zeros(
+    random: Random, shape: Shape, classes: int, samples: int
+) -> tuple[str, Callable[[], Any]]:
     """Floats of which one in ten is not 0, some of them -0: sums whose terms vanish."""
     return "mostly zeros", functools.partial(_zeros, shape, classes, samples)
 
@@ -82,7 +99,9 @@ def _zeros(shape: Shape, classes: int, samples: int) -> Any:
 
 
 @draw("data", 0.7)
-def overflowing(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
+def overflowing(
+    random: Random, shape: Shape, classes: int, samples: int
+) -> tuple[str, Callable[[], Any]]:
     """A few samples are so large that gradients, or the loss, are not finite."""
     return "floats, some huge", functools.partial(_huge, shape, classes, samples)
 
@@ -96,7 +115,9 @@ def _huge(shape: Shape, classes: int, samples: int) -> Any:
 
 
 @draw("data", 1)
-def one_by_one(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
+def one_by_one(
+    random: Random, shape: Shape, classes: int, samples: int
+) -> tuple[str, Callable[[], Any]]:
     """A data set of one's own that gives a sample at a time."""
     return "a sample at a time", functools.partial(_Samples, shape, classes, samples)
 
@@ -113,7 +134,7 @@ class _Samples:
         return self._all.images[i], int(self._all.labels[i])
 
 
-# --- losses, optimizers, schedules -----------------------------------------------------------------------------------
+# --- losses, optimizers, schedules ----------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +173,7 @@ def likelihood(random: Random) -> Loss:
     return Loss("log-likelihood", lambda: lambda y, labels: nn.NLLLoss()(F.log_softmax(y), labels))
 
 
-# --- other tasks: targets that are no classes, inputs that are several arrays ----------------------------------------
+# --- other tasks: targets that are no classes, inputs that are several arrays ---------------------
 
 
 def token_ids(length: int, vocabulary: int, classes: int, samples: int, each: bool) -> Any:
@@ -206,7 +227,10 @@ class Parted(nn.Module):
 
 def parted_loss(y: dict[str, Tensor], target: Any) -> Tensor:
     """Of both outputs, as a variational autoencoder's."""
-    return F.mse_loss(y["mean"], target) + (0.1 * (y["spread"] - F.log(y["spread"] + 1e-3))).sum(1).mean()
+    return (
+        F.mse_loss(y["mean"], target)
+        + (0.1 * (y["spread"] - F.log(y["spread"] + 1e-3))).sum(1).mean()
+    )
 
 
 def of_one_s_own(y: Tensor, target: Any) -> Tensor:
@@ -216,19 +240,34 @@ def of_one_s_own(y: Tensor, target: Any) -> Tensor:
 
 
 @draw("task", 2)
-def numbers_as_targets(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
+def numbers_as_targets(
+    random: Random,
+) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
     kinds = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss]
     settings = [("SmoothL1Loss(beta=0.3)", lambda: nn.SmoothL1Loss(beta=0.3))]
-    settings += [("weighted BCE", lambda: nn.BCEWithLogitsLoss(pos_weight=1.7)), ("own", lambda: of_one_s_own)]
+    settings += [
+        ("weighted BCE", lambda: nn.BCEWithLogitsLoss(pos_weight=1.7)),
+        ("own", lambda: of_one_s_own),
+    ]
     made = random.one([Loss(k.__name__, k) for k in kinds] + [Loss(*one) for one in settings])
     return made, False, random.one([None, ("mae",), {"mse": "mse", "own": of_one_s_own}])
 
 
 @draw("task", 0.5)
 def two_outputs(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
-    return Loss("squares and spreads of two outputs", lambda: parted_loss), False, {"both": parted_loss}
+    return (
+        Loss("squares and spreads of two outputs", lambda: parted_loss),
+        False,
+        {"both": parted_loss},
+    )
 
 
 @draw("task", 1)
-def numbers_and_classes(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
-    return Loss("squares and classes", lambda: mixed_loss), True, random.one([None, {"both": mixed_loss}])
+def numbers_and_classes(
+    random: Random,
+) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
+    return (
+        Loss("squares and classes", lambda: mixed_loss),
+        True,
+        random.one([None, {"both": mixed_loss}]),
+    )

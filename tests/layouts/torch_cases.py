@@ -1,7 +1,8 @@
-"""Runs the cases of torch_draws.py on ranks that mpirun has started, and compares each with one process (cases.py).
+"""Runs the cases of torch_draws.py on ranks that mpirun has started, and compares each with one
+process (cases.py).
 
-A case runs whole on one layout; then it is stopped after some steps on a second one and goes on, from its checkpoint,
-on a third. All must hold what one process holds.
+A case runs whole on one layout; then it is stopped after some steps on a second one and goes on,
+from its checkpoint, on a third. All must hold what one process holds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from odyssey.data.nested import mapped
 from odyssey.nn import settings
 from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
 
-warnings.filterwarnings("ignore", message=".*(lr_scheduler|epoch parameter|nested tensor|Overriding).*")
+warnings.filterwarnings(
+    "ignore", message=".*(lr_scheduler|epoch parameter|nested tensor|Overriding).*"
+)
 
 
 def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> Result:
@@ -60,12 +63,18 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
     held = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     own = ("seen", "last")  # set by forward(), of the shards of this rank
     seen = {k: v for k, v in settings.values(module).items() if k.rpartition(".")[2] not in own}
-    for name, value in {"groups": held, "settings": seen, "callbacks": [c.state_dict() for c in changes]}.items():
+    for name, value in {
+        "groups": held,
+        "settings": seen,
+        "callbacks": [c.state_dict() for c in changes],
+    }.items():
         result[name] = np.frombuffer(repr(value).encode(), np.uint8)
     return result
 
 
-def looped(case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Communicator) -> Result:
+def looped(
+    case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Communicator
+) -> Result:
     """A loop of one's own; batches of our loader are shared out as the trainer does it."""
     settings, loss = case.settings, case.loss()
     net = DistributedDataParallel(
@@ -83,7 +92,9 @@ def looped(case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Co
                     error = error / len(y)
                 error.backward()
             if settings["clip_norm"]:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), settings["clip_norm"], error_if_nonfinite=False)
+                torch.nn.utils.clip_grad_norm_(
+                    net.parameters(), settings["clip_norm"], error_if_nonfinite=False
+                )
             optimizer.step()
             optimizer.zero_grad()
             if scheduler is not None:
@@ -112,7 +123,9 @@ tried = attempted(trained)
 
 
 def play(team: Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:
-    """A case on its layouts and on one process; what became of it, whether ranks had parts, what it was."""
+    """A case on its layouts and on one process; what became of it, whether ranks had parts, what
+    it was.
+    """
     case = draws.case(seed, index)
     what = case.training
     expected = team.alone(lambda comm: tried(what, ALONE, comm))
@@ -124,12 +137,19 @@ def play(team: Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:
         if team.leads and outcome.kind == "same" and ends:
             outcome = judged(expected, ends)
             outcome.text += " (gone on)" * bool(outcome.text)
-    return outcome, any(at.splits for at in (case.whole, case.before, case.after)), str(case) if team.leads else ""
+    return (
+        outcome,
+        any(at.splits for at in (case.whole, case.before, case.after)),
+        str(case) if team.leads else "",
+    )
 
 
 def _gone_on(team: Processes, case: draws.Case, folder: Path) -> list[Ran]:
     saving = {"checkpoint_dir": folder, "checkpoint_every": case.every}
-    team.run(case.before.ranks, lambda comm: tried(case.training, case.before, comm, steps=case.stop, **saving))
+    team.run(
+        case.before.ranks,
+        lambda comm: tried(case.training, case.before, comm, steps=case.stop, **saving),
+    )
     team.meet()
     ends = team.run(case.after.ranks, lambda comm: tried(case.training, case.after, comm, **saving))
     team.meet()

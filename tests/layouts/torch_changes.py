@@ -1,7 +1,9 @@
-"""Random callbacks that change a torch training while it runs, by epoch, by step and by what it measures.
+"""Random callbacks that change a torch training while it runs, by epoch, by step and by what it
+measures.
 
-Drawn from numbers of their own, so that the other draws of a case stay what they are. All of a callback's own state is
-in its state_dict(); what it does to modules and optimizer is the checkpoint's affair.
+Drawn from numbers of their own, so that the other draws of a case stay what they are. All of a
+callback's own state is in its state_dict(); what it does to modules and optimizer is the
+checkpoint's affair.
 """
 
 from __future__ import annotations
@@ -36,14 +38,18 @@ class Gain(nn.Module):
 class Change(callbacks.Callback):
     """Changes something in on_epoch_start, or after some steps.
 
-    at: None: at the start of each epoch; else the number of the step after which it is done, and every so many.
+    at: None: at the start of each epoch; else the number of the step after which it is done, and
+    every so many.
     """
 
     def __init__(self, what: str, at: int | None, number: float) -> None:
         self.what, self.at, self.number = what, at, number
 
     def __str__(self) -> str:
-        return f"{self.what} {self.number} {'each epoch' if self.at is None else f'every {self.at} steps'}"
+        return (
+            f"{self.what} {self.number} "
+            f"{'each epoch' if self.at is None else f'every {self.at} steps'}"
+        )
 
     def on_epoch_start(self, context: callbacks.Context) -> None:
         if self.at is None:
@@ -104,7 +110,9 @@ class Change(callbacks.Callback):
 
 
 class Average(callbacks.Callback):
-    """A moving average of the last parameter, which is put into the module at the end of an epoch."""
+    """A moving average of the last parameter, which is put into the module at the end of an
+    epoch.
+    """
 
     def __init__(self, decay: float) -> None:
         self.decay, self.values = decay, []
@@ -122,7 +130,9 @@ class Average(callbacks.Callback):
         with context.trainer.gathered() as module:
             now = list(module.parameters())[-1].detach().flatten().tolist()
         before = self.values or now
-        self.values = [self.decay * a + (1 - self.decay) * b for a, b in zip(before, now, strict=True)]
+        self.values = [
+            self.decay * a + (1 - self.decay) * b for a, b in zip(before, now, strict=True)
+        ]
 
     def on_epoch_end(self, context: callbacks.Context) -> None:
         with torch.no_grad(), context.trainer.gathered() as module:
@@ -168,16 +178,25 @@ KINDS = (
     "average",
     "plateau",
 )
-#: What a torch scheduler, or an optimizer with one count of steps for all parameters, cannot be given while it runs.
+#: What a torch scheduler, or an optimizer with one count of steps for all parameters, cannot be
+#: given while it runs.
 FIXED_GROUPS = ("add group",)
 
 
 def drawn(r: random.Random, scheduled: bool, fragile: bool) -> list[callbacks.Callback]:
-    """Up to three callbacks. scheduled: there is a scheduler. fragile: parameters stay as they are."""
+    """Up to three callbacks. scheduled: there is a scheduler. fragile: parameters stay as they
+    are.
+    """
     found: list[callbacks.Callback] = []
     for _ in range(r.choice([0, 1, 1, 2, 3])):
-        kind, number, at = r.choice(KINDS), r.choice([0.5, 0.9, 0.3, 0.703]), r.choice([None, 1, 2, 3])
-        if (kind in FIXED_GROUPS and scheduled) or (kind in ("freeze", "unfreeze", "add group") and fragile):
+        kind, number, at = (
+            r.choice(KINDS),
+            r.choice([0.5, 0.9, 0.3, 0.703]),
+            r.choice([None, 1, 2, 3]),
+        )
+        if (kind in FIXED_GROUPS and scheduled) or (
+            kind in ("freeze", "unfreeze", "add group") and fragile
+        ):
             continue
         if kind == "average":
             found.append(Average(number))
@@ -193,9 +212,13 @@ def sampler(r: random.Random, samples: int, seed: int) -> data.Sampler:
     g = torch.Generator().manual_seed(seed)
     return r.choice(
         [
-            lambda: data.WeightedRandomSampler(torch.linspace(0.1, 1, samples), samples, generator=g),
+            lambda: data.WeightedRandomSampler(
+                torch.linspace(0.1, 1, samples), samples, generator=g
+            ),
             lambda: data.RandomSampler(range(samples), generator=g),
-            lambda: data.RandomSampler(range(samples), replacement=True, num_samples=samples, generator=g),
+            lambda: data.RandomSampler(
+                range(samples), replacement=True, num_samples=samples, generator=g
+            ),
             lambda: data.SubsetRandomSampler(range(samples), generator=g),
         ]
     )()

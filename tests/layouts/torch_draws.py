@@ -1,8 +1,10 @@
-"""Random trainings of torch modules, and random layouts for them: what `scripts/random-layouts --torch` is made of.
+"""Random trainings of torch modules, and random layouts for them: what `scripts/random-layouts
+--torch` is made of.
 
-As in draws.py a case is a function of (seed, index), and what decides bits is drawn before where it runs. Modules are
-made when a case is built, from the case's own seed: sizes from 1 on, normalisations, dropout, tied, shared, unused and
-frozen weights; then a loss, an optimizer with its groups, a scheduler, and a loader.
+As in draws.py a case is a function of (seed, index), and what decides bits is drawn before where it
+runs. Modules are made when a case is built, from the case's own seed: sizes from 1 on,
+normalisations, dropout, tied, shared, unused and frozen weights; then a loss, an optimizer with its
+groups, a scheduler, and a loader.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def size(r: random.Random, high: int = 40) -> int:
     return r.randint(1, 9) if r.random() < 0.5 else r.randint(1, high)
 
 
-# --- modules ---------------------------------------------------------------------------------------------------------
+# --- modules --------------------------------------------------------------------------------------
 
 
 def activation(r: random.Random) -> nn.Module:
@@ -59,9 +61,11 @@ class Twice(nn.Module):
 
 
 class Gated(nn.Module):
-    """What part is used depends on the sample values, so on the shard; a parameter without dimensions.
+    """What part is used depends on the sample values, so on the shard; a parameter without
+    dimensions.
 
-    A copy is returned where nothing is done: the layer that follows may work in place, on what an activation has kept.
+    A copy is returned where nothing is done: the layer that follows may work in place, on what an
+    activation has kept.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -85,21 +89,34 @@ def images(r: random.Random, shape: tuple[int, ...], out: int) -> nn.Module:
             groups = 1
         stride = r.choice([1, 1, 2]) if least > 4 else 1
         pad = r.choice(["zeros", "reflect", "circular"]) if k == 3 and least > 2 else "zeros"
-        layers.append(nn.Conv2d(c, d, k, stride, k // 2, groups=groups, bias=r.random() < 0.6, padding_mode=pad))
+        layers.append(
+            nn.Conv2d(
+                c, d, k, stride, k // 2, groups=groups, bias=r.random() < 0.6, padding_mode=pad
+            )
+        )
         c, least = d, max(1, least // stride)
         norm = r.random()
         if norm < 0.4:
             momentum = r.choice([0.1, 0.3, None])
             layers.append(
-                nn.BatchNorm2d(c, momentum=momentum, affine=r.random() < 0.8, track_running_stats=r.random() < 0.9)
+                nn.BatchNorm2d(
+                    c,
+                    momentum=momentum,
+                    affine=r.random() < 0.8,
+                    track_running_stats=r.random() < 0.9,
+                )
             )
         elif norm < 0.6:
             layers.append(nn.GroupNorm(r.choice([g for g in range(1, c + 1) if c % g == 0]), c))
         elif norm < 0.7 and least > 2:
-            layers.append(nn.InstanceNorm2d(c, affine=r.random() < 0.5, track_running_stats=r.random() < 0.5))
+            layers.append(
+                nn.InstanceNorm2d(c, affine=r.random() < 0.5, track_running_stats=r.random() < 0.5)
+            )
         layers.append(activation(r))
         if r.random() < 0.4:
-            layers.append(r.choice([nn.Dropout, nn.Dropout2d, nn.AlphaDropout])(r.choice([0.1, 0.5])))
+            layers.append(
+                r.choice([nn.Dropout, nn.Dropout2d, nn.AlphaDropout])(r.choice([0.1, 0.5]))
+            )
         if r.random() < 0.3 and least > 3:
             layers.append(r.choice([nn.MaxPool2d, nn.AvgPool2d])(2))
             least //= 2
@@ -132,13 +149,17 @@ def rows(r: random.Random, shape: tuple[int, ...], out: int) -> nn.Module:
 
 
 class Tokens(nn.Module):
-    """A language model over (T,) integers: tied weights, attention or a recurrent layer or a bag."""
+    """A language model over (T,) integers: tied weights, attention or a recurrent layer or a
+    bag.
+    """
 
     def __init__(self, r: random.Random, length: int, words: int, rounds: bool) -> None:
         super().__init__()
         heads = r.randint(1, 3)
         d = heads * r.randint(1, 9)
-        self.embed = nn.Embedding(words, d, padding_idx=r.choice([None, 0]), scale_grad_by_freq=r.random() < 0.2)
+        self.embed = nn.Embedding(
+            words, d, padding_idx=r.choice([None, 0]), scale_grad_by_freq=r.random() < 0.2
+        )
         self.place = nn.Parameter(torch.randn(length, d) * 0.1) if r.random() < 0.5 else None
         kind = r.choice(["gru", "lstm", "attention", "block", "linear"])
         if rounds and kind == "lstm":
@@ -155,10 +176,15 @@ class Tokens(nn.Module):
         elif kind == "attention":
             self.mix = nn.MultiheadAttention(d, heads, dropout=0.1, batch_first=True)
         elif kind == "block":
-            self.mix = nn.TransformerEncoderLayer(d, heads, 2 * d, batch_first=True, norm_first=r.random() < 0.5)
+            self.mix = nn.TransformerEncoderLayer(
+                d, heads, 2 * d, batch_first=True, norm_first=r.random() < 0.5
+            )
         else:
             self.mix = nn.Linear(d, d)
-        self.norm, self.out = r.choice([nn.LayerNorm, nn.RMSNorm])(d), nn.Linear(d, words, bias=False)
+        self.norm, self.out = (
+            r.choice([nn.LayerNorm, nn.RMSNorm])(d),
+            nn.Linear(d, words, bias=False),
+        )
         self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
         if r.random() < 0.6:
             self.out.weight = self.embed.weight
@@ -179,12 +205,17 @@ class Tokens(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two inputs, by place or by name: numbers and a bag of integers; the bag's table counts its own uses."""
+    """Two inputs, by place or by name: numbers and a bag of integers; the bag's table counts its
+    own uses.
+    """
 
     def __init__(self, r: random.Random, width: int, words: int, out: int) -> None:
         super().__init__()
         d = size(r, 20)
-        self.line, self.bag = nn.Linear(width, d), nn.EmbeddingBag(words, d, mode=r.choice(["sum", "mean", "max"]))
+        self.line, self.bag = (
+            nn.Linear(width, d),
+            nn.EmbeddingBag(words, d, mode=r.choice(["sum", "mean", "max"])),
+        )
         self.mix, self.norm = nn.Linear(d, out), nn.BatchNorm1d(d)
 
     def forward(self, numbers: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -202,7 +233,7 @@ class More(nn.Module):
         return self.used(*inputs, **named)
 
 
-# --- what is drawn ---------------------------------------------------------------------------------------------------
+# --- what is drawn --------------------------------------------------------------------------------
 
 Tensors = tuple[Any, Any]  # trees of all samples and targets
 
@@ -244,9 +275,17 @@ class Training:
             words = torch.randint(0, self.words, (n, self.length + 1), generator=g)
             return words[:, :-1].contiguous(), words[:, 1:].contiguous()
         self.classes = out > 1 and r.random() < 0.7
-        shape = (r.randint(1, 4), r.randint(3, 11), r.randint(3, 11)) if self.kind == "images" else (size(r, 50),)
+        shape = (
+            (r.randint(1, 4), r.randint(3, 11), r.randint(3, 11))
+            if self.kind == "images"
+            else (size(r, 50),)
+        )
         x = torch.randn((n, *shape), generator=g)
-        y = torch.randint(0, out, (n,), generator=g) if self.classes else torch.randn((n, out), generator=g)
+        y = (
+            torch.randint(0, out, (n,), generator=g)
+            if self.classes
+            else torch.randn((n, out), generator=g)
+        )
         if self.kind == "pair":
             bag = torch.randint(0, self.words, (n, self.length), generator=g)
             return {"numbers": x, "words": bag} if r.random() < 0.5 else (x, bag), y
@@ -258,7 +297,9 @@ class Training:
         r = self._numbers("module")
         torch.manual_seed(self.seed * 1_000_003 + self.index)
         if self.kind == "tokens":
-            made: nn.Module = Tokens(r, self.length, self.words, self.settings["precision"] == "bf16")
+            made: nn.Module = Tokens(
+                r, self.length, self.words, self.settings["precision"] == "bf16"
+            )
         elif self.kind == "pair":
             width = (x["numbers"] if isinstance(x, dict) else x[0]).shape[1]
             made = Pair(r, width, self.words, self.out)
@@ -267,7 +308,8 @@ class Training:
         if r.random() < 0.25:
             made = More(made, nn.Linear(size(r), size(r)))
         own = [p for p in made.parameters()]
-        # torch 2.13 ends with a segmentation fault where a channels-last GroupNorm's inputs need no gradient
+        # torch 2.13 ends with a segmentation fault where a channels-last GroupNorm's inputs need no
+        # gradient
         fragile = self.channels_last and any(isinstance(m, nn.GroupNorm) for m in made.modules())
         for p in () if fragile else own[:-1]:
             if r.random() < 0.08:
@@ -276,8 +318,11 @@ class Training:
             for part in made.modules():
                 if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
                     part.eval()  # a normalisation that is not trained any more
-        # torch 2.13 corrupts its heap in the backward pass of channels-last 1 x 1 convolutions with a stride
-        corrupts = any(isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) != m.stride for m in made.modules())
+        # torch 2.13 corrupts its heap in the backward pass of channels-last 1 x 1 convolutions with
+        # a stride
+        corrupts = any(
+            isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) != m.stride for m in made.modules()
+        )
         if self.channels_last and self.kind == "images" and not corrupts:
             made = made.to(memory_format=torch.channels_last)
         return changes.Gain(made) if self._numbers("gain").random() < 0.3 else made
@@ -302,10 +347,20 @@ class Training:
                     nn.CrossEntropyLoss(label_smoothing=0.1),
                     nn.CrossEntropyLoss(weight=weight),
                     F.cross_entropy,
-                    nn.MultiMarginLoss() if self.kind != "tokens" else nn.CrossEntropyLoss(ignore_index=-1),
+                    nn.MultiMarginLoss()
+                    if self.kind != "tokens"
+                    else nn.CrossEntropyLoss(ignore_index=-1),
                 ]
             )
-        return r.choice([nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(), nn.SmoothL1Loss(), nn.MSELoss(reduction="sum")])
+        return r.choice(
+            [
+                nn.MSELoss(),
+                nn.L1Loss(),
+                nn.HuberLoss(),
+                nn.SmoothL1Loss(),
+                nn.MSELoss(reduction="sum"),
+            ]
+        )
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """An optimizer of the module's parameters, whole or in groups."""
@@ -313,7 +368,10 @@ class Training:
         given: Any = [p for p in module.parameters() if p.requires_grad or r.random() < 0.5]
         if r.random() < 0.35 and len(given) > 1:
             at = r.randrange(1, len(given))
-            groups = [{"params": given[:at], "weight_decay": 0.0}, {"params": given[at:], "lr": r.choice([1e-3, 3e-2])}]
+            groups = [
+                {"params": given[:at], "weight_decay": 0.0},
+                {"params": given[at:], "lr": r.choice([1e-3, 3e-2])},
+            ]
             given = groups
         lr, decay = r.choice([1e-3, 1e-2, 5e-2]), r.choice([0.0, 0.0, 0.01])
         way = r.choice([{}, {}, {"foreach": False}, {"foreach": True}])
@@ -321,15 +379,22 @@ class Training:
         return r.choice(
             [
                 lambda: o.SGD(given, lr, weight_decay=decay, **way),
-                lambda: o.SGD(given, lr, momentum=0.9, dampening=0.1, maximize=r.random() < 0.2, **way),
-                # not fused: then PyTorch's ends in a TypeError at a parameter that is trained later than others
+                lambda: o.SGD(
+                    given, lr, momentum=0.9, dampening=0.1, maximize=r.random() < 0.2, **way
+                ),
+                # not fused: then PyTorch's ends in a TypeError at a parameter that is trained later
+                # than others
                 lambda: o.SGD(given, lr, momentum=0.8, nesterov=True),
                 lambda: o.Adam(given, lr, amsgrad=r.random() < 0.5, weight_decay=decay, **way),
                 lambda: o.Adam(given, lr, fused=True),
                 lambda: o.AdamW(given, lr, weight_decay=decay, **way),
                 lambda: o.AdamW(given, lr, fused=True, amsgrad=r.random() < 0.5),
-                lambda: o.RMSprop(given, lr, centered=r.random() < 0.5, momentum=r.choice([0, 0.9]), **way),
-                lambda: o.Adagrad(given, lr, lr_decay=0.1, initial_accumulator_value=r.choice([0, 0.1])),
+                lambda: o.RMSprop(
+                    given, lr, centered=r.random() < 0.5, momentum=r.choice([0, 0.9]), **way
+                ),
+                lambda: o.Adagrad(
+                    given, lr, lr_decay=0.1, initial_accumulator_value=r.choice([0, 0.1])
+                ),
                 lambda: o.Adagrad(given, lr, fused=True),
                 lambda: o.Adadelta(given, lr * 10, **way),
                 lambda: o.NAdam(given, lr, decoupled_weight_decay=r.random() < 0.5, **way),
@@ -356,8 +421,12 @@ class Training:
                 lambda: s.PolynomialLR(optimizer, n, 2.0),
                 lambda: s.LambdaLR(optimizer, lambda k: 1 / (1 + k)),
                 lambda: s.LinearLR(optimizer, 0.2, total_iters=3),
-                lambda: s.ChainedScheduler([s.ConstantLR(optimizer, 0.5, 2), s.ExponentialLR(optimizer, 0.9)]),
-                lambda: s.SequentialLR(optimizer, [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 5)], [2]),
+                lambda: s.ChainedScheduler(
+                    [s.ConstantLR(optimizer, 0.5, 2), s.ExponentialLR(optimizer, 0.9)]
+                ),
+                lambda: s.SequentialLR(
+                    optimizer, [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 5)], [2]
+                ),
                 lambda: s.OneCycleLR(
                     optimizer,
                     0.05,
@@ -372,10 +441,14 @@ class Training:
         x, y = self.tensors
         if self.loader == "ours":
             made = data.arrays(*mapped(lambda t: t.numpy(), (x, y)))
-            return data.DataLoader(made, batch_size=self.batch, shuffle=self.shuffle, seed=self.index)
+            return data.DataLoader(
+                made, batch_size=self.batch, shuffle=self.shuffle, seed=self.index
+            )
         if self.loader == "ours, of samples":
             made = Samples(x, y)
-            return data.DataLoader(made, batch_size=self.batch, shuffle=self.shuffle, seed=self.index)
+            return data.DataLoader(
+                made, batch_size=self.batch, shuffle=self.shuffle, seed=self.index
+            )
         if self.loader == "odyssey.torch":
             kind = Noisy if self._numbers("noise").random() < 0.4 else Samples
             return odyssey.torch.DataLoader(
@@ -399,8 +472,10 @@ class Training:
         words = [" ".join(str(m).split()) for m in (module, optimizer)]
         loss = self.loss()
         return (
-            f"{', '.join(about)}; {words[0]}, frozen {frozen}; {words[1]}; {type(scheduler).__name__}; "
-            f"{getattr(loss, '__name__', loss)}; {[*map(str, self.callbacks(scheduler is not None, module))]}"
+            f"{', '.join(about)}; {words[0]}, frozen {frozen}; {words[1]}; "
+            f"{type(scheduler).__name__}; "
+            f"{getattr(loss, '__name__', loss)}; "
+            f"{[*map(str, self.callbacks(scheduler is not None, module))]}"
         )
 
 
@@ -418,7 +493,9 @@ class Samples(torch.utils.data.Dataset):
 
 
 def contrastive(out: torch.Tensor, y: Any) -> torch.Tensor:
-    """Each sample is to be told from all others of the batch but the next, which it is to be like."""
+    """Each sample is to be told from all others of the batch but the next, which it is to be
+    like.
+    """
     z = F.normalize(out.flatten(1).float(), eps=1e-3)
     return F.cross_entropy(z @ z.T / 0.2, (torch.arange(len(z)) + 1) % len(z))
 
@@ -432,7 +509,10 @@ def decorrelating(out: torch.Tensor, y: Any) -> torch.Tensor:
 
 def ranking(out: torch.Tensor, y: Any) -> torch.Tensor:
     """Pairs of samples are to be in the order of their targets."""
-    score, value = out.flatten(1).float().mean(1), y.flatten(1).float().mean(1) if y.dim() > 1 else y.float()
+    score, value = (
+        out.flatten(1).float().mean(1),
+        y.flatten(1).float().mean(1) if y.dim() > 1 else y.float(),
+    )
     return (F.softplus(score[None] - score[:, None]) * (value[:, None] > value[None])).mean()
 
 
@@ -467,7 +547,9 @@ ALONE = Layout(1)
 
 @dataclasses.dataclass
 class Case:
-    """A training; the layouts it runs on whole; and those on which it is stopped after so many steps, then goes on."""
+    """A training; the layouts it runs on whole; and those on which it is stopped after so many
+    steps, then goes on.
+    """
 
     training: Training
     whole: Layout
@@ -478,7 +560,8 @@ class Case:
 
     def __str__(self) -> str:
         return (
-            f"on {self.whole}; {self.stop} steps on {self.before}, then {self.after}, checkpoint_every={self.every}: "
+            f"on {self.whole}; {self.stop} steps on {self.before}, then {self.after}, "
+            f"checkpoint_every={self.every}: "
             f"{self.training}"
         )
 
@@ -500,7 +583,9 @@ def case(seed: int, index: int) -> Case:
     r = numbers(seed, index, "training")
     kind = r.choice(["images", "images", "rows", "tokens", "pair"])
     shard = r.choice([2, 3, 4, 5, 8, 16])
-    batch = max(2, r.choice([shard, 2 * shard, 3 * shard + 2, 4 * shard, 7 * shard - 1, r.randint(2, 60)]))
+    batch = max(
+        2, r.choice([shard, 2 * shard, 3 * shard + 2, 4 * shard, 7 * shard - 1, r.randint(2, 60)])
+    )
     samples = batch * r.randint(1, 3) + r.choice([0, 0, batch // 2, 3])
     batch, samples = even(batch, shard, samples)
     loader = r.choice(["ours", "ours", "ours, of samples", "torch", "odyssey.torch", "list"])
@@ -539,8 +624,11 @@ def case(seed: int, index: int) -> Case:
     layouts = [layout(where, accumulation) for _ in range(3)]
     if layouts[0].ranks == 1:
         layouts[0].ranks = where.randint(2, RANKS)
-    for one, moves in zip(layouts, numbers(seed, index, "rebalance").choices([False, True], k=3), strict=True):
-        if moves and loader != "odyssey.torch" and one.settings["zero"] < 2:  # both have equal shares
+    for one, moves in zip(
+        layouts, numbers(seed, index, "rebalance").choices([False, True], k=3), strict=True
+    ):
+        # both have equal shares
+        if moves and loader != "odyssey.torch" and one.settings["zero"] < 2:
             one.settings["rebalance"] = True  # cases.Anywhere
     stop = where.randint(1, max(1, training.steps - 1))
     return Case(training, *layouts, stop, where.choice([None, 1, 2]))

@@ -1,5 +1,6 @@
-"""Mojo programs that train: the examples, the bits of Python on any number of ranks, everything that Python's trainer
-has, and what must not compile."""
+"""Mojo programs that train: the examples, the bits of Python on any number of ranks, everything
+that Python's trainer has, and what must not compile.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ EXAMPLES = REPOSITORY / "examples" / "mojo"
 MNIST = ("--data-dir", Path(odyssey.__file__).parent / "data" / "mnist")
 INCLUDE = ["-I", str(ROOT / "mojo"), "-I", str(ROOT)]
 PARTS = ("elsewhere", "ends", "refusals", "settings", "uncaught", "zoo")
-GOLDEN = json.loads((HERE / "golden.json").read_text())  # of the engine in Mojo that was there before, on AVX-512
+# of the engine in Mojo that was there before, on AVX-512
+GOLDEN = json.loads((HERE / "golden.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all examples and PARTS: links to one executable, which goes by the name that it is called by.
+    """A folder with all examples and PARTS: links to one executable, which goes by the name that
+    it is called by.
 
     It is kept by the hash of its sources.
     """
@@ -60,7 +63,16 @@ def _compiled(folder: Path) -> Path:
         shutil.copy(path, folder / f"example_{path.name}")
     made = folder / "front_end"
     done = build.run_mojo(
-        ["build", "--Werror", str(HERE / "front_end.mojo"), *INCLUDE, "-I", str(folder), "-o", str(made)]
+        [
+            "build",
+            "--Werror",
+            str(HERE / "front_end.mojo"),
+            *INCLUDE,
+            "-I",
+            str(folder),
+            "-o",
+            str(made),
+        ]
     )
     assert done.returncode == 0, done.stderr
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +87,7 @@ def weights(done: subprocess.CompletedProcess[str]) -> str:
     return re.findall(r"\b[0-9a-f]{64}\b", done.stdout)[-1]
 
 
-# --- the same bits ---------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", GOLDEN)
@@ -86,7 +98,9 @@ def test_the_weights_that_programs_always_had(launch, program, command):
         done = launch(program / name, *options, *(() if name == "zoo" else MNIST), ranks=ranks)
         expected = expected or weights(done)
         assert weights(done) == expected, ranks
-        assert "odyssey: " not in done.stderr.replace("odyssey: no GPU found", ""), "it ends without a word"
+        assert "odyssey: " not in done.stderr.replace("odyssey: no GPU found", ""), (
+            "it ends without a word"
+        )
 
 
 def test_lenet_has_the_figures_of_the_python_command(launch, program):
@@ -94,7 +108,10 @@ def test_lenet_has_the_figures_of_the_python_command(launch, program):
     for ranks in (0, 3):
         done = launch(program / "lenet", "--steps", 8, "--seed", 3, *MNIST, ranks=ranks)
         assert weights(done) == python["weights_sha256"], ranks
-        figures = {line.rsplit(" ", 1)[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[1:3]}
+        figures = {
+            line.rsplit(" ", 1)[0]: float(line.split()[-1])
+            for line in done.stdout.splitlines()[1:3]
+        }
         assert figures["train loss"] == python["train_loss"]
         assert done.stdout.splitlines()[1].endswith(f"accuracy {python['test_accuracy']}")
 
@@ -104,7 +121,10 @@ def test_placed_models(launch, program, name):
     done = launch.python(REPOSITORY / "examples" / f"{name}.py", "--steps", 4)
     assert done.returncode == 0, done.stderr
     for ranks in (0, 3):
-        assert done.stdout.split()[-1] == weights(launch(program / name, "--steps", 4, *MNIST, ranks=ranks))[:16], ranks
+        assert (
+            done.stdout.split()[-1]
+            == weights(launch(program / name, "--steps", 4, *MNIST, ranks=ranks))[:16]
+        ), ranks
 
 
 class Residual(nn.Module):
@@ -121,11 +141,16 @@ class Residual(nn.Module):
 
 def test_a_layer_of_ones_own(launch, program):
     nn.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), Residual(64), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), Residual(64), nn.Linear(64, 10)
+    )
     trainer = DistributedTrainer(model, optim.Adam(lr=1e-3))
     trainer.fit(data.DataLoader(data.load("mnist", train=True), 128, shuffle=True), steps=4)
     for ranks in (0, 2):
-        assert weights(launch(program / "own_layer", "--steps", 4, *MNIST, ranks=ranks)) == trainer.weights_sha256()
+        assert (
+            weights(launch(program / "own_layer", "--steps", 4, *MNIST, ranks=ranks))
+            == trainer.weights_sha256()
+        )
     assert len((EXAMPLES / "own_layer.mojo").read_text().splitlines()) < 60
 
 
@@ -141,7 +166,10 @@ def test_an_op_of_ones_own(launch, program):
     )
     expected = weights(launch.python("-c", code))
     for ranks in (0, 2):
-        assert weights(launch(program / "own_op", "--steps", 4, "--ops", ops, *MNIST, ranks=ranks)) == expected
+        assert (
+            weights(launch(program / "own_op", "--steps", 4, "--ops", ops, *MNIST, ranks=ranks))
+            == expected
+        )
     done = launch(program / "own_op", "--ops", "none.mojo", *MNIST)
     assert done.returncode == 64 and "there is no file none.mojo" in done.stderr
 
@@ -167,11 +195,19 @@ def test_a_gpt_has_the_weights_of_the_python_example(launch, program):
 
 def test_loops_of_ones_own(launch, program):
     done = launch(program / "manual_multi_device", "--steps", 10, *MNIST)
-    loss = next(float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step 10 "))
+    loss = next(
+        float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step 10 ")
+    )
     assert 2 < loss < 2.3 and len(weights(done)) == 64  # it compares the copies itself
-    assert launch(program / "manual_multi_device", "--steps", 1, "--devices", 3, *MNIST).returncode == 64
+    assert (
+        launch(program / "manual_multi_device", "--steps", 1, "--devices", 3, *MNIST).returncode
+        == 64
+    )
     done = launch(program / "elsewhere")
-    assert done.returncode == 64 and "the batch is on device 0, the model on device 2; move the batch" in done.stderr
+    assert (
+        done.returncode == 64
+        and "the batch is on device 0, the model on device 2; move the batch" in done.stderr
+    )
 
 
 class Zoo(nn.Module):
@@ -222,7 +258,9 @@ def test_every_layer_and_setting_is_pythons(launch, program, optimizer, schedule
         Zoo(), OPTIMIZERS[optimizer](), shard_size=16, threads=1, seed=seed, accumulation_steps=accumulation,
         schedule=optim.schedule(schedule, 9, 2), clip_norm=settings.get("clip", 1e9),
     )  # fmt: skip
-    loader = data.DataLoader(dataset, batch, shuffle=True, seed=seed, drop_last="drop-last" in settings)
+    loader = data.DataLoader(
+        dataset, batch, shuffle=True, seed=seed, drop_last="drop-last" in settings
+    )
     history = trainer.fit(loader, data.DataLoader(dataset, 64), epochs=3)
     options = [w for k, v in settings.items() for w in (f"--{k}", v)]
     words = ["--optimizer", optimizer, "--schedule", schedule, "--batch-size", batch, *options]
@@ -232,15 +270,17 @@ def test_every_layer_and_setting_is_pythons(launch, program, optimizer, schedule
         *records, last, names = done.stdout.splitlines()
         assert last.split() == [str(history.steps), trainer.weights_sha256()], ranks
         keys = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
-        assert [[float(w) for w in r.split()] for r in records] == [[r[k] for k in keys] for r in history.records]
+        assert [[float(w) for w in r.split()] for r in records] == [
+            [r[k] for k in keys] for r in history.records
+        ]
         assert names.split() == [n for n, _ in trainer.arena.named]
 
 
-# --- everything that Python's trainer has ----------------------------------------------------------------------------
+# --- everything that Python's trainer has ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "ranks"), [
-    ("--backend mpi", 2), ("--backend shm --zero 3", 2), ("--reduction ring", 3), ("--precision bf16", 0),
+    ("--backend mpi", 2), ("--backend shm --zero 3", 2), ("--reduction " "ring", 3), ("--precision " "bf16", 0),
     ("--tp 2", 2), ("--pp 2 --pipeline-schedule 1f1b", 2),
 ])  # fmt: skip
 def test_settings_of_the_trainer(launch, program, options, ranks):
@@ -250,7 +290,12 @@ def test_settings_of_the_trainer(launch, program, options, ranks):
         assert done.stdout.splitlines()[-1].startswith(f"{backend}: {ranks} ranks"), done.stderr
         launch.environment["ODYSSEY_BACKEND"] = backend
     python = launch.result(
-        "--steps", 3, "--no-progress", "--no-eval", *(others if name == "--backend" else options.split()), ranks=ranks
+        "--steps",
+        3,
+        "--no-progress",
+        "--no-eval",
+        *(others if name == "--backend" else options.split()),
+        ranks=ranks,
     )
     assert weights(done) == python["weights_sha256"], done.stderr
 
@@ -263,12 +308,14 @@ def test_four_gpus_in_one_process_over_nccl(launch, program):
     assert without.returncode == 69 and without.stderr.count("\n") == 1, without.stderr
     assert "no GPU was found on this machine; use backend='auto'" in without.stderr
     launch.environment = emulated.environment(4, base=launch.environment)
-    auto = weights(launch(*words, "auto", timeout=900))  # the kernels for GPUs may have to be compiled first
+    # the kernels for GPUs may have to be compiled first
+    auto = weights(launch(*words, "auto", timeout=900))
     assert weights(launch(*words, "nccl")) == auto
     script = (
         "from odyssey import DistributedTrainer, data, nn, optim\n"
         "t = DistributedTrainer(model=nn.models.build('lenet5'), num_gpus=4, backend='nccl',\n"
-        "    optimizer=optim.SGD(lr=0.05, momentum=0.9, weight_decay=5e-4), schedule=optim.schedule('cosine', 3))\n"
+        "    optimizer=optim.SGD(lr=0.05, momentum=0.9, weight_decay=5e-4), "
+        "schedule=optim.schedule('cosine', 3))\n"
         "t.train(data.DataLoader(data.load('mnist', train=True), 128, shuffle=True), steps=3)\n"
         "assert t.device == 'gpu'\nprint(t.weights_sha256())"
     )
@@ -276,23 +323,29 @@ def test_four_gpus_in_one_process_over_nccl(launch, program):
 
 
 def test_launched_as_a_run(launch, program):
-    """By `odyssey launch`, which has its checkpoints, and goes on from them after a rank has been killed."""
+    """By `odyssey launch`, which has its checkpoints, and goes on from them after a rank has
+    been killed.
+    """
     words = [program / "lenet", "--steps", 6, "--no-eval", *MNIST]
     whole = weights(launch(*words))
     started = ["-m", "odyssey", "launch", "--allow-root", "-n", 2, "--run-dir"]
     done = launch.python(*started, launch.folder / "run", *words, "--checkpoint-every", 2)
     assert weights(done) == whole, done.stderr
     assert (launch.folder / "run" / "DONE.json").exists()
-    done = launch.python(*started, launch.folder / "gone", "--max-restarts", 0, program / "ends", "killed")
+    done = launch.python(
+        *started, launch.folder / "gone", "--max-restarts", 0, program / "ends", "killed"
+    )
     assert "SIGKILL" in done.stderr and done.returncode == 137, done.stderr
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("front_end", ["mojo", "python"])
 def test_checkpoints_from_before_resume(launch, program, front_end):
-    """Written by the Mojo engine that was there before, and by Python at that time: step 3 of 6, in 1 process."""
+    """Written by the Mojo engine that was there before, and by Python at that time: step 3 of 6,
+    in 1 process.
+    """
     words = [program / "zoo", "--optimizer", "adam", "--batch-size", 37, "--accumulation-steps", 3]
     whole = launch(*words).stdout.splitlines()[-2]
     for ranks in (0, 2):
@@ -311,7 +364,9 @@ def test_checkpoints_resume_across_front_ends(launch, program):
     assert sorted(path.name for path in a.glob("step_*")) == ["step_00000004", "step_00000006"]
     shutil.copytree(a, launch.folder / "b")
     done = launch(*lenet, "--checkpoint-dir", a, ranks=3)
-    assert weights(done) == whole and "resumed from step_00000006: step 6, epoch 1" in done.stdout, done.stdout
+    assert (
+        weights(done) == whole and "resumed from step_00000006: step 6, epoch 1" in done.stdout
+    ), done.stdout
     options = ["--steps", 12, "--no-progress", "--no-eval", "--checkpoint-dir"]
     assert launch.result(*options, launch.folder / "b")["weights_sha256"] == whole
 
@@ -323,11 +378,23 @@ def test_checkpoints_resume_across_front_ends(launch, program):
     trainer.fit(loader, steps=6, checkpoint_dir=launch.folder / "c")
     shutil.copytree(launch.folder / "c", launch.folder / "d")
     assert weights(launch(*lenet, "--checkpoint-dir", launch.folder / "c", ranks=2)) == whole
-    other = launch(program / "lenet", "--steps", 12, "--seed", 5, *MNIST, "--checkpoint-dir", launch.folder / "d")
-    assert other.returncode == 64 and "[resume] step_00000006 was made with seed 0, this training has 5" in other.stderr
+    other = launch(
+        program / "lenet",
+        "--steps",
+        12,
+        "--seed",
+        5,
+        *MNIST,
+        "--checkpoint-dir",
+        launch.folder / "d",
+    )
+    assert (
+        other.returncode == 64
+        and "[resume] step_00000006 was made with seed 0, this training has 5" in other.stderr
+    )
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("words", "ranks", "code", "message"), [
@@ -338,7 +405,7 @@ def test_checkpoints_resume_across_front_ends(launch, program):
     ("own_layer --step 3", 3, 64, "[usage] --step is unknown; there are --data-dir --steps"),
     ("pipeline steps", 0, 64, "[usage] steps is no option; there are --data-dir --steps"),
     ("lenet --no-eval --steps", 0, 64, "[usage] --steps has no value"),
-    ("lenet --accumulation-steps 0", 0, 64, "[usage] --accumulation-steps is 0; it must be at least 1"),
+    ("lenet --accumulation-steps 0", 0, 64, "[usage] --accumulation-steps is 0; it " "must be at " "least 1"),
     ("lenet --data-dir nowhere", 0, 65, "--data-dir nowhere is not a folder"),
     ("lenet --data-dir nowhere", 3, 65, "--data-dir nowhere is not a folder"),
 ])  # fmt: skip
@@ -357,13 +424,15 @@ def test_what_a_program_gets_wrong_is_an_error(launch, program):
 
 @pytest.mark.parametrize(("word", "code", "says"), [
     ("well", 0, ""), ("caught", 65, "odyssey: [rank 1] error: [data] rank 1 found nothing\n"),
-    ("early", 65, "odyssey: [rank 1] error: [data] it found nothing\n"), ("exit", 3, "odyssey: [rank 1] exit code 3"),
+    ("early", 65, "odyssey: [rank 1] error: [data] it found " "nothing\n"), ("exit", 3, "odyssey: [rank 1] exit code " "3"),
     ("alike", 65, "error: [data] it found nothing\n"),
 ])  # fmt: skip
 def test_the_end_of_one_rank_is_the_end_of_all(launch, program, word, code, says):
     done = launch(program / "ends", word, ranks=3, timeout=120)
     assert done.returncode == code and says in done.stderr, done.stderr
-    assert "not reached" not in done.stdout and done.stderr.count("odyssey:") == bool(says), done.stderr
+    assert "not reached" not in done.stdout and done.stderr.count("odyssey:") == bool(says), (
+        done.stderr
+    )
     assert word != "well" or done.stdout == 3 * "3 2 0 3\n"
 
 
@@ -376,8 +445,8 @@ def test_an_error_that_main_lets_go_ends_all(launch, program):
 @pytest.mark.parametrize(("environment", "says"), [
     ({"PATH": "/nowhere"}, "there is no python3 in PATH; activate the environment"),
     ({"MOJO_PYTHON": "/nowhere/python"}, "MOJO_PYTHON is /nowhere/python, which is not there"),
-    ({"MOJO_PYTHON_LIBRARY": "libc.so.6"}, "MOJO_PYTHON_LIBRARY is libc.so.6, which is no library of Python"),
-    ({"MOJO_PYTHON": "bare"}, "cannot import odyssey (No module named 'odyssey'); activate the environment"),
+    ({"MOJO_PYTHON_LIBRARY": "libc.so.6"}, "MOJO_PYTHON_LIBRARY is libc.so.6, " "which is no " "library of Python"),
+    ({"MOJO_PYTHON": "bare"}, "cannot import odyssey (No module named 'odyssey'); activate the " "environment"),
 ])  # fmt: skip
 def test_without_a_python_that_has_odyssey(launch, program, environment, says):
     del launch.environment["PYTHONPATH"]
@@ -387,7 +456,9 @@ def test_without_a_python_that_has_odyssey(launch, program, environment, says):
         environment = {"MOJO_PYTHON": str(bare / "bin" / "python3")}
     launch.environment.update(environment)
     done = launch(program / "lenet", "--steps", 1)
-    assert done.returncode == 69 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 69 and says in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
 
 
 LAYER = """
@@ -415,22 +486,31 @@ def main() raises:
     ("body", "message"),
     [
         ("relu(self.first.forward(flatten(x))).to(device=1)", None),
-        ("relu(self.first.forward(flatten(x)))", "the input is on another device than the layer; move it with .to("),
-        ("relu(self.first.forward(flatten(x))).to(device=2)", "the input is on another device than the layer; move it"),
+        (
+            "relu(self.first.forward(flatten(x)))",
+            "the input is on another device than the layer; move it with .to(",
+        ),
+        (
+            "relu(self.first.forward(flatten(x))).to(device=2)",
+            "the input is on another device than the layer; move it",
+        ),
         (
             "relu(self.first.forward(x)).to(device=1)",
             "cannot be converted from 'PlacedTensor[Int(1), Int(28), Int(28)]'",
         ),
         (
             "flatten(x).to(device=1)",
-            "cannot be converted from 'PlacedTensor[Int(784), place=Int(1)]' to 'PlacedTensor[Int(20), place",
+            "cannot be converted from 'PlacedTensor[Int(784), place=Int(1)]' to "
+            "'PlacedTensor[Int(20), place",
         ),
     ],
 )
 def test_a_mistake_in_sizes_or_places_does_not_compile(tmp_path, body, message):
     path = tmp_path / "net.mojo"
     path.write_text(LAYER.replace("BODY", body))
-    done = build.run_mojo(["build", "--emit", "asm", str(path), *INCLUDE, "-o", str(tmp_path / "net.s")])
+    done = build.run_mojo(
+        ["build", "--emit", "asm", str(path), *INCLUDE, "-o", str(tmp_path / "net.s")]
+    )
     if message is None:
         assert done.returncode == 0, done.stderr
     else:
@@ -463,7 +543,8 @@ def main() raises:
         ),
         (
             "PipelineParallel[In=Tensor[784], Out=Tensor[10, device=1], ...]("
-            "stages=[Stage(layers=[Linear[784, 20]()], device=0), Stage(layers=[Linear[20, 10]()], device=1)])",
+            "stages=[Stage(layers=[Linear[784, 20]()], device=0), Stage(layers=[Linear[20, "
+            "10]()], device=1)])",
             "a stage does not fit what comes before it",
         ),
     ],
@@ -471,24 +552,41 @@ def main() raises:
 def test_a_row_of_layers_that_does_not_fit_does_not_compile(tmp_path, model, message):
     path = tmp_path / "row.mojo"
     path.write_text(ROW.replace("MODEL", model))
-    done = build.run_mojo(["build", "--emit", "asm", str(path), *INCLUDE, "-o", str(tmp_path / "row.s")])
+    done = build.run_mojo(
+        ["build", "--emit", "asm", str(path), *INCLUDE, "-o", str(tmp_path / "row.s")]
+    )
     assert done.returncode != 0 and message in done.stderr, done.stderr
 
 
-# --- documentation -------------------------------------------------------------------------------------------------
+# --- documentation --------------------------------------------------------------------------------
 
 
 def undocumented(declaration: dict, name: str, traits: dict[str, set[str]]) -> list[str]:
-    """Names without a word about them, here and below; those that begin with _ are nobody else's, and what a trait of
-    the package asks for is documented there."""
+    """Names without a word about them, here and below; those that begin with _ are nobody
+    else's, and what a trait of the package asks for is documented there.
+    """
     asked = {n for t in declaration.get("parentTraits", ()) for n in traits.get(t["name"], ())}
     inner = [
         d
-        for kind in ("modules", "packages", "aliases", "structs", "traits", "functions", "fields", "overloads")
+        for kind in (
+            "modules",
+            "packages",
+            "aliases",
+            "structs",
+            "traits",
+            "functions",
+            "fields",
+            "overloads",
+        )
         for d in declaration.get(kind, ())
         if isinstance(d, dict) and not d.get("name", "").startswith("_")
     ]
-    found = [u for d in inner if d["name"] not in asked for u in undocumented(d, f"{name}.{d['name']}", traits)]
+    found = [
+        u
+        for d in inner
+        if d["name"] not in asked
+        for u in undocumented(d, f"{name}.{d['name']}", traits)
+    ]
     missing = not declaration.get("summary") and not declaration.get("overloads")
     return [name, *found] if missing else found
 
@@ -506,7 +604,9 @@ def test_every_public_name_is_documented(tmp_path):
     }
     assert {"Layer", "Parametric", "AnyTensor"} <= traits.keys() and "apply" in traits["Layer"]
     assert undocumented(page, "training", traits) == []
-    assert {m["name"] for m in page["modules"]} >= {p.stem for p in source.glob("*.mojo")} - {"__init__"}
+    assert {m["name"] for m in page["modules"]} >= {p.stem for p in source.glob("*.mojo")} - {
+        "__init__"
+    }
 
 
 def test_the_page_shows_the_examples():

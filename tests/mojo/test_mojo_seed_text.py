@@ -1,4 +1,6 @@
-"""The text of the plan that odyssey started from compiles as it was written, and has the weights of Python."""
+"""The text of the plan that odyssey started from compiles as it was written, and has the weights
+of Python.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def python() -> dict[str, str]:
     i = np.arange(96 * 784, dtype=np.int64)
     images = ((i * 7919 + i // 331) % 251).astype(np.uint8).reshape(96, 1, 28, 28)
     dataset = data.arrays(images, np.arange(96) * 7 % 10, classes=10, scale=1 / 255)
-    loader = data.DataLoader(dataset, 48, shuffle=True)  # one for the three, as there: it counts epochs
+    # one for the three, as there: it counts epochs
+    loader = data.DataLoader(dataset, 48, shuffle=True)
     weights = {}
     for name, make, epochs in (
         ("data", lambda: nn.models.build("lenet5"), 100),
@@ -154,9 +157,18 @@ def main() raises:
     [
         (PIPELINE.replace("STAGE", "Stage(layers=[fc2], device=1)"), None),
         (PIPELINE.replace("STAGE", "Stage[place=last, ...](layers=[fc2])"), None),
-        (PIPELINE.replace("STAGE", "Stage(layers=[small], device=1)"), "a stage does not fit what comes before it"),
-        (PIPELINE.replace("STAGE", "Stage(layers=[elsewhere], device=1)"), "names another device than its stage"),
-        (PIPELINE.replace("STAGE", "Stage(layers=[fc2, ReLU(), fc2], device=1)"), "a stage does not fit what comes"),
+        (
+            PIPELINE.replace("STAGE", "Stage(layers=[small], device=1)"),
+            "a stage does not fit what comes before it",
+        ),
+        (
+            PIPELINE.replace("STAGE", "Stage(layers=[elsewhere], device=1)"),
+            "names another device than its stage",
+        ),
+        (
+            PIPELINE.replace("STAGE", "Stage(layers=[fc2, ReLU(), fc2], device=1)"),
+            "a stage does not fit what comes",
+        ),
         (
             PIPELINE.replace("STAGE", "Stage(layers=[ReLU()], device=1)"),
             "the last stage does not give the pipeline's Out",
@@ -164,10 +176,14 @@ def main() raises:
         (MODULE.replace("BODY", "x.to[last]()"), None),
     ],
 )
-def test_sizes_and_places_that_do_not_fit_do_not_compile(tmp_path: Path, text: str, message: str | None) -> None:
+def test_sizes_and_places_that_do_not_fit_do_not_compile(
+    tmp_path: Path, text: str, message: str | None
+) -> None:
     path = tmp_path / "text.mojo"
     path.write_text(text)
-    done = build.run_mojo(["build", "--emit", "asm", str(path), *INCLUDE, "-o", str(tmp_path / "text.s")])
+    done = build.run_mojo(
+        ["build", "--emit", "asm", str(path), *INCLUDE, "-o", str(tmp_path / "text.s")]
+    )
     if message is None:
         assert done.returncode == 0, done.stderr
     else:

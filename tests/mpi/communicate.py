@@ -1,4 +1,6 @@
-"""Run under mpirun by test_comm.py: every method of the communicator against values that each rank knows by itself."""
+"""Run under mpirun by test_comm.py: every method of the communicator against values that each
+rank knows by itself.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ else:
 
 gathered = world.all_gather(np.array([[rank, rank * rank]]))
 assert np.array_equal(gathered, np.stack([everyone, everyone**2], 1)[:, None])
-assert np.array_equal(world.all_gather(np.arange(6).reshape(2, 3).T + rank)[rank], np.arange(6).reshape(2, 3).T + rank)
+assert np.array_equal(
+    world.all_gather(np.arange(6).reshape(2, 3).T + rank)[rank], np.arange(6).reshape(2, 3).T + rank
+)
 
 # rank r sends r + p + 1 numbers "100 r + p" to rank p, but nothing to itself
 counts = [0 if p == rank else rank + p + 1 for p in range(size)]

@@ -1,4 +1,6 @@
-"""Run under mpirun by test_distributed.py: collectives, then loops with DDP; prints what all ranks agree on."""
+"""Run under mpirun by test_distributed.py: collectives, then loops with DDP; prints what all
+ranks agree on.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def train(micro: int, size: int, bucket: float) -> str:
 
 
 def uneven() -> str:
-    """The weights after two epochs of join, where rank r has 3 + 2 r samples and the last rank none."""
+    """The weights after two epochs of join, where rank r has 3 + 2 r samples and the last rank
+    none.
+    """
     r, n = dist.get_rank(), dist.get_world_size()
     nn.manual_seed(1)
     net = DDP(nn.LeNet5(), average="samples")

@@ -1,4 +1,6 @@
-"""Run under mpirun by test_comm.py: rank 1 starts with another setting than the others, with each that is named."""
+"""Run under mpirun by test_comm.py: rank 1 starts with another setting than the others, with
+each that is named.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Trains a model that is placed by hand or cut into stages, and prints the hash of its weights; called by
-test_placed.py as `placed.py MODEL SCHEDULE`."""
+"""Trains a model that is placed by hand or cut into stages, and prints the hash of its weights;
+called by test_placed.py as `placed.py MODEL SCHEDULE`.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +47,32 @@ class Returning(nn.Module):
 def staged(schedule: str, wrap=lambda layer: layer) -> PipelineParallel:
     conv1, conv2, conv3 = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3)
     fc1, fc2 = nn.Linear(24, 16), nn.Linear(16, 5)
-    blocks = [[conv1, F.relu], [conv2, F.tanh, nn.Dropout(0.2)], [conv3, F.relu], [fc1, F.relu, nn.Dropout(0.1), fc2]]
+    blocks = [
+        [conv1, F.relu],
+        [conv2, F.tanh, nn.Dropout(0.2)],
+        [conv3, F.relu],
+        [fc1, F.relu, nn.Dropout(0.1), fc2],
+    ]
     if schedule == "interleaved":
-        stages = [Stage([wrap(nn.Sequential(*named(b)))] if i < 3 else b, i % 2) for i, b in enumerate(blocks)]
+        stages = [
+            Stage([wrap(nn.Sequential(*named(b)))] if i < 3 else b, i % 2)
+            for i, b in enumerate(blocks)
+        ]
     else:
         first = [wrap(nn.Sequential(*named(blocks[0]))), *blocks[1]]
-        stages = [Stage(first, 0), Stage([wrap(nn.Sequential(*named(blocks[2])))], 1), Stage(blocks[3], 2)]
+        stages = [
+            Stage(first, 0),
+            Stage([wrap(nn.Sequential(*named(blocks[2])))], 1),
+            Stage(blocks[3], 2),
+        ]
     return PipelineParallel(stages, micro_batch_size=8, schedule=schedule)
 
 
 def named(layers):
     """Functions as modules."""
     return [
-        {F.relu: nn.ReLU, F.tanh: nn.Tanh}[layer]() if not isinstance(layer, nn.Module) else layer for layer in layers
+        {F.relu: nn.ReLU, F.tanh: nn.Tanh}[layer]() if not isinstance(layer, nn.Module) else layer
+        for layer in layers
     ]
 
 
@@ -70,11 +84,21 @@ def main() -> None:
     elif name == "returning":
         model, size = Returning(), 8
     else:
-        model, size = staged(schedule, checkpoint if name == "checkpointed" else lambda layer: layer), None
+        model, size = (
+            staged(schedule, checkpoint if name == "checkpointed" else lambda layer: layer),
+            None,
+        )
     rng = np.random.default_rng(0)
-    dataset = data.arrays(rng.standard_normal((150, 1, 6, 6)).astype(np.float32), np.arange(150) % 5)
+    dataset = data.arrays(
+        rng.standard_normal((150, 1, 6, 6)).astype(np.float32), np.arange(150) % 5
+    )
     trainer = DistributedTrainer(
-        model, optim.Adam(lr=0.01), shard_size=size, mesh=Mesh(pp=pp), pipeline_schedule=schedule, seed=4
+        model,
+        optim.Adam(lr=0.01),
+        shard_size=size,
+        mesh=Mesh(pp=pp),
+        pipeline_schedule=schedule,
+        seed=4,
     )
     history = trainer.fit(
         data.DataLoader(dataset, batch_size=56, shuffle=True), dataset, epochs=2

@@ -1,7 +1,9 @@
-"""Random collectives of odyssey.distributed against NumPy's formulas: run by test_collectives.py, on threads and ranks.
+"""Random collectives of odyssey.distributed against NumPy's formulas: run by
+test_collectives.py, on threads and ranks.
 
-Every rank draws the same calls from a seed, and from one of its own what only it sees: kinds and strides of its arrays,
-which form of a call it uses, in which order it waits. Arguments: seed, how many calls.
+Every rank draws the same calls from a seed, and from one of its own what only it sees: kinds and
+strides of its arrays, which form of a call it uses, in which order it waits. Arguments: seed, how
+many calls.
 """
 
 from __future__ import annotations
@@ -16,12 +18,20 @@ from odyssey import distributed as dist
 from odyssey import functional as F
 
 DTYPES = [np.float32, np.float64, np.float16, np.int8, np.int32, np.int64, np.uint8, np.uint16]
-COMBINED = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+COMBINED = {
+    "sum": np.add,
+    "mean": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}
 OPS = list(COMBINED)
 
 
 class Array:
-    """An array or tensor with given values: contiguous, or a view of any strides, beside which nothing is written."""
+    """An array or tensor with given values: contiguous, or a view of any strides, beside which
+    nothing is written.
+    """
 
     def __init__(self, values: np.ndarray, own: np.random.Generator) -> None:
         kind = own.integers(4)
@@ -33,8 +43,12 @@ class Array:
         elif kind < 3:
             steps = own.choice([1, 2, 3, -1, -2], values.ndim)
             turned = own.permutation(values.ndim)
-            self.base = np.full([max(1, values.shape[k]) * abs(steps[k]) for k in turned], 77, values.dtype)
-            where = self.base.transpose(np.argsort(turned))[(*(slice(None, None, step) for step in steps), ...)]
+            self.base = np.full(
+                [max(1, values.shape[k]) * abs(steps[k]) for k in turned], 77, values.dtype
+            )
+            where = self.base.transpose(np.argsort(turned))[
+                (*(slice(None, None, step) for step in steps), ...)
+            ]
             self.given = where[(*(slice(n) for n in values.shape), ...)]
             self.given[...] = values
             self.view = self.given
@@ -74,7 +88,13 @@ class Player:
         self.common, self.own = np.random.default_rng(seed), np.random.default_rng([seed, self.me])
         self.pending: list[tuple[Any, Any]] = []
         ranks = list(range(self.size))
-        self.groups = [None, *(dist.new_group(part) for part in (ranks[::-1], ranks[: self.size - 1 or 1], ranks[:1]))]
+        self.groups = [
+            None,
+            *(
+                dist.new_group(part)
+                for part in (ranks[::-1], ranks[: self.size - 1 or 1], ranks[:1])
+            ),
+        ]
 
     def draw(self, shape: Any, dtype: Any, count: int) -> list[np.ndarray]:
         return [self.common.integers(0, 4, shape).astype(dtype) for _ in range(count)]
@@ -106,7 +126,15 @@ class Player:
         op = OPS[common.integers(len(OPS))]
         op = "sum" if op == "mean" and np.dtype(dtype).kind in "iu" else op
         root = int(ranks[common.integers(n)])
-        kind = ["all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter"]
+        kind = [
+            "all_reduce",
+            "reduce",
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+            "gather",
+            "scatter",
+        ]
         kind += ["reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"]
         name, later = kind[common.integers(len(kind))], bool(common.integers(2))
         values = {r: self.draw((n, *shape), dtype, 1)[0] for r in ranks}  # row p of rank r
@@ -119,7 +147,10 @@ class Player:
         first = [values[r][0] for r in ranks]
         more = {"group": group, "async_op": later}
         empty = np.zeros(shape, dtype)
-        what = f"call {number}: {name} {np.dtype(dtype)} {shape} {op} root {root} of {ranks} on {self.me}"
+        what = (
+            f"call {number}: {name} {np.dtype(dtype)} {shape} {op} root {root} of {ranks} on "
+            f"{self.me}"
+        )
 
         def run(result: Any, check: Any) -> None:
             if later:
@@ -155,7 +186,10 @@ class Player:
                 run(dist.all_reduce(t.given, op, **more), same(t.given, t, combined(first, op)))
             else:
                 check = same(out.given, out, combined(first, op))
-                run(dist.all_reduce(t.given, op, out=out.given, **more), lambda r: (t.check(here[0], what), check(r)))
+                run(
+                    dist.all_reduce(t.given, op, out=out.given, **more),
+                    lambda r: (t.check(here[0], what), check(r)),
+                )
         elif name == "reduce":
             t = Array(here[0], own)
             ends = root == self.me
@@ -178,7 +212,10 @@ class Player:
             t = Array(here[0], own)
             expected = np.stack(first) if stacked else np.concatenate(first)
             out = Array(np.zeros_like(expected), own)
-            run(dist.all_gather_into_tensor(out.given, t.given, **more), same(out.given, out, expected))
+            run(
+                dist.all_gather_into_tensor(out.given, t.given, **more),
+                same(out.given, out, expected),
+            )
         elif name == "gather":
             t, outs = Array(here[0], own), [Array(empty, own) for _ in ranks]
             listed = [o.given for o in outs]
@@ -204,31 +241,55 @@ class Player:
             out = Array(empty, own)
             expected = combined([values[r][at] for r in ranks], op)
             if form:
-                run(dist.reduce_scatter(out.given, give, op, **more), same(out.given, out, expected))
+                run(
+                    dist.reduce_scatter(out.given, give, op, **more), same(out.given, out, expected)
+                )
             else:
-                run(dist.reduce_scatter(give, op, group, later), lambda r: equal(np.asarray(r()), expected, what))
+                run(
+                    dist.reduce_scatter(give, op, group, later),
+                    lambda r: equal(np.asarray(r()), expected, what),
+                )
         elif name == "reduce_scatter_tensor":
             stacked = bool(number % 2) or not shape  # a form that all ranks use
             t = Array(here if stacked else here.reshape(n * shape[0], *shape[1:]), own)
             out = Array(empty, own)
             expected = combined([values[r][at] for r in ranks], op)
-            run(dist.reduce_scatter_tensor(out.given, t.given, op, **more), same(out.given, out, expected))
+            run(
+                dist.reduce_scatter_tensor(out.given, t.given, op, **more),
+                same(out.given, out, expected),
+            )
         elif name == "all_to_all":
             if number % 2:
-                run(dist.all_to_all(list(here), group, later), fresh([values[r][at] for r in ranks]))
+                run(
+                    dist.all_to_all(list(here), group, later), fresh([values[r][at] for r in ranks])
+                )
             else:  # pieces of other shapes
-                pieces = {(p, q): np.full(cuts[p, q], 10 * p + q, dtype) for p in range(n) for q in range(n)}
+                pieces = {
+                    (p, q): np.full(cuts[p, q], 10 * p + q, dtype)
+                    for p in range(n)
+                    for q in range(n)
+                }
                 outs = [Array(np.zeros_like(pieces[p, at]), own) for p in range(n)]
                 listed = [o.given for o in outs]
                 give = [Array(pieces[at, q], own).given for q in range(n)]
-                run(dist.all_to_all(listed, give, **more), each(outs, listed, [pieces[p, at] for p in range(n)]))
+                run(
+                    dist.all_to_all(listed, give, **more),
+                    each(outs, listed, [pieces[p, at] for p in range(n)]),
+                )
         else:
             row = shape[1:]
-            give = np.concatenate([np.full((cuts[at, q], *row), 10 * at + q, dtype) for q in range(n)])
-            take = np.concatenate([np.full((cuts[p, at], *row), 10 * p + at, dtype) for p in range(n)])
+            give = np.concatenate(
+                [np.full((cuts[at, q], *row), 10 * at + q, dtype) for q in range(n)]
+            )
+            take = np.concatenate(
+                [np.full((cuts[p, at], *row), 10 * p + at, dtype) for p in range(n)]
+            )
             out = Array(np.zeros_like(take), own)
             sizes = list(map(int, cuts[:, at])), list(map(int, cuts[at]))
-            run(dist.all_to_all_single(out.given, Array(give, own).given, *sizes, **more), same(out.given, out, take))
+            run(
+                dist.all_to_all_single(out.given, Array(give, own).given, *sizes, **more),
+                same(out.given, out, take),
+            )
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""odyssey.distributed as people know it from PyTorch: in place, on any strides, in any order; and what it refuses."""
+"""odyssey.distributed as people know it from PyTorch: in place, on any strides, in any order;
+and what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_random_collectives_of_processes(launch, backend):
 
 
 def tutorial(average_gradients):
-    """The parameters after a loop of the tutorial "Writing distributed applications", on each of two ranks."""
+    """The parameters after a loop of the tutorial "Writing distributed applications", on each of
+    two ranks.
+    """
 
     def work():
         nn.manual_seed(1)
@@ -72,7 +76,9 @@ def average_gradients(model):
 
 
 def average_with_handles(model):
-    handles = [dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, async_op=True) for p in model.parameters()]
+    handles = [
+        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, async_op=True) for p in model.parameters()
+    ]
     for handle in handles:
         handle.wait()
     for p in model.parameters():
@@ -119,22 +125,44 @@ def read_only():
     ("call", "message"),
     [
         (lambda t, n: dist.all_reduce(read_only()), "this one is read-only; give array.copy()"),
-        (lambda t, n: dist.all_reduce(Tensor(np.broadcast_to(np.float32(1), 3))), None),  # a copy is made
-        (lambda t, n: dist.all_reduce([1.0]), "all_reduce of a list; give a Tensor, a NumPy array or a number"),
+        # a copy is made
+        (lambda t, n: dist.all_reduce(Tensor(np.broadcast_to(np.float32(1), 3))), None),
+        (
+            lambda t, n: dist.all_reduce([1.0]),
+            "all_reduce of a list; give a Tensor, a NumPy array or a number",
+        ),
         (lambda t, n: dist.all_reduce(t, ["sum"]), r"operation \['sum'\]; it must be sum"),
-        (lambda t, n: dist.all_reduce(t, out=np.ones(4)), r"is float64 \(3,\), but it is to go into float64 \(4,\)"),
+        (
+            lambda t, n: dist.all_reduce(t, out=np.ones(4)),
+            r"is float64 \(3,\), but it is to go into float64 \(4,\)",
+        ),
         (lambda t, n: dist.all_reduce(t != 0), "dtype bool; it must be one of"),
         (lambda t, n: dist.broadcast(t, 5), "broadcast from rank 5; it must be one of"),
         (lambda t, n: dist.all_gather([t] * n, t), "has one array several times"),
         (lambda t, n: dist.all_gather([t], t), "into a list of 1, but the group has 2 ranks"),
-        (lambda t, n: dist.all_gather([np.ones(4), np.ones(4)], t), r"is float64 \(3,\), but .* float64 \(4,\)"),
+        (
+            lambda t, n: dist.all_gather([np.ones(4), np.ones(4)], t),
+            r"is float64 \(3,\), but .* float64 \(4,\)",
+        ),
         (lambda t, n: dist.all_gather(np.ones((n, 3)), t), "all_gather_into_tensor"),
         (lambda t, n: dist.all_gather_into_tensor(np.ones(7), t), r"give \(2, 3\) or \(6,\)"),
-        (lambda t, n: dist.gather(t, [np.ones(3)] * n, dst=1), "other than 1; leave it out|several times"),
-        (lambda t, n: dist.scatter(t, [t] * 3), "scatter of 3 values for 2 ranks|on a rank other than 0"),
+        (
+            lambda t, n: dist.gather(t, [np.ones(3)] * n, dst=1),
+            "other than 1; leave it out|several times",
+        ),
+        (
+            lambda t, n: dist.scatter(t, [t] * 3),
+            "scatter of 3 values for 2 ranks|on a rank other than 0",
+        ),
         (lambda t, n: dist.reduce_scatter(t, np.ones(6)), "reduce_scatter_tensor"),
-        (lambda t, n: dist.reduce_scatter(t, [t, np.ones(2)]), r"of float64 \(3,\) and float64 \(2,\)"),
-        (lambda t, n: dist.reduce_scatter_tensor(np.ones(3), np.ones(7)), r"give \(2, 3\) or \(6,\)"),
+        (
+            lambda t, n: dist.reduce_scatter(t, [t, np.ones(2)]),
+            r"of float64 \(3,\) and float64 \(2,\)",
+        ),
+        (
+            lambda t, n: dist.reduce_scatter_tensor(np.ones(3), np.ones(7)),
+            r"give \(2, 3\) or \(6,\)",
+        ),
         (lambda t, n: dist.all_to_all([t], [t]), "two lists of 2"),
         (lambda t, n: dist.all_to_all(np.ones(2), np.ones(2)), "all_to_all_single"),
         (lambda t, n: dist.all_to_all_single(np.ones(3), t), "input of 3 rows is cut into"),
@@ -153,9 +181,13 @@ def test_what_is_refused_on_one_rank_is_an_error_on_all(call, message):
             call(t, n) if dist.get_rank() == 1 else dist.all_reduce(t.astype(np.float32))
         except OdysseyError as error:
             ended = error
-        assert isinstance(ended, CollectiveError if dist.get_rank() == 0 else (ShapeError, ConfigError))
+        assert isinstance(
+            ended, CollectiveError if dist.get_rank() == 0 else (ShapeError, ConfigError)
+        )
         if dist.get_rank() == 0:
-            assert re.search(r"but rank 1 calls \w+ \(refused: .*test_collectives\.py:\d+", str(ended))
+            assert re.search(
+                r"but rank 1 calls \w+ \(refused: .*test_collectives\.py:\d+", str(ended)
+            )
         assert dist.all_reduce(1) == 2  # the group goes on
 
     on(2, work)
@@ -186,12 +218,17 @@ def test_the_line_that_is_named_is_the_users(launch):
         "if dist.get_rank() == 0:\n"
         "    dist.all_reduce(np.ones(4, np.float32))\n"
         "else:\n"
-        "    trainer = DistributedTrainer(model=nn.Sequential(nn.Linear(3, 2)), optimizer=optim.SGD(lr=0.1))\n"
-        "    loader = data.DataLoader((np.ones((64, 3), np.float32), np.zeros(64, int)), batch_size=64)\n"
+        "    trainer = DistributedTrainer(model=nn.Sequential(nn.Linear(3, 2)), "
+        "optimizer=optim.SGD(lr=0.1))\n"
+        "    loader = data.DataLoader((np.ones((64, 3), np.float32), np.zeros(64, int)), "
+        "batch_size=64)\n"
         "    trainer.fit(loader, epochs=1)\n"
     )
     done = launch.python(script, ranks=2)
     assert done.returncode == 76
     name = f"{launch.folder.name}/mine.py"
-    assert re.search(rf"rank 0 calls all_reduce \S+ \(4,\) sum at \S*{name[-20:]}:7, but rank 1 calls", done.stderr)
+    assert re.search(
+        rf"rank 0 calls all_reduce \S+ \(4,\) sum at \S*{name[-20:]}:7, but rank 1 calls",
+        done.stderr,
+    )
     assert re.search(rf"but rank 1 calls .* at \S*{name[-20:]}:(9|11);", done.stderr), done.stderr

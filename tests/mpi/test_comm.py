@@ -40,7 +40,10 @@ def test_a_world_of_one_does_nothing_and_copies_what_is_moved():
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_one_process_imports_no_mpi(launch, ranks):
-    code = "import sys\nfrom odyssey import comm\nw = comm.world()\nprint(w.name, w.size, 'mpi4py' in sys.modules)"
+    code = (
+        "import sys\nfrom odyssey import comm\nw = comm.world()\nprint(w.name, w.size, "
+        "'mpi4py' in sys.modules)"
+    )
     assert launch.python("-c", code, ranks=ranks).stdout == "local 1 False\n"
 
 
@@ -50,12 +53,18 @@ def test_mpi_of_one_process_if_asked_for(launch):
 
 
 def test_a_launcher_that_mpi_knows_nothing_of(launch):
-    """The mpirun of one MPI with the library of another: worlds of one, which would train apart; or MPICH aborts."""
+    """The mpirun of one MPI with the library of another: worlds of one, which would train apart;
+    or MPICH aborts.
+    """
     theirs = "PMI" if launch.open_mpi else "OMPI_COMM_WORLD"
     launch.environment |= {f"{theirs}_RANK": "0", f"{theirs}_SIZE": "2"}
     said = "started 2 processes but each sees a world of one"
     if not launch.open_mpi:
-        launch.environment |= {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-x@1", "PMIX_SERVER_URI41": "prterun-x@0.0"}
+        launch.environment |= {
+            "PMIX_RANK": "0",
+            "PMIX_NAMESPACE": "prterun-x@1",
+            "PMIX_SERVER_URI41": "prterun-x@0.0",
+        }
         said = "Open MPI's mpirun started 2 processes, but the MPI library of mpi4py is MPICH"
     done = launch.train("--steps", 1)
     assert done.returncode == 64
@@ -94,29 +103,41 @@ def test_ranks_that_differ_are_refused_by_name(launch):
         (
             "activation",
             64,
-            "[train] the model of rank 1 differs from that of rank 0 in op 3: tanh_forward (24) in layer 1 (Tanh); on "
+            "[train] the model of rank 1 differs from that of rank 0 in op 3: tanh_forward (24) "
+            "in layer 1 (Tanh); on "
             "rank 0 relu_forward (24) in layer 1 (ReLU); start all ranks alike",
         ),
         (
             "size",
             64,
-            "[train] the model of rank 1 differs from that of rank 0 in parameter 1: 0.weight (7, 8); on rank 0 "
+            "[train] the model of rank 1 differs from that of rank 0 in parameter 1: 0.weight "
+            "(7, 8); on rank 0 "
             "0.weight (6, 8); start all ranks alike",
         ),
         (
             "data",
             65,
-            "[data] sample 0 of the training set of rank 1 differs from that of rank 0: every rank must be given the "
+            "[data] sample 0 of the training set of rank 1 differs from that of rank 0: every "
+            "rank must be given the "
             "whole set, the same; read the same files, and seed what is drawn alike on all ranks",
         ),
-        ("scale", 65, "[data] sample 0 of the training set of rank 1 differs from that of rank 0: "),
-        ("augmented", 65, "[data] at step 1 sample 0 of Augmented is not on rank 1 what it is on rank 0: "),
+        (
+            "scale",
+            65,
+            "[data] sample 0 of the training set of rank 1 differs from that of rank 0: ",
+        ),
+        (
+            "augmented",
+            65,
+            "[data] at step 1 sample 0 of Augmented is not on rank 1 what it is on rank 0: ",
+        ),
     ],
 )
 def test_ranks_that_would_train_apart_end_with_one_line(launch, which, code, line, ranks):
     done = launch.python(HERE / "unlike.py", which, ranks=ranks)
     assert (done.returncode, done.stdout) == (code, "")
-    ours = [text for text in done.stderr.splitlines() if text.startswith("odyssey: ")]  # Open MPI adds lines of its own
+    # Open MPI adds lines of its own
+    ours = [text for text in done.stderr.splitlines() if text.startswith("odyssey: ")]
     assert len(ours) == 1 and ours[0].startswith(f"odyssey: error: {line}"), done.stderr
     assert "Traceback" not in done.stderr
 

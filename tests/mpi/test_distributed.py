@@ -1,4 +1,6 @@
-"""distributed/ and ddp.py with processes: what tests/python/test_distributed.py shows with threads."""
+"""distributed/ and ddp.py with processes: what tests/python/test_distributed.py shows with
+threads.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ def test_loops_under_mpirun_have_the_bits_of_one_process(launch):
     one = results(launch, 0, "local")
     assert one[0] == one[1]  # buckets
     for ranks, backend in ((2, "mpi"), (2, "shm"), (4, "shm")):
-        assert results(launch, ranks, backend)[:2] == one[:2]  # eight passes of eight samples, wherever
+        # eight passes of eight samples, wherever
+        assert results(launch, ranks, backend)[:2] == one[:2]
     three = results(launch, 3, "mpi")  # six passes
     assert three[0] == three[1] != one[0] and results(launch, 3, "shm") == three
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
+)
 def test_loops_over_gloo_have_the_same_bits(launch):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -1,5 +1,7 @@
-"""Placed and staged models over ranks: the bits of one process, whatever the schedule, with dropout, a last batch of
-fewer micro-batches, values that skip a place or return to one, and checkpoints inside stages."""
+"""Placed and staged models over ranks: the bits of one process, whatever the schedule, with
+dropout, a last batch of fewer micro-batches, values that skip a place or return to one, and
+checkpoints inside stages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradient sums in the memory that ranks of one machine share are those that are sent, to the last bit."""
+"""Gradient sums in the memory that ranks of one machine share are those that are sent, to the
+last bit.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_sums_in_shared_memory(launch, ranks):
     done = launch.python(Path(__file__).parent / "shared_sums.py", ranks=ranks)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Run under mpirun by test_comm.py: rank 1 trains another model or is given other samples, as the argument says."""
+"""Run under mpirun by test_comm.py: rank 1 trains another model or is given other samples, as
+the argument says.
+"""
 
 from __future__ import annotations
 

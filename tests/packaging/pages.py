@@ -1,4 +1,5 @@
-"""Runs what a page shows, in the page's order: `python pages.py PAGE FOLDER` prints what came of each block, as JSON.
+"""Runs what a page shows, in the page's order: `python pages.py PAGE FOLDER` prints what came of
+each block, as JSON.
 
 A block is what its first line says:
 
@@ -9,10 +10,11 @@ A block is what its first line says:
     ```toml       and any other, after a comment `<!-- file: NAME -->`: is written to that file
     ```text       is not run: what a command printed once, a drawing, a formula
 
-A comment `<!-- not run: REASON -->` before a block says that it is not run, `<!-- varies: REASON -->` that what is
-printed is not always that, but for hashes. Hashes are those of processors with AVX-512, and compared there. Any other
-block is an error. Commands run in FOLDER, where the folders of the checkout are; one that would take long is shortened
-(SHORTER), so that what a reader sees stays as it would be typed.
+A comment `<!-- not run: REASON -->` before a block says that it is not run, `<!-- varies: REASON
+-->` that what is printed is not always that, but for hashes. Hashes are those of processors with
+AVX-512, and compared there. Any other block is an error. Commands run in FOLDER, where the folders
+of the checkout are; one that would take long is shortened (SHORTER), so that what a reader sees
+stays as it would be typed.
 """
 
 from __future__ import annotations
@@ -43,28 +45,51 @@ trainer.fit(data.DataLoader(data.load("mnist", train=True).take(512), batch_size
 OWN = ("my_training.py", "train.py")  # what pages call a script of one's own
 
 # (page, kind) of blocks that other tests look after.
-ELSEWHERE = {("mojo.md", "mojo"): "minutes to compile; tests/mojo runs the examples and looks for them on the page"}
+ELSEWHERE = {
+    (
+        "mojo.md",
+        "mojo",
+    ): "minutes to compile; tests/mojo runs the examples and looks for them on the page"
+}
 
-# Part of a command, what stands in its place, and why. The first that fits is taken; what a shortened command prints is
-# not compared. None: the command is not run.
+# Part of a command, what stands in its place, and why. The first that fits is taken; what a
+# shortened command prints is not compared. None: the command is not run.
 SHORTER: list[tuple[str, str | None, str]] = [
-    (r"^pip (un)?install|^python3 -m venv|^odyssey --version$", None, "test_distributions.py installs"),
+    (
+        r"^pip (un)?install|^python3 -m venv|^odyssey --version$",
+        None,
+        "test_distributions.py installs",
+    ),
     (r"^pytest\b", None, "these tests"),
     (r"^odyssey build( |$)(?!--output)", None, "tests/building compiles"),
-    (r"--dataset (fashion-mnist|cifar10)", None, "their files are not there; tests/data makes some"),
+    (
+        r"--dataset (fashion-mnist|cifar10)",
+        None,
+        "their files are not there; tests/data makes some",
+    ),
     (r"^scripts/fuzz --count", None, "all parsers; tests/fuzz has them, with fewer inputs"),
     (r"--count 1000000", "--count 20", "an hour"),
     (r"^mpirun .* --device gpu", None, "needs GPUs; docs/gpu.md goes on with an emulated one"),
     (r"^python benchmarks/faults/compare.py", None, "needs another environment, and an hour"),
-    (r"--oversubscribe -n 4 odyssey train ", "-n 4 odyssey train --steps 2 --no-eval", "an option of Open MPI's"),
-    (r"\btrain(?= |$)(?!.*--(steps|epochs|config))", "train --steps 2 --no-eval", "the default is 8 epochs"),
+    (
+        r"--oversubscribe -n 4 odyssey train ",
+        "-n 4 odyssey train --steps 2 --no-eval",
+        "an option of Open MPI's",
+    ),
+    (
+        r"\btrain(?= |$)(?!.*--(steps|epochs|config))",
+        "train --steps 2 --no-eval",
+        "the default is 8 epochs",
+    ),
     (r"--epochs 8", "--epochs 1", "as above"),
 ]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: of its fence. comment: the text of an HTML comment right before it, "" without one."""
+    """A fenced block. line: of its fence. comment: the text of an HTML comment right before it,
+    "" without one.
+    """
 
     line: int
     kind: str
@@ -74,20 +99,28 @@ class Block:
 
 def blocks(page: str) -> Iterator[Block]:
     """Those of a page's text."""
-    form = r"(?:<!-- (?P<comment>[^\n]*?) -->\n\s*)?^(?P<indent> *)```(?P<kind>[^\n]*)\n(?P<text>.*?)^ *```$"
+    form = (
+        r"(?:<!-- (?P<comment>[^\n]*?) -->\n\s*)?^(?P<indent> "
+        r"*)```(?P<kind>[^\n]*)\n(?P<text>.*?)^ *```$"
+    )
     for found in re.finditer(form, page, re.M | re.S):
         line = page[: found.start("kind")].count("\n") + 1
-        yield Block(line, found["kind"].strip(), textwrap.dedent(found["text"]), found["comment"] or "")
+        yield Block(
+            line, found["kind"].strip(), textwrap.dedent(found["text"]), found["comment"] or ""
+        )
 
 
 def unmarked(block: Block, page: str = "") -> str | None:
     """What is wrong with a block before it is run, or None."""
-    if block.kind in ("python", "sh", "console", "output", "text") or block.comment.startswith(("not run: ", "file: ")):
+    if block.kind in ("python", "sh", "console", "output", "text") or block.comment.startswith(
+        ("not run: ", "file: ")
+    ):
         return None
     if (page, block.kind) in ELSEWHERE:
         return None
     return (
-        f"```{block.kind} is neither run nor marked as not to be: python, sh, console, output, text, or a comment "
+        f"```{block.kind} is neither run nor marked as not to be: python, sh, console, output, "
+        "text, or a comment "
         "before it, <!-- not run: REASON --> or <!-- file: NAME -->"
     )
 
@@ -110,15 +143,25 @@ def shortened(command: str) -> str | None:
 
 
 def differs(shown: str, printed: str) -> str | None:
-    """The first line that is shown and was not printed, but for figures, of which only hashes must be the same. Of a
-    line that ends in ` ...` the beginning is enough. A long line may be shown as several; the others are indented."""
+    """The first line that is shown and was not printed, but for figures, of which only hashes
+    must be the same. Of a line that ends in ` ...` the beginning is enough. A long line may
+    be shown as several; the others are indented.
+    """
 
     def form(line: str) -> str:
-        kept = re.sub(r"\b[0-9a-f]{16}\b|\d[\d,.]*", lambda found: found[0] if len(found[0]) == 16 else "#", line)
+        kept = re.sub(
+            r"\b[0-9a-f]{16}\b|\d[\d,.]*",
+            lambda found: found[0] if len(found[0]) == 16 else "#",
+            line,
+        )
         return " ".join((kept if at_home() else re.sub(r"\b[0-9a-f]{16}\b", "#", kept)).split())
 
     def there(line: str) -> bool:
-        return line in lines or line.endswith("...") and any(each.startswith(line[:-3]) for each in lines)
+        return (
+            line in lines
+            or line.endswith("...")
+            and any(each.startswith(line[:-3]) for each in lines)
+        )
 
     lines = {form(line) for line in printed.splitlines()} | {""}
     rest = shown.splitlines()
@@ -134,8 +177,9 @@ def differs(shown: str, printed: str) -> str | None:
 
 @functools.cache
 def at_home() -> bool:
-    """True on processors with the instructions of those that the pages' hashes are of: on others bits are others, and
-    tests/golden has those."""
+    """True on processors with the instructions of those that the pages' hashes are of: on others
+    bits are others, and tests/golden has those.
+    """
     from odyssey.build.library import plan, source_root
 
     return plan(source_root()).cpu.startswith("x86-64-v4")
@@ -157,7 +201,11 @@ def run_commands(block: Block) -> tuple[str, str | None]:
         if short is None:
             continue
         done = subprocess.run(
-            ["bash", "-c", short], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS
+            ["bash", "-c", short],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
         )
         printed += done.stdout
         if block.comment.startswith("varies: "):
@@ -166,7 +214,12 @@ def run_commands(block: Block) -> tuple[str, str | None]:
         if line is not None and short == command:
             return printed, f"{short}: does not print {line!r} but\n{done.stdout[-2000:]}"
         # a code other than 0 is right for a refusal, or a "no", that the page shows
-        if done.returncode and (line is not None or not shown.strip()) or not done.returncode and "error:" in shown:
+        if (
+            done.returncode
+            and (line is not None or not shown.strip())
+            or not done.returncode
+            and "error:" in shown
+        ):
             return printed, f"{short}: exit code {done.returncode}\n{done.stdout[-2000:]}"
     return printed, None
 
@@ -183,7 +236,9 @@ def run_python(block: Block, names: dict, name: str) -> tuple[str, str | None]:
 
 
 def run(page: Path) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong) of each block of a page that does not do what it shows; in the current directory."""
+    """(line, what is wrong) of each block of a page that does not do what it shows; in the
+    current directory.
+    """
     for name in ("examples", "scripts", "tests", "benchmarks"):
         Path(name).symlink_to(ROOT / name)
     Path("idx").symlink_to(ROOT / "python" / "odyssey" / "data" / "mnist")

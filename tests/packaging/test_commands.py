@@ -1,5 +1,8 @@
-"""Programs, and commands that are not blocks of a page (those: test_pages.py). Every script and benchmark starts; every
-option that a page or a program's own lines give is there; every pytest command selects something."""
+"""Programs, and commands that are not blocks of a page (those: test_pages.py).
+
+Every script and benchmark starts; every option that a page or a program's own lines give is there;
+every pytest command selects something.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,35 @@ PROGRAMS = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("scripts", "benchmarks", "benchmarks/faults")
     for path in (ROOT / folder).iterdir()
-    if path.is_file() and path.name != "calls_odyssey.py" and re.search(r"\A#!|^if __name__ ==", path.read_text(), re.M)
+    if path.is_file()
+    and path.name != "calls_odyssey.py"
+    and re.search(r"\A#!|^if __name__ ==", path.read_text(), re.M)
 )
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
 #: Names in CONTRIBUTING.md that stand for what a reader adds: what is there in their place.
-EXAMPLES = {"softsign": "tanh", "beacon": "mock", "FILE": "tests/parallel/test_heads.py", "tests/hello": "tests/cli"}
+EXAMPLES = {
+    "softsign": "tanh",
+    "beacon": "mock",
+    "FILE": "tests/parallel/test_heads.py",
+    "tests/hello": "tests/cli",
+}
 
 
 def said(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    return subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
 
 
 @functools.cache
 def help_of(program: str) -> subprocess.CompletedProcess[str]:
     """What a program says to --help; the test is skipped where a package of its is not there."""
-    done = said(*([sys.executable] if program.endswith(".py") else []), str(ROOT / program), "--help")
-    if missing := re.search(r"^ModuleNotFoundError: No module named '(?!odyssey)(\w+)'$", done.stderr, re.M):
+    done = said(
+        *([sys.executable] if program.endswith(".py") else []), str(ROOT / program), "--help"
+    )
+    if missing := re.search(
+        r"^ModuleNotFoundError: No module named '(?!odyssey)(\w+)'$", done.stderr, re.M
+    ):
         pytest.skip(f"could not import {missing[1]!r}")
     return done
 
@@ -45,7 +61,9 @@ def test_every_program_says_what_it_is(program):
 
 
 def commands() -> set[str]:
-    """Commands in backticks of pages, and in backticks or indented lines at the beginning of programs."""
+    """Commands in backticks of pages, and in backticks or indented lines at the beginning of
+    programs.
+    """
     found = set()
     for page in PAGES:
         if page.name not in ("log.md", "CHANGELOG.md"):  # which say what was done once
@@ -53,19 +71,36 @@ def commands() -> set[str]:
             found.update(" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text))
     for program in PROGRAMS:
         begin = (ROOT / program).read_text()[:3000]
-        found.update(re.findall(r"^(?:# )?    (\S.*)$", begin, re.M) + re.findall(r"`([^`\n]+)`", begin))
+        found.update(
+            re.findall(r"^(?:# )?    (\S.*)$", begin, re.M) + re.findall(r"`([^`\n]+)`", begin)
+        )
     return found
 
 
-@pytest.mark.parametrize("command", sorted(c for c in commands() if re.match(r"(\w+=\S+ )*pytest\b(?! \d)", c)))
+@pytest.mark.parametrize(
+    "command", sorted(c for c in commands() if re.match(r"(\w+=\S+ )*pytest\b(?! \d)", c))
+)
 def test_a_pytest_command_selects_something(command):
     words = [EXAMPLES.get(word, word) for word in shlex.split(command) if "=" not in word][1:]
-    done = said(sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-p", "no:cacheprovider", *words)
+    done = said(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *words,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert re.search(r"[1-9]\d* tests", done.stdout), command
 
 
-OWN = re.compile(rf"(?:mpirun -n \d+ )?(?:python )?({'|'.join(map(re.escape, PROGRAMS))})(?: (.*))?$")
+OWN = re.compile(
+    rf"(?:mpirun -n \d+ )?(?:python )?({'|'.join(map(re.escape, PROGRAMS))})(?: (.*))?$"
+)
 
 
 @pytest.mark.parametrize("command", sorted(c for c in commands() if (m := OWN.match(c)) and m[2]))
@@ -73,7 +108,9 @@ def test_the_options_of_a_command_are_there(command):
     program, arguments = OWN.match(command).groups()
     own = arguments.split(" --program ")[0]  # what stands behind it is the program's
     for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", own):
-        assert re.search(rf"(?<![\w-]){option}(?![\w-])", help_of(program).stdout), f"{program} has no {option}"
+        assert re.search(rf"(?<![\w-]){option}(?![\w-])", help_of(program).stdout), (
+            f"{program} has no {option}"
+        )
 
 
 def test_commands_were_found():
@@ -84,13 +121,22 @@ def test_commands_were_found():
 
 
 def test_files_of_tests_that_programs_name_are_there():
-    for program in (*PROGRAMS, ".ci/run", "pixi.toml", "pyproject.toml", "tests/conftest.py", "CONTRIBUTING.md"):
+    for program in (
+        *PROGRAMS,
+        ".ci/run",
+        "pixi.toml",
+        "pyproject.toml",
+        "tests/conftest.py",
+        "CONTRIBUTING.md",
+    ):
         for path in re.findall(r"(?<![\w/.-])tests/[\w/.-]*\w", (ROOT / program).read_text()):
             assert (ROOT / EXAMPLES.get(path, path)).exists(), f"{program}: {path}"
 
 
 @pytest.mark.parametrize(
-    "program", [("benchmarks/watch.py", "--rounds", "1", "--steps", "2")], ids=lambda words: words[0]
+    "program",
+    [("benchmarks/watch.py", "--rounds", "1", "--steps", "2")],
+    ids=lambda words: words[0],
 )
 def test_a_benchmark_of_the_inside_runs(program):
     """Those that reach into classes, which types and layers do not guard."""

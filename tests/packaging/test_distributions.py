@@ -1,4 +1,7 @@
-"""What a wheel, an editable install and an sdist carry. They are built by the installed hatchling: no network."""
+"""What a wheel, an editable install and an sdist carry.
+
+They are built by the installed hatchling: no network.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,13 @@ import odyssey
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
-    path.relative_to(ROOT).as_posix() for top in ("mojo", "shared") for path in (ROOT / top).rglob("*.mojo")
+    path.relative_to(ROOT).as_posix()
+    for top in ("mojo", "shared")
+    for path in (ROOT / top).rglob("*.mojo")
 )
 MNIST = [
-    f"{part}-ubyte.gz" for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    f"{part}-ubyte.gz"
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 ]
 
 
@@ -49,8 +55,14 @@ def test_wheel_has_the_kernels_and_mnist(wheel):
     inside = names(wheel)
     assert {f"odyssey/_mojo/{name}" for name in SOURCES} <= set(inside)
     assert {f"odyssey/data/mnist/{name}" for name in MNIST} <= set(inside)
-    assert {f"odyssey/data/shakespeare/{name}" for name in ("shakespeare.txt.gz", "LICENSE.txt")} <= set(inside)
-    assert {"odyssey/cli/__init__.py", "odyssey/build/library.py", "odyssey/data/__init__.py"} <= set(inside)
+    assert {
+        f"odyssey/data/shakespeare/{name}" for name in ("shakespeare.txt.gz", "LICENSE.txt")
+    } <= set(inside)
+    assert {
+        "odyssey/cli/__init__.py",
+        "odyssey/build/library.py",
+        "odyssey/data/__init__.py",
+    } <= set(inside)
 
 
 def test_wheel_has_nothing_else(wheel):
@@ -63,7 +75,9 @@ def test_wheel_has_nothing_else(wheel):
 
 def test_wheel_metadata(wheel):
     archive = zipfile.ZipFile(wheel)
-    info = next(name for name in names(wheel) if name.endswith(".dist-info/METADATA")).rpartition("/")[0]
+    info = next(name for name in names(wheel) if name.endswith(".dist-info/METADATA")).rpartition(
+        "/"
+    )[0]
     assert "odyssey = odyssey.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert f"{info}/licenses/LICENSE" in names(wheel)
     metadata = archive.read(f"{info}/METADATA").decode()
@@ -78,7 +92,9 @@ def test_unpacked_wheel_finds_its_sources(wheel, tmp_path):
     script = "from odyssey.build import library, source_root\n"
     script += "print(source_root()); print(library.source_hash(source_root()))"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script] if sys.version_info >= (3, 11) else [sys.executable, "-c", script],
+        [sys.executable, "-P", "-c", script]
+        if sys.version_info >= (3, 11)
+        else [sys.executable, "-c", script],
         cwd=tmp_path,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
@@ -110,16 +126,27 @@ print(odyssey.__version__, preflight.versions()["odyssey"], doctor.packages().fo
 @pytest.mark.parametrize("installed", ["nothing", "ml-odyssey", "odyssey"])
 def test_the_version_is_that_of_the_code_that_runs(installed, tmp_path):
     """Also in a source tree without an installation, or next to the metadata of another version."""
-    shutil.copytree(ROOT / "python", tmp_path / "python", ignore=shutil.ignore_patterns("__pycache__", "mnist"))
+    shutil.copytree(
+        ROOT / "python", tmp_path / "python", ignore=shutil.ignore_patterns("__pycache__", "mnist")
+    )
     init = tmp_path / "python" / "odyssey" / "__init__.py"
     init.write_text(init.read_text().replace(f'"{odyssey.__version__}"', '"9.8.7"'))
     if installed != "nothing":
         info = tmp_path / "site" / f"{installed.replace('-', '_')}-5.5.5.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {installed}\nVersion: 5.5.5\n")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'python'}{os.pathsep}{tmp_path / 'site'}"}
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {installed}\nVersion: 5.5.5\n"
+        )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path / 'python'}{os.pathsep}{tmp_path / 'site'}",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", VERSIONS], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", VERSIONS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["9.8.7", "9.8.7", "odyssey", "9.8.7"], done.stderr
 

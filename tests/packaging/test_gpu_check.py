@@ -34,12 +34,16 @@ def wait_until_gone(pid: str) -> None:
     raise AssertionError("a process that a command started is still there")
 
 
-# --- parts that fail -------------------------------------------------------------------------------------------------
+# --- parts that fail ------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Runs gpu-check with these parts on a GPU that is not there; returns its exit code and the records."""
+def visit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs gpu-check with these parts on a GPU that is not there; returns its exit code and the
+    records.
+    """
     kernels = tmp_path / "kernels"
     kernels.mkdir()
     (kernels / "libodyssey.so").write_bytes(b"kernels")
@@ -49,7 +53,9 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
 
     def run(chosen: Sequence[parts.Part], *options: str) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr(parts, "PARTS", tuple(chosen))
-        code = program.main(["--kernels", str(kernels), "--output", str(tmp_path / "out"), *options])
+        code = program.main(
+            ["--kernels", str(kernels), "--output", str(tmp_path / "out"), *options]
+        )
         return code, json.loads((tmp_path / "out" / "gpu-check.json").read_text())
 
     return run
@@ -77,10 +83,18 @@ def test_other_parts_run_after_one_that_fails(visit: Any, tmp_path: Path) -> Non
     child = tmp_path / "child"
 
     def hangs(c: Check) -> dict[str, Any]:
-        return {"output": c.run("sh", "-c", f"echo before; sleep 600 & echo $! > {child}; wait", limit=2)}
+        return {
+            "output": c.run(
+                "sh", "-c", f"echo before; sleep 600 & echo $! > {child}; wait", limit=2
+            )
+        }
 
     def dies(c: Check) -> dict[str, Any]:
-        return {"output": c.python("-c", "import os; print('CUDA_ERROR_ILLEGAL_ADDRESS', flush=True); os.abort()")}
+        return {
+            "output": c.python(
+                "-c", "import os; print('CUDA_ERROR_ILLEGAL_ADDRESS', flush=True); os.abort()"
+            )
+        }
 
     def works(c: Check) -> dict[str, Any]:
         return {"output": c.run("echo", "here")}
@@ -96,10 +110,12 @@ def test_other_parts_run_after_one_that_fails(visit: Any, tmp_path: Path) -> Non
     wait_until_gone(child.read_text().strip())
 
 
-# --- visits that resume ----------------------------------------------------------------------------------------------
+# --- visits that resume ---------------------------------------------------------------------------
 
 
-def test_resume_skips_what_passed_and_runs_the_rest_again(visit: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_skips_what_passed_and_runs_the_rest_again(
+    visit: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = Counted()
     bad = Counted(failures=1)
     later = Counted()
@@ -169,7 +185,10 @@ def test_a_visit_that_is_killed_keeps_what_it_has(visit: Any) -> None:
             seen.append(name)
             return name.upper()
 
-        return {name: c.once(name, lambda name=name: item(name)) for name in ("first", "second", "third")}
+        return {
+            name: c.once(name, lambda name=name: item(name))
+            for name in ("first", "second", "third")
+        }
 
     chosen = [parts.Part("long", long, 20, ())]
     with pytest.raises(KeyboardInterrupt):
@@ -212,7 +231,9 @@ def test_a_part_for_which_no_time_is_left_keeps_what_it_had(
     library.write_bytes(b"others")
     for _ in range(2):
         _, records = visit([parts.Part("one", late, 20, ())], "--resume")
-        assert records["one"]["not run"] == "no time is left" and records["one"]["before"]["run"] == 1
+        assert (
+            records["one"]["not run"] == "no time is left" and records["one"]["before"]["run"] == 1
+        )
         assert "before" not in records["one"]["before"]
     library.write_bytes(b"kernels")
     _, records = visit(chosen, "--resume")
@@ -238,7 +259,9 @@ def test_without_resume_the_earlier_file_is_moved_aside(visit: Any, tmp_path: Pa
     assert json.loads((tmp_path / "out" / "gpu-check-before-1.json").read_text())["one"]["run"] == 1
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"one": {"passed": true}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"one": {"passed": true}']
+)
 def test_a_damaged_file_is_reported_and_not_trusted(
     visit: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes
 ) -> None:
@@ -281,7 +304,10 @@ WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_a_damaged_record_is_reported_and_its_part_runs_again(
-    visit: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], Any]
+    visit: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Any]], Any],
 ) -> None:
     one = Counted()
     other = Counted()
@@ -340,13 +366,18 @@ def test_a_change_of_the_torch_adapter_repeats_only_its_part() -> None:
     """Other parts must not import what they leave out of their sources."""
     modules = "odyssey.train, odyssey.core.gpu_native, odyssey.comm.nccl"
     left_out = ("odyssey.torch", "odyssey.horovod")
-    code = f"import sys, {modules}; print([name for name in sys.modules if name.startswith({left_out})])"
+    code = (
+        f"import sys, {modules}; print([name for name in sys.modules if "
+        f"name.startswith({left_out})])"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout.strip() == "[]"
 
 
-# --- what parts read -------------------------------------------------------------------------------------------------
+# --- what parts read ------------------------------------------------------------------------------
 
 NCU = """==PROF== Connected to process 7
 profiled: linear_forward bf16 G=16 I=384 O=384 relu=0
@@ -376,11 +407,15 @@ def test_programs_of_other_sources_are_not_run(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     options = program.parse(["--prepared", str(tmp_path), "--output", str(tmp_path / "out")])
     assert options.kernels == tmp_path / "kernels" and options.programs == tmp_path / "programs"
-    (tmp_path / "prepared.json").write_text(json.dumps({"commit": "abc", "programs": "of another commit"}))
+    (tmp_path / "prepared.json").write_text(
+        json.dumps({"commit": "abc", "programs": "of another commit"})
+    )
     assert prepare.commit_of(tmp_path) == "abc"
     c = Check(options)
     try:
-        with pytest.raises(RuntimeError, match="from other sources than tests/gpu/hopper; run --prepare again"):
+        with pytest.raises(
+            RuntimeError, match="from other sources than tests/gpu/hopper; run --prepare again"
+        ):
             products.run_program(c, "check")
     finally:
         c.close()
@@ -424,5 +459,9 @@ def test_a_signal_while_a_command_starts_ends_the_command_as_well(
 
     monkeypatch.setattr(subprocess, "Popen", starts)
     with pytest.raises(SystemExit, match="143"):
-        visit([parts.Part("long", lambda c: {"output": c.run("sleep", "600")}, 20, ())], "--seconds", "20")
+        visit(
+            [parts.Part("long", lambda c: {"output": c.run("sleep", "600")}, 20, ())],
+            "--seconds",
+            "20",
+        )
     wait_until_gone(str(pid[0]))

@@ -42,15 +42,24 @@ def files() -> Iterator[tuple[str, str]]:
     """Yields (path from the root, text) of each file that a person wrote."""
     for path in sorted(ROOT.rglob("*")):
         name = path.relative_to(ROOT).as_posix()
-        hidden = any(part.startswith(".") and part not in (".ci", ".github") for part in name.split("/"))
-        if hidden or "__pycache__" in name or name.startswith(SKIPPED) or path == Path(__file__).resolve():
+        hidden = any(
+            part.startswith(".") and part not in (".ci", ".github") for part in name.split("/")
+        )
+        if (
+            hidden
+            or "__pycache__" in name
+            or name.startswith(SKIPPED)
+            or path == Path(__file__).resolve()
+        ):
             continue
         if path.is_file() and (path.suffix in SUFFIXES or path.name == "Dockerfile"):
             yield name, path.read_text(encoding="utf-8", errors="replace")
 
 
 def project(word: str) -> str:
-    """Returns the normalized name of the project that pip would ask an index for, "" if the word is something else."""
+    """Returns the normalized name of the project that pip would ask an index for, "" if the word
+    is something else.
+    """
     word = word.strip("\"'\\,.:!?()]")
     form = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[^]]*\]?)?([=<>!~@].*)?", word)
     if form is None or form[1].endswith((".whl", ".gz", ".zip", ".git")):
@@ -114,8 +123,9 @@ def test_an_install_from_a_file_is_not(text):
 
 def test_no_text_installs_odyssey_from_an_index():
     mistakes = [f"{name}: {command}" for name, text in files() for command in index_installs(text)]
-    assert not mistakes, "another project's package, or none; use -e '.[EXTRA]' or the wheel's file:\n" + "\n".join(
-        mistakes
+    assert not mistakes, (
+        "another project's package, or none; use -e '.[EXTRA]' or the wheel's file:\n"
+        + "\n".join(mistakes)
     )
 
 
@@ -131,14 +141,22 @@ def test_no_message_says_install_odyssey():
     """A reader makes `pip install odyssey` of it."""
     advice = re.compile(r"\b(?<!un)install odyssey\b", re.I)
     mistakes = [
-        f"{name}: {found[0]}" for name, text in files() if name.startswith("python/") for found in advice.finditer(text)
+        f"{name}: {found[0]}"
+        for name, text in files()
+        if name.startswith("python/")
+        for found in advice.finditer(text)
     ]
     assert not mistakes, "use requirements.REINSTALL:\n" + "\n".join(mistakes)
 
 
 def test_files_of_a_release_have_the_distribution_s_name():
     old = re.compile(r"(?<!ml_)\bodyssey-(?:[\d*{<$][^\s`'\"]*)?\.?(?:whl|tar\.gz|dist-info)\b")
-    mistakes = [f"{name}: {found[0]}" for name, text in files() if name not in HISTORY for found in old.finditer(text)]
+    mistakes = [
+        f"{name}: {found[0]}"
+        for name, text in files()
+        if name not in HISTORY
+        for found in old.finditer(text)
+    ]
     assert not mistakes, "\n".join(mistakes)
 
 
@@ -146,12 +164,13 @@ def test_requirements_name_neither():
     listed = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
     for name in ("requirements.lock", "containers/run.txt"):
         path = ROOT / name
-        lines = path.read_text().splitlines() if path.exists() else []  # containers/ is not in an sdist
+        # containers/ is not in an sdist
+        lines = path.read_text().splitlines() if path.exists() else []
         listed += [line for line in lines if not line.lstrip().startswith(("#", "--hash"))]
     assert not NOT_ON_THE_INDEX & {project(re.split(r"[ ;]", line)[0]) for line in listed}
 
 
-# -- what messages say ------------------------------------------------------------------------------------------------
+# -- what messages say -----------------------------------------------------------------------------
 
 
 def test_messages_install_what_pyproject_names():
@@ -166,20 +185,30 @@ def test_messages_install_what_pyproject_names():
 def test_the_command_is_one_that_a_shell_takes():
     command = requirements.install_extra("torch")
     assert command == "pip install 'torch>=2.4'"
-    assert shlex.split(requirements.install_extra("ray")) == ["pip", "install", *requirements.EXTRAS["ray"]]
+    assert shlex.split(requirements.install_extra("ray")) == [
+        "pip",
+        "install",
+        *requirements.EXTRAS["ray"],
+    ]
     assert requirements.install_packages(["max", "no-such-package-here"]) == (
         f"pip install {requirements.DEPENDENCIES['max']} no-such-package-here"
     )
 
 
 def test_a_message_about_an_extra_comes_from_one_place():
-    """A package of an extra that a message names by hand would have another version than pyproject.toml."""
-    packages = {project(line): extra for extra, lines in requirements.EXTRAS.items() for line in lines}
+    """A package of an extra that a message names by hand would have another version than
+    pyproject.toml.
+    """
+    packages = {
+        project(line): extra for extra, lines in requirements.EXTRAS.items() for line in lines
+    }
     packages["max"] = "DEPENDENCIES"
     mistakes = []
     for path in sorted((ROOT / "python").rglob("*.py")):
         for command in INSTALLER.finditer(path.read_text()):
             for word in command["arguments"].split():
                 if project(word) in packages and path.name != "requirements.py":
-                    mistakes.append(f"{path.relative_to(ROOT)}: {command[0]}: use requirements.install_extra")
+                    mistakes.append(
+                        f"{path.relative_to(ROOT)}: {command[0]}: use requirements.install_extra"
+                    )
     assert not mistakes, "\n".join(mistakes)

@@ -1,4 +1,5 @@
-"""What README, docs/ and examples/ say: links lead somewhere, and what is shown in blocks or tables of commands works.
+"""What README, docs/ and examples/ say: links lead somewhere, and what is shown in blocks or
+tables of commands works.
 
 How a block is to be marked: pages.py.
 """
@@ -51,7 +52,9 @@ def test_no_merge_is_left(page):
 def commands(page: str, section: str) -> list[tuple[int, list[str]]]:
     """(ranks, arguments of `odyssey train`) of the commands in backticks of a section's table."""
     text = (ROOT / page).read_text().split(f"## {section}\n")[1].split("\n## ")[0]
-    found = re.findall(r"`(?:mpirun -n (\d+) )?(?:odyssey|python -m odyssey\.)\s?train\s?([^`]*)`", text)
+    found = re.findall(
+        r"`(?:mpirun -n (\d+) )?(?:odyssey|python -m odyssey\.)\s?train\s?([^`]*)`", text
+    )
     return [(int(ranks or 0), shlex.split(arguments)) for ranks, arguments in found]
 
 
@@ -68,7 +71,9 @@ def weights_of_one_process(launch_once) -> str:
     return launch_once.result("--steps", 2, "--no-eval", "--no-progress")["weights_sha256"]
 
 
-@pytest.mark.parametrize(("ranks", "arguments"), KINDS, ids=lambda value: "-".join(map(str, [value])))
+@pytest.mark.parametrize(
+    ("ranks", "arguments"), KINDS, ids=lambda value: "-".join(map(str, [value]))
+)
 def test_the_readme_s_commands_run(launch, ranks, arguments, weights_of_one_process):
     """Those that the section calls the same training end with the weights of one process."""
     result = launch.result(*arguments, "--steps", 2, "--no-eval", "--no-progress", ranks=ranks)
@@ -79,7 +84,8 @@ def test_the_readme_s_commands_run(launch, ranks, arguments, weights_of_one_proc
 
 def test_the_readme_has_commands():
     assert len(KINDS) >= 7
-    assert sum(ranks > 1 and same_training(arguments) for ranks, arguments in KINDS) == 5  # the table's first rows
+    # the table's first rows
+    assert sum(ranks > 1 and same_training(arguments) for ranks, arguments in KINDS) == 5
 
 
 def test_the_readme_s_model_placed_by_hand_has_the_same_weights_on_any_ranks(launch):
@@ -94,7 +100,10 @@ def test_the_readme_s_model_placed_by_hand_has_the_same_weights_on_any_ranks(lau
 def test_the_readme_s_loop_trains_a_larger_batch_on_more_ranks(launch):
     """The section says that this row, and no other, gives other weights on more ranks."""
     program = ROOT / "examples" / "ddp_loop.py"
-    assert 'parser.add_argument("--batch-size", type=int, default=32, help="samples per rank' in program.read_text()
+    assert (
+        'parser.add_argument("--batch-size", type=int, default=32, help="samples per rank'
+        in program.read_text()
+    )
     losses = []
     for ranks in (0, 2):
         done = launch.python(program, "--quick", ranks=ranks)
@@ -102,7 +111,7 @@ def test_the_readme_s_loop_trains_a_larger_batch_on_more_ranks(launch):
     assert losses[0] != losses[1]
 
 
-# -- every block ------------------------------------------------------------------------------------------------------
+# -- every block -----------------------------------------------------------------------------------
 
 LOGS = {"log.md", "CHANGELOG.md"}  # what was once measured, or done, stays as it was written
 SHOWN = [page for page in PAGES if page.name not in LOGS]
@@ -110,8 +119,14 @@ SHOWN = [page for page in PAGES if page.name not in LOGS]
 
 @pytest.fixture(scope="module")
 def results(request, launch_once, tmp_path_factory):
-    """What came of each page that is asked for: a process for each, some at a time, for they wait a lot."""
-    mine = (item for item in request.session.items if item.path == request.path and "results" in item.fixturenames)
+    """What came of each page that is asked for: a process for each, some at a time, for they
+    wait a lot.
+    """
+    mine = (
+        item
+        for item in request.session.items
+        if item.path == request.path and "results" in item.fixturenames
+    )
     asked = {item.callspec.params["page"] for item in mine}
 
     def run(page: Path) -> tuple[str, str]:
@@ -120,10 +135,14 @@ def results(request, launch_once, tmp_path_factory):
         return done.stdout, done.stderr
 
     with ThreadPoolExecutor(3) as pool:
-        yield {page: pool.submit(run, page) for page in sorted(asked, key=lambda page: -len(page.read_text()))}
+        yield {
+            page: pool.submit(run, page)
+            for page in sorted(asked, key=lambda page: -len(page.read_text()))
+        }
 
 
-#: What a new user reads first; the blocks of the other pages, minutes of them, are for who changes pages or commands.
+#: What a new user reads first; the blocks of the other pages, minutes of them, are for who changes
+#: pages or commands.
 FIRST = {"README.md", "tour.md"}
 
 
@@ -140,14 +159,24 @@ def test_a_page_s_blocks_do_what_they_show(page, results):
 
 
 def test_no_rule_for_shorter_commands_is_without_a_command():
-    shown = [command for page in SHOWN for block in pages.blocks(page.read_text()) for command in of_shell(block)]
-    first = {next((part for part, *_ in pages.SHORTER if re.search(part, command)), None) for command in shown}
+    shown = [
+        command
+        for page in SHOWN
+        for block in pages.blocks(page.read_text())
+        for command in of_shell(block)
+    ]
+    first = {
+        next((part for part, *_ in pages.SHORTER if re.search(part, command)), None)
+        for command in shown
+    }
     assert first >= {part for part, *_ in pages.SHORTER}
     assert None in first  # most are run as they are
 
 
 def of_shell(block: pages.Block) -> list[str]:
-    return [command for command, _ in pages.commands(block)] if block.kind in ("sh", "console") else []
+    return (
+        [command for command, _ in pages.commands(block)] if block.kind in ("sh", "console") else []
+    )
 
 
 PAGE = """
@@ -207,9 +236,13 @@ def test_a_page_is_run(tmp_path, monkeypatch):
         assert old in right
         assert said in wrong(right.replace(old, new, 1))[0][1]
     assert wrong("<!-- not run: a fragment -->\n```mojo\nfoo\n```\n") == []
-    monkeypatch.setattr(pages, "at_home", lambda: False)  # other bits: other figures, and the same words
+    # other bits: other figures, and the same words
+    monkeypatch.setattr(pages, "at_home", lambda: False)
     assert wrong(right.replace("```output\n1", "```output\n2", 1)) == []
-    assert "the block before it prints\n1" in wrong(right.replace("```output\n1", "```output\none", 1))[0][1]
+    assert (
+        "the block before it prints\n1"
+        in wrong(right.replace("```output\n1", "```output\none", 1))[0][1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +253,11 @@ def test_a_page_is_run(tmp_path, monkeypatch):
         ("weights f3acb2254559e712", "weights f3acb2254559e713", "weights f3acb2254559e712"),
         ("...\nepoch 1", "epoch\n", "epoch 1"),
         ("error: a long\n    line\nend", "error: a long line\nend", None),
-        ("error: a long\n    line of a page\n    ...", "error: a long line of a page and more", None),
+        (
+            "error: a long\n    line of a page\n    ...",
+            "error: a long line of a page and more",
+            None,
+        ),
         ("error: a long\nline", "error: a long line", "error: a long"),
         ("error: a long\n    word\nend", "error: a long line\nend", "error: a long"),
         ("a\n    b", "a\nb", None),
@@ -231,7 +268,8 @@ def test_what_differs(shown, printed, line, monkeypatch):
     assert pages.differs(shown, printed) == line
 
 
-#: Pages of what does not work everywhere: what is not supported stands before the first code, where it is read.
+#: Pages of what does not work everywhere: what is not supported stands before the first code, where
+#: it is read.
 LIMITED = "clusters gpu huggingface migration pipeline precision pytorch tensor-parallel".split()
 
 
@@ -241,7 +279,9 @@ def test_limits_come_before_code(name):
     assert 0 < text.find('\n!!! warning "') < text.index("```")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/pytorch.md", "docs/huggingface.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/index.md", "docs/pytorch.md", "docs/huggingface.md"]
+)
 def test_who_brings_a_pytorch_module_reads_first_that_it_trains_on_cpus(page):
     begin = " ".join((ROOT / page).read_text().split("```")[0].split())
     assert re.search(r"train(s)? on CPUs\b", begin)
@@ -253,15 +293,28 @@ COLUMNS = 84  # of code and output that the site shows; what follows is behind a
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_site_shows_the_end_of_every_line_of_a_block(page):
     text = page.read_text()
-    wide = [line for block in pages.blocks(text) for line in block.text.splitlines() if len(line) > COLUMNS]
+    wide = [
+        line
+        for block in pages.blocks(text)
+        for line in block.text.splitlines()
+        if len(line) > COLUMNS
+    ]
     assert not wide, "\n".join(wide)
 
 
-@pytest.mark.parametrize("notebook", sorted(ROOT.glob("docs/tutorials/*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", sorted(ROOT.glob("docs/tutorials/*.ipynb")), ids=lambda path: path.stem
+)
 def test_the_site_shows_the_end_of_every_line_of_a_notebook(notebook):
-    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     assert cells
-    parts = [part for cell in cells for part in (cell["source"], *(o.get("text", "") for o in cell["outputs"]))]
+    parts = [
+        part
+        for cell in cells
+        for part in (cell["source"], *(o.get("text", "") for o in cell["outputs"]))
+    ]
     wide = [line for part in parts for line in "".join(part).splitlines() if len(line) > COLUMNS]
     assert not wide, "\n".join(wide)
 
@@ -278,10 +331,12 @@ def test_commands_in_the_text_have_options_that_are_there(page):
         assert command is not None, code
         own = re.split(r"\btrain\b|\.py\b", found[2])[0]  # what stands behind these is the script's
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", own):
-            assert option == "--help" or any(option in (*p.opts, *p.secondary_opts) for p in command.params), option
+            assert option == "--help" or any(
+                option in (*p.opts, *p.secondary_opts) for p in command.params
+            ), option
 
 
-# -- what is said of the package --------------------------------------------------------------------------------------
+# -- what is said of the package -------------------------------------------------------------------
 
 
 def test_every_python_file_has_its_line():

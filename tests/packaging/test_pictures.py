@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def shown() -> list[tuple[str, str]]:
     """(command, hash) of each row of layouts.svg."""
-    texts = re.findall(r"<text [^>]*>([^<]+)</text>", (ROOT / "docs" / "images" / "layouts.svg").read_text())
+    texts = re.findall(
+        r"<text [^>]*>([^<]+)</text>", (ROOT / "docs" / "images" / "layouts.svg").read_text()
+    )
     hashes = [i for i, text in enumerate(texts) if re.fullmatch(r"[0-9a-f]{16}", text)]
     return [(texts[i - 1], texts[i]) for i in hashes]
 
@@ -36,7 +38,8 @@ def test_the_picture_shows_the_commands_that_the_program_runs():
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(command, marks=[] if i in (0, 2) else pytest.mark.long)  # one process and two ranks, always
+        # one process and two ranks, always
+        pytest.param(command, marks=[] if i in (0, 2) else pytest.mark.long)
         for i, (command, _) in enumerate(shown())
     ],
 )

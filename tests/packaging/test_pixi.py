@@ -1,5 +1,6 @@
-"""pixi.toml: its tasks run as pixi would run them, and it says nothing that pyproject.toml contradicts. pixi itself is
-not needed."""
+"""pixi.toml: its tasks run as pixi would run them, and it says nothing that pyproject.toml
+contradicts. pixi itself is not needed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ def task(tmp_path):
     """`pixi run NAME ARGUMENTS`: the task's shell command, with the arguments behind it."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, module in (("odyssey", "odyssey"), ("ruff", "ruff"), ("pytest", "pytest"), ("python", None)):
+    for name, module in (
+        ("odyssey", "odyssey"),
+        ("ruff", "ruff"),
+        ("pytest", "pytest"),
+        ("python", None),
+    ):
         start = f'"{sys.executable}"' + (f" -m {module}" if module else "")
         (commands / name).write_text(f'#!/bin/sh\nexec {start} "$@"\n')
         (commands / name).chmod(0o755)
@@ -114,7 +120,9 @@ def test_platforms_have_a_kernel_target():
 
 
 def test_the_c_library_that_max_needs_is_declared():
-    """Wheels of max are for glibc 2.34 (manylinux_2_34); pixi resolves for 2.28 where nothing is said."""
+    """Wheels of max are for glibc 2.34 (manylinux_2_34); pixi resolves for 2.28 where nothing is
+    said.
+    """
     tags = distribution("max-core").read_text("WHEEL")
     found = re.search(r"manylinux_2_(\d+)_", tags)
     assert found, tags
@@ -122,9 +130,11 @@ def test_the_c_library_that_max_needs_is_declared():
     assert libc["family"] == "glibc" and libc["version"] == f"2.{found[1]}"
 
 
-# -- what pixi resolves, by uv, which pixi uses for packages of Python -------------------------------------------------
+# -- what pixi resolves, by uv, which pixi uses for packages of Python -----------------------------
 
-UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+UV = shutil.which(
+    "uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+)
 LIBC = PIXI["system-requirements"]["libc"]["version"]
 PLATFORMS = {
     "linux-64": "x86_64-manylinux_{}",
@@ -135,10 +145,28 @@ OLDEST, NEWEST = "3.10", "3.14"  # of the range of `python`
 
 
 def resolved(platform: str, libc: str, python: str) -> subprocess.CompletedProcess[str]:
-    """What uv makes of the package with pixi's extras on a platform; of wheels alone where they depend on it."""
+    """What uv makes of the package with pixi's extras on a platform; of wheels alone where they
+    depend on it.
+    """
     extras = [f"--extra={name}" for name in PIXI["pypi-dependencies"][PROJECT["name"]]["extras"]]
-    where = ["--python-platform", PLATFORMS[platform].format(libc.replace(".", "_")), "--python-version", python]
-    words = [UV, "pip", "compile", "-q", "--no-header", "--only-binary", "max", *extras, *where, "pyproject.toml"]
+    where = [
+        "--python-platform",
+        PLATFORMS[platform].format(libc.replace(".", "_")),
+        "--python-version",
+        python,
+    ]
+    words = [
+        UV,
+        "pip",
+        "compile",
+        "-q",
+        "--no-header",
+        "--only-binary",
+        "max",
+        *extras,
+        *where,
+        "pyproject.toml",
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if "Failed to fetch" in done.stderr or "error sending request" in done.stderr:
         pytest.skip("no registry of packages can be reached")

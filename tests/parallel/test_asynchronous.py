@@ -1,4 +1,6 @@
-"""Ranks that do not take every step together: they end, wait no longer than they must, and agree at the end."""
+"""Ranks that do not take every step together: they end, wait no longer than they must, and agree
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,35 @@ class Small(nn.Module):
 def made(comm, lr: float = 0.05, momentum: float = 0.5, **settings) -> DistributedTrainer:
     nn.manual_seed(1)
     optimizer = optim.SGD(lr=lr, momentum=momentum)
-    return DistributedTrainer(Small(), optimizer, shard_size=16, device="cpu", threads=1, comm=comm, **settings)
+    return DistributedTrainer(
+        Small(), optimizer, shard_size=16, device="cpu", threads=1, comm=comm, **settings
+    )
 
 
 def loader(samples: int = 960, batch: int = 64) -> data.DataLoader:
-    return data.DataLoader(data.load("mnist", train=True).take(samples), batch_size=batch, shuffle=True)
+    return data.DataLoader(
+        data.load("mnist", train=True).take(samples), batch_size=batch, shuffle=True
+    )
 
 
-def trained(comm, epochs: int = 2, steps: int | None = None, samples: int = 960, validate: bool = False, **settings):
+def trained(
+    comm,
+    epochs: int = 2,
+    steps: int | None = None,
+    samples: int = 960,
+    validate: bool = False,
+    **settings,
+):
     trainer = made(comm, **settings)
     test = data.load("mnist", train=False).take(500) if validate else None
     history = trainer.fit(loader(samples), test, epochs=epochs, steps=steps)
     state = trainer.optimizer_state()
-    return trainer.weights_sha256(), history, {k: v for k, v in state.items() if isinstance(v, np.ndarray)}, trainer
+    return (
+        trainer.weights_sha256(),
+        history,
+        {k: v for k, v in state.items() if isinstance(v, np.ndarray)},
+        trainer,
+    )
 
 
 # --- the asynchronous parameter server ---
@@ -52,7 +70,9 @@ def test_one_worker_is_the_synchronous_training():
     """No gradient is late then: the same bits, also with the parameters cut among two servers."""
     alone = mock.run(1, trained)[0]
     for ranks, servers in ((2, 1), (3, 2)):
-        for weights, history, state, _ in mock.run(ranks, lambda c, s=servers: trained(c, reduction=ASYNC, servers=s)):
+        for weights, history, state, _ in mock.run(
+            ranks, lambda c, s=servers: trained(c, reduction=ASYNC, servers=s)
+        ):
             assert weights == alone[0]
             assert state["momentum"].tobytes() == alone[2]["momentum"].tobytes()
             assert history.steps == 30
@@ -62,19 +82,24 @@ def test_one_worker_is_the_synchronous_training():
 
 @pytest.mark.parametrize("ranks, servers", [(3, 1), (4, 1), (5, 2)])
 def test_several_workers_learn_and_all_ranks_agree(ranks, servers):
-    done = mock.run(ranks, lambda c: trained(c, validate=True, epochs=3, reduction=ASYNC, servers=servers))
+    done = mock.run(
+        ranks, lambda c: trained(c, validate=True, epochs=3, reduction=ASYNC, servers=servers)
+    )
     assert len({weights for weights, _, _, _ in done}) == 1
     assert len({state["momentum"].tobytes() for _, _, state, _ in done}) == 1
     assert len({t.optimizer.steps for _, _, _, t in done}) == 1
     for _, history, _, trainer in done:
         record = history.records[-1]
         assert record == {**done[0][1].records[-1], "seconds": record["seconds"]} | {
-            k: record[k] for k in ("samples_per_second", "bytes_per_step", "bytes_per_step_uncompressed")
+            k: record[k]
+            for k in ("samples_per_second", "bytes_per_step", "bytes_per_step_uncompressed")
         }
         assert history.steps == 45
         assert trainer.steps == 45
         assert sum(record["steps_of_worker"].values()) == 45
-        assert max(record["steps_of_worker"].values()) - min(record["steps_of_worker"].values()) <= 3
+        assert (
+            max(record["steps_of_worker"].values()) - min(record["steps_of_worker"].values()) <= 3
+        )
         assert record["test_accuracy"] > 0.7
         assert history.records[0]["train_loss"] > record["train_loss"]
 
@@ -112,7 +137,8 @@ def test_a_fast_worker_waits_for_a_slow_one(staleness):
         return trainer.fit(loader(), epochs=1).records[-1]
 
     record = mock.run(3, rank)[0]
-    assert record["lead_largest"] <= staleness + 1  # a step is begun while at most `staleness` ahead
+    # a step is begun while at most `staleness` ahead
+    assert record["lead_largest"] <= staleness + 1
     if staleness:
         assert record["lead_largest"] > 1
         assert record["staleness_largest"] >= 2
@@ -133,7 +159,9 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
                 return sums, gradients, divisor
 
             trainer.gradients = spoiled
-        with pytest.raises(NumericsError, match="Lower --lr, warm up, or lower --staleness") as caught:
+        with pytest.raises(
+            NumericsError, match="Lower --lr, warm up, or lower --staleness"
+        ) as caught:
             trainer.fit(loader(), epochs=1)
         assert caught.value.raised_on_all_ranks
         assert np.isfinite(trainer.arena.params).all()
@@ -166,7 +194,9 @@ def test_single_steps_are_refused():
 def test_an_average_after_each_step_is_close_to_the_synchronous_training():
     """Of plain SGD, with shares of one size: the same but for rounding."""
     alone = mock.run(1, lambda c: trained(c, momentum=0.0))[0]
-    for _, history, _, trainer in mock.run(4, lambda c: trained(c, momentum=0.0, reduction="local_sgd", local_steps=1)):
+    for _, history, _, trainer in mock.run(
+        4, lambda c: trained(c, momentum=0.0, reduction="local_sgd", local_steps=1)
+    ):
         assert np.allclose(trainer.arena.params, alone[3].arena.params, atol=1e-6)
         assert history.train_loss == pytest.approx(alone[1].train_loss, rel=1e-4)
 
@@ -178,10 +208,19 @@ def test_local_sgd_learns_and_gives_the_same_bits_again(ranks, optimizer):
         nn.manual_seed(1)
         kind = optim.SGD(lr=0.05, momentum=0.5) if optimizer == "sgd" else optim.Adam(lr=1e-3)
         trainer = DistributedTrainer(
-            Small(), kind, shard_size=16, device="cpu", threads=1, comm=comm, reduction="local_sgd", local_steps=4
+            Small(),
+            kind,
+            shard_size=16,
+            device="cpu",
+            threads=1,
+            comm=comm,
+            reduction="local_sgd",
+            local_steps=4,
         )
         history = trainer.fit(loader(), data.load("mnist", train=False).take(500), epochs=3)
-        state = b"".join(v.tobytes() for v in trainer.optimizer_state().values() if isinstance(v, np.ndarray))
+        state = b"".join(
+            v.tobytes() for v in trainer.optimizer_state().values() if isinstance(v, np.ndarray)
+        )
         assert history.records[-1]["test_accuracy"] > 0.7
         assert history.bytes_per_step > 0
         return trainer.weights_sha256(), state, trainer.optimizer.steps
@@ -221,8 +260,20 @@ def test_a_rank_without_samples_counts_the_step():
         ({"reduction": "local_sgd"}, Mesh(2, 2, 1), 0, "fp32", "use --pp 1 --tp 1"),
         ({"reduction": "local_sgd"}, Mesh(2, 1, 1), 1, "fp32", "use zero=0"),
         ({"reduction": "local_sgd"}, Mesh(2, 1, 1), 0, "fp16", "use precision='bf16'"),
-        ({"reduction": ASYNC}, Mesh(1, 1, 1), 0, "fp32", "beside its 1 server, and 1 is running; raise -n"),
-        ({"reduction": ASYNC, "servers": 2}, Mesh(2, 1, 1), 0, "fp32", "beside its 2 servers, and 2 are running"),
+        (
+            {"reduction": ASYNC},
+            Mesh(1, 1, 1),
+            0,
+            "fp32",
+            "beside its 1 server, and 1 is running; raise -n",
+        ),
+        (
+            {"reduction": ASYNC, "servers": 2},
+            Mesh(2, 1, 1),
+            0,
+            "fp32",
+            "beside its 2 servers, and 2 are running",
+        ),
     ],
 )
 def test_combinations_that_are_refused(settings, mesh, zero, precision, message):
@@ -233,7 +284,10 @@ def test_combinations_that_are_refused(settings, mesh, zero, precision, message)
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"reduction": ASYNC, "compression": "topk"}, "leave reduction='async_parameter_server' out"),
+        (
+            {"reduction": ASYNC, "compression": "topk"},
+            "leave reduction='async_parameter_server' out",
+        ),
         ({"staleness": 2}, "only to reduction='async_parameter_server', not tree"),
         ({"reduction": ASYNC, "staleness": -1}, "at least 0"),
         ({"reduction": "local_sgd", "local_steps": 0}, "at least 1"),

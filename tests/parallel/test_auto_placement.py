@@ -25,7 +25,9 @@ def every_cut(ops, k):
 
 
 def memory(ops, i, j, copies, samples):
-    return copies * sum(op.parameter_bytes for op in ops[i:j]) + samples * sum(op.activation_bytes for op in ops[i:j])
+    return copies * sum(op.parameter_bytes for op in ops[i:j]) + samples * sum(
+        op.activation_bytes for op in ops[i:j]
+    )
 
 
 def test_no_cut_is_better():
@@ -39,7 +41,9 @@ def test_no_cut_is_better():
         limit = rng.choice((None, None, 600, 1500, 4000))
         scores = {}
         for cuts, spans in every_cut(ops, k):
-            if limit is None or all(memory(ops, i, j, copies, per[s]) <= limit for s, (i, j) in enumerate(spans)):
+            if limit is None or all(
+                memory(ops, i, j, copies, per[s]) <= limit for s, (i, j) in enumerate(spans)
+            ):
                 slowest = max(sum(op.seconds for op in ops[i:j]) for i, j in spans)
                 scores[cuts] = (slowest, sum(ops[i - 1].crossing_bytes for i in cuts))
         limited += limit is not None and bool(scores)
@@ -55,28 +59,43 @@ def test_no_cut_is_better():
             continue
         plan = auto_placement.cut(ops, k, memory_limit=limit, copies=copies, samples=samples)
         assert scores[plan.cuts] == min(scores.values())
-        assert plan.cuts == min(cuts for cuts, score in scores.items() if score == min(scores.values()))
+        assert plan.cuts == min(
+            cuts for cuts, score in scores.items() if score == min(scores.values())
+        )
         ties += list(scores.values()).count(min(scores.values())) > 1
         assert plan.slowest == scores[plan.cuts][0]
         for s, p in enumerate(plan.parts):
-            assert p.memory_bytes == memory(ops, p.first, p.last, copies, per[s]) and p.last > p.first
+            assert (
+                p.memory_bytes == memory(ops, p.first, p.last, copies, per[s]) and p.last > p.first
+            )
             assert p.names == tuple(op.name for op in ops[p.first : p.last])
     assert limited > 20 and impossible > 20 and ties > 20
 
 
 def test_floating_point_costs():
-    """Sums of floats differ with their order; the second pass must still allow what the first one found."""
+    """Sums of floats differ with their order; the second pass must still allow what the first
+    one found.
+    """
     rng = random.Random(2)
     for _ in range(200):
-        ops = [OpCost(str(i), rng.random() * 10 ** rng.randrange(-9, 3)) for i in range(rng.randrange(2, 12))]
+        ops = [
+            OpCost(str(i), rng.random() * 10 ** rng.randrange(-9, 3))
+            for i in range(rng.randrange(2, 12))
+        ]
         k = rng.randrange(1, len(ops) + 1)
-        best = min(max(sum(op.seconds for op in ops[i:j]) for i, j in spans) for _, spans in every_cut(ops, k))
+        best = min(
+            max(sum(op.seconds for op in ops[i:j]) for i, j in spans)
+            for _, spans in every_cut(ops, k)
+        )
         assert auto_placement.cut(ops, k).slowest == pytest.approx(best, rel=1e-6, abs=1e-9)
 
 
 def test_two_hundred_ops_are_quick():
     rng = random.Random(3)
-    ops = [OpCost(str(i), rng.random(), rng.randrange(10**6), 100, rng.randrange(10**4)) for i in range(200)]
+    ops = [
+        OpCost(str(i), rng.random(), rng.randrange(10**6), 100, rng.randrange(10**4))
+        for i in range(200)
+    ]
     plan = auto_placement.cut(ops, 8, memory_limit=10**9)
     assert len(plan.parts) == 8 and sum(p.seconds for p in plan.parts) > 0.9 * 8 * plan.slowest
 
@@ -95,10 +114,12 @@ def test_the_table():
         "stage 1: conv2, fc  50 % of the time, 202 KB parameters"
     )
     long = auto_placement.cut([OpCost(f"op{i}", 1) for i in range(9)], 1)
-    assert str(long) == "stage 0: op0, op1, op2, 4 more, op7, op8  100 % of the time, 0 B parameters"
-    assert [auto_placement.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_600, 2.5e9, 3e13)] == (
-        ["0 B", "999 B", "1.0 KB", "99.9 KB", "100 KB", "1.0 MB", "2.5 GB", "30000 GB"]
+    assert (
+        str(long) == "stage 0: op0, op1, op2, 4 more, op7, op8  100 % of the time, 0 B parameters"
     )
+    assert [
+        auto_placement.size(n) for n in (0, 999, 1000, 99_949, 99_950, 999_600, 2.5e9, 3e13)
+    ] == (["0 B", "999 B", "1.0 KB", "99.9 KB", "100 KB", "1.0 MB", "2.5 GB", "30000 GB"])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +130,12 @@ def test_the_table():
         ([OpCost("a", float("nan"))], 1, {}, "a takes nan s"),
         ([OpCost("a", -1)], 1, {}, "a takes -1 s"),
         ([OpCost("a", 1)], 1, {"samples": [1, 2]}, "2 numbers of samples for 1 stages"),
-        ([OpCost("a", 1, 1000)], 1, {"memory_limit": 2999}, "within 2,999 bytes per device; it takes 3,000:"),
+        (
+            [OpCost("a", 1, 1000)],
+            1,
+            {"memory_limit": 2999},
+            "within 2,999 bytes per device; it takes 3,000:",
+        ),
     ],
 )
 def test_what_is_refused(ops, stages, settings, says):

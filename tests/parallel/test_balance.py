@@ -1,4 +1,6 @@
-"""Shards that move from rank to rank between steps: who gets how many, and that no bit changes wherever they go."""
+"""Shards that move from rank to rank between steps: who gets how many, and that no bit changes
+wherever they go.
+"""
 
 from __future__ import annotations
 
@@ -67,14 +69,18 @@ class Read:
 def trained(comm, folder, settings, steps=None, moved=True):
     nn.manual_seed(1)
     trainer = DistributedTrainer(
-        nn.Sequential(nn.Flatten(), nn.Linear(784, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 10)),
+        nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 10)
+        ),
         optim.Adam(),
         comm=comm,
         **{"threads": 1, "shard_size": 4, "device": "cpu", "check_every": 3, **settings},
     )
     if moved and comm.size > 1:
         trainer.layout.balance = cases.Anywhere(comm, 1, trainer.layout.balance.members)
-    loader = data.DataLoader(Read(), batch_size=34, shuffle=True, transform=data.transforms.RandomCrop(padding=2))
+    loader = data.DataLoader(
+        Read(), batch_size=34, shuffle=True, transform=data.transforms.RandomCrop(padding=2)
+    )
     seen = []
     take = trainer.take_step
     trainer.take_step = lambda batch: (seen.append(batch.numbers.tolist()), take(batch))[1]
@@ -98,7 +104,15 @@ def trained(comm, folder, settings, steps=None, moved=True):
         (3, {"reduction": "parameter_server", "servers": 2}),
         (4, {"mesh": Mesh(dp=2, pp=2)}),
         (6, {"mesh": Mesh(dp=3, pp=2), "zero": 1, "pipeline_schedule": "gpipe"}),
-        (4, {"mesh": Mesh(dp=2, tp=2), "reduction": "hierarchical", "ranks_per_node": 2, "shard_size": 16}),
+        (
+            4,
+            {
+                "mesh": Mesh(dp=2, tp=2),
+                "reduction": "hierarchical",
+                "ranks_per_node": 2,
+                "shard_size": 16,
+            },
+        ),
     ],
     ids=str,
 )
@@ -119,7 +133,9 @@ def test_ranks_agree_and_move_shards_from_who_is_slow(monkeypatch):
     assert moves[0] == moves[1]
     found = [counts for counts, line in moves[0] if line]
     assert found[0] in ((5, 3), (6, 2)) and found[-1] in ((3, 5), (2, 6)) and len(found) <= 3
-    assert "[rebalance] a shard takes rank 1 2.0x as long" in next(line for _, line in moves[0] if line)
+    assert "[rebalance] a shard takes rank 1 2.0x as long" in next(
+        line for _, line in moves[0] if line
+    )
 
 
 def test_a_pipeline_is_as_slow_as_its_slowest_stage(monkeypatch):
@@ -130,7 +146,8 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage(monkeypatch):
     found = [(counts, line) for counts, line in moves[0] if line]
     assert len(found) == 1 and found[0][0] == (6, 2)
     assert (
-        "[rebalance] a shard takes ranks 2-3 2.0x as long" in found[0][1] and "ranks 0-1 6 instead of 4" in found[0][1]
+        "[rebalance] a shard takes ranks 2-3 2.0x as long" in found[0][1]
+        and "ranks 0-1 6 instead of 4" in found[0][1]
     )
 
 
@@ -162,6 +179,9 @@ def _moves(comm, monkeypatch, spent, members=1):
 def test_what_it_does_not_go_with_is_refused_in_a_line(ranks, settings, says):
     with pytest.raises(ConfigError, match=says) as error:
         mock.run(
-            ranks, lambda comm: DistributedTrainer(nn.LeNet5(), optim.SGD(), comm=comm, rebalance=True, **settings)
+            ranks,
+            lambda comm: DistributedTrainer(
+                nn.LeNet5(), optim.SGD(), comm=comm, rebalance=True, **settings
+            ),
         )
     assert "\n" not in str(error.value)

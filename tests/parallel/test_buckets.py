@@ -1,4 +1,6 @@
-"""Buckets and segments, by counting over many programs: shared, frozen and unused parameters, any size of bucket."""
+"""Buckets and segments, by counting over many programs: shared, frozen and unused parameters,
+any size of bucket.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from odyssey.train.trainer import DistributedTrainer
 
 
 def programs(seed: int) -> tuple[list[Record], Arena, set[int]]:
-    """A random network as records: layers with a weight and a bias, some shared with an earlier layer, some without a
-    gradient, some whose gradient comes at the end of the backward pass or in the forward pass, as well or alone; the
-    offsets of parameters that get one."""
+    """A random network as records: layers with a weight and a bias, some shared with an earlier
+    layer, some without a gradient, some whose gradient comes at the end of the backward pass
+    or in the forward pass, as well or alone; the offsets of parameters that get one.
+    """
     rng = random.Random(seed)
     n = rng.randint(1, 9)
     arena = Arena((f"p{i}", Parameter([0.0] * rng.randint(1, 50))) for i in range(2 * n + 2))
@@ -33,7 +36,9 @@ def programs(seed: int) -> tuple[list[Record], Arena, set[int]]:
             if i and rng.random() < 0.2:
                 pair[j] = layers[rng.randrange(i)][0][j]
         layers.append((pair, [rng.random() < 0.8, rng.random() < 0.8]))
-    frozen = {o for pair, trained in layers for o, yes in zip(pair, trained, strict=True) if not yes}
+    frozen = {
+        o for pair, trained in layers for o, yes in zip(pair, trained, strict=True) if not yes
+    }
 
     def use(space: int, offsets) -> list[Range]:
         return [Range(arena, space, 4 * o) for o in offsets]
@@ -59,7 +64,9 @@ def programs(seed: int) -> tuple[list[Record], Arena, set[int]]:
 
 
 def additions(records: list[Record], arena: Arena, numbers: dict[int, int]) -> dict[int, list[int]]:
-    """What is added to each gradient, in order: the numbers of records, through sums in the workspace as well."""
+    """What is added to each gradient, in order: the numbers of records, through sums in the
+    workspace as well.
+    """
     sums: dict[int, list[int]] = {}
     found: dict[int, list[int]] = {}
     for r in records:
@@ -68,7 +75,10 @@ def additions(records: list[Record], arena: Arena, numbers: dict[int, int]) -> d
             sums[id(slots[0])] = []
         elif r.op == "accumulate" and id(slots[0]) in sums:
             offset = r.args[0].offset // 4
-            assert not found.get(offset) and r.args[2] * 4 == slots[0].nbytes == 4 * buckets.padded(arena)[offset]
+            assert (
+                not found.get(offset)
+                and r.args[2] * 4 == slots[0].nbytes == 4 * buckets.padded(arena)[offset]
+            )
             found[offset] = sums.pop(id(slots[0]))
         else:
             for slot in (s for s in slots if id(s) in sums):
@@ -78,7 +88,9 @@ def additions(records: list[Record], arena: Arena, numbers: dict[int, int]) -> d
     return found
 
 
-def fits(records: list[Record], arena: Arena, made: list[Bucket], by_params: bool) -> list[buckets.Segment]:
+def fits(
+    records: list[Record], arena: Arena, made: list[Bucket], by_params: bool
+) -> list[buckets.Segment]:
     """The segments of a program, once everything that they promise has been looked at."""
     for r in records:
         r.origin = r  # which copies keep
@@ -93,12 +105,22 @@ def fits(records: list[Record], arena: Arena, made: list[Bucket], by_params: boo
                 assert s.grads == owner.get(o, buckets.STATS)
             if by_params:
                 assert {owner[o] for o in buckets.touched(r, arena, native.PARAMS)} <= set(s.params)
-        most = max([2, *(len({owner[o] for o in buckets.touched(r, arena, native.PARAMS)}) for r in records)])
+        most = max(
+            [
+                2,
+                *(
+                    len({owner[o] for o in buckets.touched(r, arena, native.PARAMS)})
+                    for r in records
+                ),
+            ]
+        )
         assert len(s.params) <= (most if by_params else 0)
     written = {o for r in records for o in buckets.touched(r, arena, native.GRADS)} - {arena.size}
     assert {owner[o] for o in written} == set(writers)
     # nothing is left out, twice or in another order, and each gradient is the same sum
-    own = [r for r in run if hasattr(r, "origin") and not (r.op == "fill" and r.origin.op != "fill")]
+    own = [
+        r for r in run if hasattr(r, "origin") and not (r.op == "fill" and r.origin.op != "fill")
+    ]
     assert [id(r.origin) for r in own] == [id(r) for r in records]
     numbers = {id(r): i for i, r in enumerate(records)}
     plain: dict[int, list[int]] = {}
@@ -122,19 +144,28 @@ def test_every_program_can_be_cut(by_params):
         assert [lo for lo, _ in runs] == [sum(n for _, n in runs[:i]) for i in range(len(runs))]
         assert sum(n for _, n in runs) == arena.size == sum(b.floats for b in made)
         assert sorted(name for b in made for name in b.names) == sorted(arena.offsets)
-        assert sum(b.floats < limit for b in made) <= 2  # the last, and the last of those that are used far apart
+        # the last, and the last of those that are used far apart
+        assert sum(b.floats < limit for b in made) <= 2
         # places in a bucket and in the arena belong to each other
         for b in made:
-            assert [b.locate(p.lo + i) for p in b.pieces for i in range(p.n)] == list(range(b.floats))
+            assert [b.locate(p.lo + i) for p in b.pieces for i in range(p.n)] == list(
+                range(b.floats)
+            )
             assert [p for i in range(b.floats) for p in b.covers(i, i + 1)] == [
                 buckets.BucketRange(p.lo + i, 1, p.at + i) for p in b.pieces for i in range(p.n)
             ]
         cut = fits(records, arena, made, by_params)
-        written = {o for r in records for o in buckets.touched(r, arena, native.GRADS)} - {arena.size}
-        assert buckets.unused(records, arena) == [n for n, o in arena.offsets.items() if o not in written]
+        written = {o for r in records for o in buckets.touched(r, arena, native.GRADS)} - {
+            arena.size
+        }
+        assert buckets.unused(records, arena) == [
+            n for n, o in arena.offsets.items() if o not in written
+        ]
         several += len(made) > 2
         shared += len({s.grads for s in cut}) < len(made)
-        early += any(r.op == "fill" for r in buckets.segments(records, arena, made, by_params=by_params)[0])
+        early += any(
+            r.op == "fill" for r in buckets.segments(records, arena, made, by_params=by_params)[0]
+        )
         # the same buckets for other programs: layers frozen, others used, no backward pass
         for _ in range(4):
             frozen = {o for o in arena.offsets.values() if rng.random() < 0.4}
@@ -153,7 +184,12 @@ def without(record: Record, arena: Arena, frozen: set[int]) -> Record:
     return record.changed(args=args)
 
 
-CHAIN = [nn.Flatten, lambda: nn.Linear(784, 64), *[lambda: nn.Linear(64, 64)] * 3, lambda: nn.Linear(64, 10)]
+CHAIN = [
+    nn.Flatten,
+    lambda: nn.Linear(784, 64),
+    *[lambda: nn.Linear(64, 64)] * 3,
+    lambda: nn.Linear(64, 10),
+]
 
 
 def names(model, limit):
@@ -164,14 +200,20 @@ def names(model, limit):
 
 def test_a_layer_is_a_bucket_and_one_that_is_used_again_after_others_too():
     layers = [(f"{i}.weight", f"{i}.bias") for i in (5, 4, 3, 2, 1)]
-    assert names(nn.Sequential(*(make() for make in CHAIN)), 1) == layers  # as the backward pass is done with them
+    # as the backward pass is done with them
+    assert names(nn.Sequential(*(make() for make in CHAIN)), 1) == layers
     model = nn.Sequential(*(make() for make in CHAIN))
     assert names(model, 4000) == [layers[1] + layers[0], layers[2], layers[3], layers[4]]
 
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b, self.c, self.d = nn.Linear(784, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+            self.a, self.b, self.c, self.d = (
+                nn.Linear(784, 16),
+                nn.Linear(16, 16),
+                nn.Linear(16, 16),
+                nn.Linear(16, 10),
+            )
             self.unused = nn.Linear(3, 3)
 
         def forward(self, x):
@@ -182,14 +224,22 @@ def test_a_layer_is_a_bucket_and_one_that_is_used_again_after_others_too():
     assert names(Tied(), 1) == [*order, ("unused.weight",), ("unused.bias",)]
     assert len(names(Tied(), 10**6)) == 1
     # less than that is between the two uses of b: nothing to be gained
-    assert names(Tied(), 300) == [order[1] + order[0], order[3] + order[2], ("unused.weight", "unused.bias")]
+    assert names(Tied(), 300) == [
+        order[1] + order[0],
+        order[3] + order[2],
+        ("unused.weight", "unused.bias"),
+    ]
 
 
 def test_layers_that_take_turns_are_one_bucket():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.state, self.step = nn.Linear(784, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.first, self.state, self.step = (
+                nn.Linear(784, 16),
+                nn.Linear(16, 16),
+                nn.Linear(16, 16),
+            )
             self.last = nn.Linear(16, 10)
 
         def forward(self, x):
@@ -199,7 +249,11 @@ def test_layers_that_take_turns_are_one_bucket():
             return self.last(x)
 
     turns = ("state.weight", "state.bias", "step.weight", "step.bias")
-    assert names(Recurrent(), 1) == [("last.weight", "last.bias"), turns, ("first.weight", "first.bias")]
+    assert names(Recurrent(), 1) == [
+        ("last.weight", "last.bias"),
+        turns,
+        ("first.weight", "first.bias"),
+    ]
 
 
 class Mixed(nn.Module):
@@ -207,7 +261,12 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(784, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(784, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 10),
+        )
         self.one, self.two, self.branch = nn.BatchNorm1d(16), nn.BatchNorm1d(16), nn.Linear(16, 16)
 
     def forward(self, x):
@@ -228,7 +287,9 @@ def test_frozen_layers_are_where_they_would_be_if_they_were_trained(seed, limit)
 
 
 def test_a_frozen_layer_between_two_of_a_bucket():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+    )
     for p in model[2].parameters():
         p.requires_grad = False
     trainer = DistributedTrainer(model, optim.SGD())

@@ -1,4 +1,6 @@
-"""Compressed gradients: what arrives, what is kept for later, how many bytes travel, and that training goes on."""
+"""Compressed gradients: what arrives, what is kept for later, how many bytes travel, and that
+training goes on.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def gradient(rank: int, step: int = 0) -> np.ndarray:
     return g
 
 
-def session(comm, strategy: Strategy, steps: int, samples=lambda step: 64, given=gradient, **options):
+def session(
+    comm, strategy: Strategy, steps: int, samples=lambda step: 64, given=gradient, **options
+):
     """Sums of a gradient per rank and step; also what the rank keeps and its reduction."""
     plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)
     memory: dict = {}
@@ -39,7 +43,9 @@ def session(comm, strategy: Strategy, steps: int, samples=lambda step: 64, given
         n = samples(step)
         if n not in made:
             content = Content(FLOATS, SHAPES, n, memory)
-            made[n] = strategies.make(strategy, comm, plan, FLOATS + REST, 1, content=content, **options)
+            made[n] = strategies.make(
+                strategy, comm, plan, FLOATS + REST, 1, content=content, **options
+            )
         made[n].buffers[0] = given(comm.rank, step)
         made[n].start()
         results.append(made[n].finish().copy())
@@ -58,7 +64,8 @@ def test_all_ranks_get_the_same_and_the_same_again(compression, ranks):
     for results, _, _ in first + again:
         for step in range(3):
             assert results[step].tobytes() == first[0][0][step].tobytes()
-            assert results[step][FLOATS:].tolist() == [ranks * (ranks + 1) / 2] * REST  # counts are exact
+            # counts are exact
+            assert results[step][FLOATS:].tolist() == [ranks * (ranks + 1) / 2] * REST
 
 
 @pytest.mark.parametrize("compression, error", [("fp16", 2**-11), ("bf16", 2**-8)])
@@ -72,7 +79,9 @@ def test_sixteen_bits_round_twice(compression, error):
 def test_fp16_neither_overflows_nor_underflows():
     for factor in (1e-30, 1e30):
         given = lambda rank, step, f=factor: gradient(rank) * np.float32(f)  # noqa: E731
-        for results, _, _ in mock.run(2, lambda c, g=given: session(c, Strategy(compression="fp16"), 1, given=g)):
+        for results, _, _ in mock.run(
+            2, lambda c, g=given: session(c, Strategy(compression="fp16"), 1, given=g)
+        ):
             got = results[0][:FLOATS].astype(np.float64) / factor
             assert np.allclose(got, exact(2)[:FLOATS], rtol=2e-3, atol=2e-3)
 
@@ -86,7 +95,14 @@ def test_sixteen_bits_with_scatter(compression):
         content = Content(FLOATS, SHAPES, 64, {})
         storage = np.zeros(64 * FLOATS, np.float32)
         made = strategies.make(
-            Strategy(compression=compression), comm, plan, FLOATS, 1, content=content, scatter=True, storage=storage
+            Strategy(compression=compression),
+            comm,
+            plan,
+            FLOATS,
+            1,
+            content=content,
+            scatter=True,
+            storage=storage,
         )
         made.buffers[0] = gradient(comm.rank)[:FLOATS]
         made.start()
@@ -126,12 +142,15 @@ def test_what_topk_keeps_and_what_it_sends_add_up():
     for results, _, made in done:
         assert np.count_nonzero(results[0][:FLOATS]) <= 3 * 40
         beside = made[0]._exact.bytes_sent
-        assert made[0].bytes_sent - beside == steps * 2 * 40 * 8  # to two ranks, 40 pairs of 8 bytes
+        # to two ranks, 40 pairs of 8 bytes
+        assert made[0].bytes_sent - beside == steps * 2 * 40 * 8
 
 
 def test_topk_warms_up():
     strategy = Strategy(compression="topk", compression_ratio=0.01, compression_warmup_steps=4)
-    for results, _, _ in mock.run(2, session, strategy, 6, lambda step: 64, lambda rank, step: gradient(0, step)):
+    for results, _, _ in mock.run(
+        2, session, strategy, 6, lambda step: 64, lambda rank, step: gradient(0, step)
+    ):
         # both ranks send the same positions
         sent = [np.count_nonzero(r[:FLOATS]) for r in results]
         assert sent == [200, 89, 40, 18, 8, 8]
@@ -139,7 +158,9 @@ def test_topk_warms_up():
 
 @pytest.mark.parametrize("compression", ["topk", "powersgd"])
 def test_what_is_kept_counts_for_batches_of_other_sizes(compression):
-    """A step divides by its samples: what a batch of 64 left is half as much in units of one of 32."""
+    """A step divides by its samples: what a batch of 64 left is half as much in units of one of
+    32.
+    """
     strategy = Strategy(compression=compression)
     given = lambda rank, step: gradient(rank) if step == 0 else 0 * gradient(rank)  # noqa: E731
     name = "residual" if compression == "topk" else "error"
@@ -162,7 +183,9 @@ def test_a_number_that_is_not_finite_reaches_all_and_nothing_of_it_is_kept(compr
             g[5] = np.inf
         return g
 
-    for results, memory, _ in mock.run(2, lambda c: session(c, Strategy(compression=compression), 3, given=given)):
+    for results, memory, _ in mock.run(
+        2, lambda c: session(c, Strategy(compression=compression), 3, given=given)
+    ):
         finite = [bool(np.isfinite(r).all()) for r in results]
         assert finite == [True, False, True]
         assert all(np.isfinite(v).all() for v in memory.values() if isinstance(v, np.ndarray))
@@ -190,7 +213,9 @@ def test_power_iteration_finds_a_matrix_of_low_rank():
         g[608:638] = rank
         return g
 
-    for results, memory, made in mock.run(2, lambda c: session(c, Strategy(compression="powersgd"), 8, given=given)):
+    for results, memory, made in mock.run(
+        2, lambda c: session(c, Strategy(compression="powersgd"), 8, given=given)
+    ):
         assert np.allclose(results[7][:600], 2 * low.ravel(), atol=1e-3)
         assert results[7][608:638].tolist() == [1.0] * 30  # a vector is sent as it is
         assert np.abs(memory["error"]).max() < 1e-2
@@ -213,7 +238,10 @@ def test_what_powersgd_keeps_and_what_it_sends_add_up():
     [
         ({"compression": "zip"}, "choose from fp16, bf16, topk, powersgd, or None"),
         ({"compression": "topk", "compression_ratio": 0.0}, "above 0 and at most 1"),
-        ({"compression": "topk", "compression_ratio": "1 %"}, "must be a number above 0 and at most 1"),
+        (
+            {"compression": "topk", "compression_ratio": "1 %"},
+            "must be a number above 0 and at most 1",
+        ),
         ({"compression": "fp16", "compression_ratio": 0.1}, "only to compression='topk', not fp16"),
         ({"compression": "topk", "powersgd_rank": 4}, "only to compression='powersgd', not topk"),
         ({"compression": "topk", "reduction": "ring"}, "leave reduction='ring' out"),
@@ -245,7 +273,13 @@ def trained(comm, **settings):
     train = data.load("mnist", train=True).take(1500)
     loader = data.DataLoader(train, batch_size=128, shuffle=True)
     trainer = DistributedTrainer(
-        model, optim.SGD(lr=0.03, momentum=0.9), shard_size=32, device="cpu", threads=1, comm=comm, **settings
+        model,
+        optim.SGD(lr=0.03, momentum=0.9),
+        shard_size=32,
+        device="cpu",
+        threads=1,
+        comm=comm,
+        **settings,
     )
     history = trainer.fit(loader, epochs=3)
     return trainer.weights_sha256(), history, trainer
@@ -276,7 +310,8 @@ def test_trainings(settings, plain):
     _, history, trainer = done[0]
     assert history.train_loss == pytest.approx(plain, abs=0.15)  # 2.3 at the start
     if "mesh" not in settings:  # activations are not compressed
-        most = 0.76 if "zero" in settings else 0.7  # parameters that come back from their owners are not compressed
+        # parameters that come back from their owners are not compressed
+        most = 0.76 if "zero" in settings else 0.7
         assert history.bytes_per_step < most * history.bytes_per_step_uncompressed
         assert trainer.bytes_per_step == pytest.approx(history.bytes_per_step, rel=0.1)
 
@@ -305,7 +340,9 @@ def test_gradient_compression_is_smaller_and_loses_nothing():
 def test_gradient_compression_of_a_list_without_feedback():
     compression = GradientCompression(0.5, error_feedback=False)
     for _ in range(2):
-        (back,) = compression.decompress_gradients(compression.compress_gradients([np.array([[1.0, -4.0]])]))
+        (back,) = compression.decompress_gradients(
+            compression.compress_gradients([np.array([[1.0, -4.0]])])
+        )
         assert back.tolist() == [[0.0, -4.0]]
 
 
@@ -332,7 +369,13 @@ def test_a_step_that_is_not_finite_is_taken_by_no_rank():
     def rank(comm):
         model = nn.models.build("mlp", seed=1)
         trainer = DistributedTrainer(
-            model, optim.SGD(lr=0.1), shard_size=8, device="cpu", threads=1, comm=comm, compression="topk"
+            model,
+            optim.SGD(lr=0.1),
+            shard_size=8,
+            device="cpu",
+            threads=1,
+            comm=comm,
+            compression="topk",
         )
         x = np.ones((32, 1, 28, 28), np.float32)
         x[20] = 3e38  # overflows in the first layer
@@ -345,41 +388,72 @@ def test_a_step_that_is_not_finite_is_taken_by_no_rank():
 
 
 @pytest.mark.parametrize(
-    ("settings", "measures"), [({"compression": "topk"}, False), ({"reduction": "ring"}, False), ({}, True)]
+    ("settings", "measures"),
+    [({"compression": "topk"}, False), ({"reduction": "ring"}, False), ({}, True)],
 )
-def test_where_bits_depend_on_the_cut_of_a_pipeline_it_does_not_depend_on_time(monkeypatch, settings, measures):
+def test_where_bits_depend_on_the_cut_of_a_pipeline_it_does_not_depend_on_time(
+    monkeypatch, settings, measures
+):
     seen = []
     seconds = costs.seconds
     monkeypatch.setattr(costs, "seconds", lambda *given: seen.append(0) or seconds(*given))
 
     def train(comm):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 9), nn.ReLU(), nn.Linear(9, 30), nn.Linear(30, 10))
-        trainer = DistributedTrainer(
-            model, optim.SGD(lr=0.1), comm=comm, threads=1, shard_size=8, mesh=Mesh(dp=2, pp=2), **settings
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 9), nn.ReLU(), nn.Linear(9, 30), nn.Linear(30, 10)
         )
-        trainer.fit(data.DataLoader(data.load("mnist", train=True).take(64), batch_size=64), steps=1)
+        trainer = DistributedTrainer(
+            model,
+            optim.SGD(lr=0.1),
+            comm=comm,
+            threads=1,
+            shard_size=8,
+            mesh=Mesh(dp=2, pp=2),
+            **settings,
+        )
+        trainer.fit(
+            data.DataLoader(data.load("mnist", train=True).take(64), batch_size=64), steps=1
+        )
 
     mock.run(4, train)
     assert bool(seen) == measures
 
 
-@pytest.mark.parametrize("settings", [{"compression": "topk", "compression_ratio": 0.1}, {"compression": "powersgd"}])
+@pytest.mark.parametrize(
+    "settings", [{"compression": "topk", "compression_ratio": 0.1}, {"compression": "powersgd"}]
+)
 def test_a_pipeline_goes_on_with_what_its_stages_have_not_sent(tmp_path, settings):
-    """Stages have gradients of other sizes, so other remainders; on another mesh they would be of no use."""
+    """Stages have gradients of other sizes, so other remainders; on another mesh they would be
+    of no use.
+    """
 
     def train(comm, mesh, steps, folder):
         nn.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 9), nn.ReLU(), nn.Linear(9, 30), nn.Linear(30, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 9), nn.ReLU(), nn.Linear(9, 30), nn.Linear(30, 10)
+        )
         trainer = DistributedTrainer(
-            model, optim.SGD(lr=0.1), comm=comm, device="cpu", threads=1, shard_size=8, mesh=mesh, **settings
+            model,
+            optim.SGD(lr=0.1),
+            comm=comm,
+            device="cpu",
+            threads=1,
+            shard_size=8,
+            mesh=mesh,
+            **settings,
         )
         loader = data.DataLoader(data.load("mnist", train=True).take(200), batch_size=64)
-        trainer.fit(loader, epochs=2, steps=steps, **({"checkpoint_dir": tmp_path} if folder else {}))
+        trainer.fit(
+            loader, epochs=2, steps=steps, **({"checkpoint_dir": tmp_path} if folder else {})
+        )
         return trainer.weights_sha256()
 
     pipeline = Mesh(dp=2, pp=2)
     expected = mock.run(4, train, pipeline, None, False)
     mock.run(4, train, pipeline, 3, True)
-    with pytest.raises(ConfigError, match=r"dp\(2\) x pp\(2\) x tp\(1\) with compression.*give the same --dp and --pp"):
+    with pytest.raises(
+        ConfigError,
+        match=r"dp\(2\) x pp\(2\) x tp\(1\) with compression.*give the same --dp and --pp",
+    ):
         mock.run(4, train, Mesh(dp=4, pp=1), None, True)
     assert mock.run(4, train, pipeline, None, True) == expected

@@ -1,4 +1,6 @@
-"""The default shard size: a function of the first global batch and of the rows of a sample, the same on any layout."""
+"""The default shard size: a function of the first global batch and of the rows of a sample, the
+same on any layout.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ RNG = np.random.default_rng(0)
 CONTEXT = 64
 IDS = RNG.integers(0, 29, (60, CONTEXT + 1)).astype(np.int32)
 TEXTS = data.arrays(IDS[:, :-1].copy(), IDS[:, 1:].copy())
-IMAGES = data.arrays(RNG.standard_normal((60, 1, 28, 28)).astype(np.float32), RNG.integers(0, 10, 60))
+IMAGES = data.arrays(
+    RNG.standard_normal((60, 1, 28, 28)).astype(np.float32), RNG.integers(0, 10, 60)
+)
 
 
 class Listed:
@@ -29,9 +33,15 @@ class Listed:
 
 
 def made(comm, name="gpt", **settings):
-    sizes = {"vocab_size": 29, "context": CONTEXT, "layers": 2, "heads": 2, "width": 16} if name == "gpt" else {}
+    sizes = (
+        {"vocab_size": 29, "context": CONTEXT, "layers": 2, "heads": 2, "width": 16}
+        if name == "gpt"
+        else {}
+    )
     model = nn.models.build(name, seed=3, **sizes)
-    return DistributedTrainer(model, optim.AdamW(lr=1e-2), comm=comm, device="cpu", **{"threads": 1, **settings})
+    return DistributedTrainer(
+        model, optim.AdamW(lr=1e-2), comm=comm, device="cpu", **{"threads": 1, **settings}
+    )
 
 
 def fitted(comm, batch, samples=TEXTS, settings=None, name="gpt", **fit):
@@ -41,10 +51,22 @@ def fitted(comm, batch, samples=TEXTS, settings=None, name="gpt", **fit):
 
 
 def test_the_rule():
-    assert [default_shard_size(n, 256) for n in (1, 7, 8, 9, 16, 17, 32, 64, 1000)] == [1, 1, 1, 2, 2, 3, 4, 4, 4]
+    assert [default_shard_size(n, 256) for n in (1, 7, 8, 9, 16, 17, 32, 64, 1000)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+        4,
+    ]
     assert [default_shard_size(64, rows) for rows in (2, 64, 128, 1024, 5000)] == [8, 8, 8, 1, 1]
     assert all(
-        idle(8, 8 * k, default_shard_size(8 * k, rows)) == 0 for k in range(1, 20) for rows in (2, 64, 256, 9999)
+        idle(8, 8 * k, default_shard_size(8 * k, rows)) == 0
+        for k in range(1, 20)
+        for rows in (2, 64, 256, 9999)
     )
     assert [default_shard_size(n, 1) for n in (8, 32, 128)] == [32, 16, 32]
 
@@ -79,7 +101,9 @@ def test_samples_one_at_a_time_and_loops_of_ones_own():
 
 
 def test_it_does_not_go_by_precision():
-    sizes = [mock.run(1, fitted, 8, TEXTS, {"precision": p})[0][0] for p in ("fp32", "bf16", "fp16")]
+    sizes = [
+        mock.run(1, fitted, 8, TEXTS, {"precision": p})[0][0] for p in ("fp32", "bf16", "fp16")
+    ]
     assert sizes == [1] * 3
 
 

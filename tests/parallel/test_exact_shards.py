@@ -1,5 +1,6 @@
-"""A batch, or the last shard of one, with fewer samples than a shard is computed at its own size: with the bits that it
-has when it is filled up with zeros, on all layouts."""
+"""A batch, or the last shard of one, with fewer samples than a shard is computed at its own
+size: with the bits that it has when it is filled up with zeros, on all layouts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ IMAGES = data.arrays(RNG.standard_normal((80, 2, 9, 8)).astype(np.float32), RNG.
 
 
 def texts() -> nn.Module:
-    return nn.models.build("gpt", seed=3, dropout=0.2, vocab_size=29, context=11, layers=2, heads=4, width=16)
+    return nn.models.build(
+        "gpt", seed=3, dropout=0.2, vocab_size=29, context=11, layers=2, heads=4, width=16
+    )
 
 
 def images() -> nn.Module:
@@ -50,7 +53,9 @@ LAYOUTS = (
 
 
 def train(comm, model, batch, settings, sizes=None):
-    """Weights and losses after two steps and an evaluation; `sizes`: gets those of the programs of a step."""
+    """Weights and losses after two steps and an evaluation; `sizes`: gets those of the programs
+    of a step.
+    """
     trainer = DistributedTrainer(
         model(), optim.AdamW(lr=1e-2), comm=comm, device="cpu", seed=5, **{"threads": 1, **settings}
     )
@@ -79,7 +84,10 @@ def test_the_same_bits_as_filled_up(seed, monkeypatch, tmp_path):
     rng = random.Random(seed)
     drawn = []
     for _ in range(4):
-        model, batch = rng.choice((texts, texts, images)), rng.choice((5, 8, 9, 12, 13, 20, 31, 33, rng.randint(5, 40)))
+        model, batch = (
+            rng.choice((texts, texts, images)),
+            rng.choice((5, 8, 9, 12, 13, 20, 31, 33, rng.randint(5, 40))),
+        )
         least, layout = rng.choice(LAYOUTS)
         split = layout.get("mesh", Mesh()).tp  # which goes with products in fp32
         common = {
@@ -88,11 +96,15 @@ def test_the_same_bits_as_filled_up(seed, monkeypatch, tmp_path):
         }
         settings = {**common, **layout, **({"offload": tmp_path} if "offload" in layout else {})}
         ranks = least * rng.randint(1, 2)
-        drawn.append((model, batch, common, settings, ranks, mock.run(ranks, train, model, batch, settings)))
+        drawn.append(
+            (model, batch, common, settings, ranks, mock.run(ranks, train, model, batch, settings))
+        )
     filled_up(monkeypatch)
     for model, batch, common, settings, ranks, found in drawn:
         one = mock.run(1, train, model, batch, common)[0]
-        assert found == [one] * ranks, f"{model.__name__}, batches of {batch}, {settings} on {ranks} ranks"
+        assert found == [one] * ranks, (
+            f"{model.__name__}, batches of {batch}, {settings} on {ranks} ranks"
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,9 @@ def test_the_same_bits_as_filled_up(seed, monkeypatch, tmp_path):
     ],
     ids=lambda given: getattr(given, "__name__", str(given)),
 )
-@pytest.mark.parametrize("layout", [{}, {"execution": "eager"}, {"bucket_size_mb": 1e-3, "zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"execution": "eager"}, {"bucket_size_mb": 1e-3, "zero": 3}], ids=str
+)
 def test_what_is_computed(model, batch, size, programs, layout):
     found, ranks = [], 1 + ("zero" in layout)
     mock.run(ranks, train, model, batch, {"shard_size": size, **layout}, found)
@@ -140,12 +154,17 @@ def test_a_model_that_counts_on_the_size_of_a_shard_gets_it(number):
         return Counting(number)
 
     def run(comm, **more):
-        trainer = DistributedTrainer(model(), optim.SGD(), comm=comm, device="cpu", **settings, **more)
+        trainer = DistributedTrainer(
+            model(), optim.SGD(), comm=comm, device="cpu", **settings, **more
+        )
         for batch in data.DataLoader(TEXTS.take(70), batch_size=35):
             trainer.train_step(batch)
         found.append([program.samples for program in trainer._train.runners[-1].programs])
         return trainer.weights_sha256()
 
     one = mock.run(1, run)
-    assert mock.run(2, run) == one * 2 and mock.run(1, lambda comm: run(comm, execution="eager")) == one
+    assert (
+        mock.run(2, run) == one * 2
+        and mock.run(1, lambda comm: run(comm, execution="eager")) == one
+    )
     assert found == [[8]] * 4

@@ -1,5 +1,7 @@
-"""Attention whose heads are shared by ranks: random GPTs have the bits of one process on every layout, also where
-they go on from another's checkpoint. One shard's program is in test_tensor_parallel.py."""
+"""Attention whose heads are shared by ranks: random GPTs have the bits of one process on every
+layout, also where they go on from another's checkpoint. One shard's program is in
+test_tensor_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def drawn(seed):
     rng = random.Random(f"heads {seed}")
     heads, context, vocabulary = rng.choice([2, 4, 4, 8]), rng.randint(2, 20), rng.randint(3, 40)
     settings = {"layers": rng.randint(1, 2), "heads": heads, "width": heads * rng.randint(2, 7)}
-    settings |= {"dropout": rng.choice([0.0, 0.2]), "bias": rng.random() < 0.5, "tied": rng.random() < 0.5}
+    settings |= {
+        "dropout": rng.choice([0.0, 0.2]),
+        "bias": rng.random() < 0.5,
+        "tied": rng.random() < 0.5,
+    }
     ids = np.random.default_rng(seed).integers(0, vocabulary, (23, context + 1)).astype(np.int32)
     return lambda: nn.GPT(vocabulary, context, **settings), data.arrays(ids[:, :-1], ids[:, 1:])
 
@@ -44,13 +50,19 @@ def trained(comm, seed, settings, folder=None, steps=None):
     settings = {"threads": 1, "shard_size": 5, "clip_norm": 0.5, **settings}
     trainer = DistributedTrainer(build(), optim.AdamW(lr=0.01), comm=comm, device="cpu", **settings)
     loader = data.DataLoader(samples, batch_size=8, shuffle=True)
-    losses = trainer.fit(loader, epochs=1, steps=steps, checkpoint_dir=folder, checkpoint_every=1 if folder else None)
+    losses = trainer.fit(
+        loader, epochs=1, steps=steps, checkpoint_dir=folder, checkpoint_every=1 if folder else None
+    )
     evaluation = trainer.evaluate(samples)
-    state = {k: v.tobytes() for k, v in trainer.optimizer_state().items() if isinstance(v, np.ndarray)}
+    state = {
+        k: v.tobytes() for k, v in trainer.optimizer_state().items() if isinstance(v, np.ndarray)
+    }
     return trainer.weights_sha256(), state, losses.train_loss, evaluation.loss, trainer.grad_norm
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
+)
 def test_the_bits_of_one_process(seed, tmp_path):
     (one,) = mock.run(1, trained, seed, {})
     for number, (ranks, settings) in enumerate(LAYOUTS):
@@ -65,8 +77,12 @@ def test_the_bits_of_one_process(seed, tmp_path):
 
 
 def shared(size, heads, fused, width=24, tokens=4):
-    """Of attention between linear layers, over 16 sequences: each rank's exchanges, and its heads (number, first)."""
-    layers = nn.ModuleList(nn.Linear(width, 3 * width if fused else width) for _ in range(1 if fused else 3))
+    """Of attention between linear layers, over 16 sequences: each rank's exchanges, and its
+    heads (number, first).
+    """
+    layers = nn.ModuleList(
+        nn.Linear(width, 3 * width if fused else width) for _ in range(1 if fused else 3)
+    )
     model = nn.ModuleList([layers, nn.Linear(width, width)])
     arena = Arena.of(model.named_parameters())
     recorder = Recorder(arena, 4 * arena.size, 16)
@@ -80,7 +96,13 @@ def shared(size, heads, fused, width=24, tokens=4):
         records = tp.rewrite(recorder.records, rank, size).records
         meetings = [(r.op, r.phase, r.received(rank)) for r in records if isinstance(r, tp.Pseudo)]
         (attention,) = (r for r in records if r.op == "attention_forward")
-        sizes = dict(zip(attention.declared.sizes, attention.args[-len(attention.declared.sizes) :], strict=True))
+        sizes = dict(
+            zip(
+                attention.declared.sizes,
+                attention.args[-len(attention.declared.sizes) :],
+                strict=True,
+            )
+        )
         found.append((meetings, (sizes["H"], sizes["head"])))
     return found
 
@@ -89,7 +111,9 @@ VALUE = 4 * 64 * 24  # bytes of q, of k, of v, of y
 
 
 def test_heads_are_shared_where_they_divide():
-    """Of q, k, v from one layer a rank gets what others have made of its heads: half a value, of two and of four."""
+    """Of q, k, v from one layer a rank gets what others have made of its heads: half a value, of
+    two and of four.
+    """
     for size, heads, mine in ((2, 6, [(3, 0), (3, 3)]), (4, 8, [(2, 0), (2, 2), (2, 4), (2, 6)])):
         for (meetings, own), wanted in zip(shared(size, heads, fused=True), mine, strict=True):
             assert own == wanted
@@ -99,7 +123,10 @@ def test_heads_are_shared_where_they_divide():
                 ("tp_regroup", "backward", VALUE // 2),
             ]
     for meetings, own in shared(3, 4, fused=False):  # q, k and v of a rank are its heads'
-        assert own in ((1, 0), (1, 1), (2, 2)) and [m[:2] for m in meetings] == [("tp_sum", "forward")]
-    for size, heads in ((4, 6), (2, 3), (3, 2)):  # 6 q, k, v of 4 features: a rank's 6 would be a head and a half
+        assert own in ((1, 0), (1, 1), (2, 2)) and [m[:2] for m in meetings] == [
+            ("tp_sum", "forward")
+        ]
+    # 6 q, k, v of 4 features: a rank's 6 would be a head and a half
+    for size, heads in ((4, 6), (2, 3), (3, 2)):
         for meetings, own in shared(size, heads, fused=True):
             assert own == (heads, 0) and "tp_regroup" not in [m[0] for m in meetings]

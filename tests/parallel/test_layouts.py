@@ -1,5 +1,7 @@
-"""The engine on many layouts, ranks being threads: the same weights, optimizer values, losses and evaluations, to the
-bit, as on one rank. And what a step that must not count or a small batch does there."""
+"""The engine on many layouts, ranks being threads: the same weights, optimizer values, losses
+and evaluations, to the bit, as on one rank. And what a step that must not count or a small
+batch does there.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(784, 24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 10)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(784, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 10),
+        )
         self.unused = nn.Linear(5, 3)
 
     def forward(self, x):
@@ -53,7 +60,9 @@ class Placed(nn.Module):
 
 
 def checkpointed():
-    """Blocks that begin with ops without parameters, where no cut may part them from what follows."""
+    """Blocks that begin with ops without parameters, where no cut may part them from what
+    follows.
+    """
     layers = (nn.Tanh(), nn.Tanh(), nn.Linear(24, 24), nn.RMSNorm(24), nn.Linear(24, 24))
     blocks = (nn.checkpoint(nn.Sequential(*layers)) for _ in range(3))  # the same ones
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 24), *blocks, nn.Linear(24, 10))
@@ -65,7 +74,11 @@ MODELS = {
     "tied": Tied,
     "placed": Placed,
     "stages": lambda: PipelineParallel(
-        [Stage([nn.Linear(784, 20), F.relu]), Stage([nn.Linear(20, 20), F.tanh]), Stage([nn.Linear(20, 10)])]
+        [
+            Stage([nn.Linear(784, 20), F.relu]),
+            Stage([nn.Linear(20, 20), F.tanh]),
+            Stage([nn.Linear(20, 10)]),
+        ]
     ),
 }
 OPTIMIZERS = {"sgd": lambda: optim.SGD(lr=0.05, momentum=0.9), "adam": lambda: optim.AdamW(lr=2e-3)}
@@ -76,14 +89,21 @@ def train(comm, model, optimizer, samples, batch, settings):
     nn.manual_seed(1)
     made = MODELS[model]()
     trainer = DistributedTrainer(
-        made, OPTIMIZERS[optimizer](), comm=comm, device="cpu", **{"threads": 1, "shard_size": 8, **settings}
+        made,
+        OPTIMIZERS[optimizer](),
+        comm=comm,
+        device="cpu",
+        **{"threads": 1, "shard_size": 8, **settings},
     )
     loader = data.DataLoader(MNIST.take(samples), batch_size=batch, shuffle=True)
     evaluated = [trainer.evaluate(MNIST.take(70))]
     losses = [trainer.fit(loader, epochs=1).train_loss]
     evaluated.append(trainer.evaluate(MNIST.take(9)))
     losses.append(trainer.fit(loader, epochs=1).train_loss)
-    state = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in trainer.optimizer_state().items()}
+    state = {
+        k: v.tobytes() if isinstance(v, np.ndarray) else v
+        for k, v in trainer.optimizer_state().items()
+    }
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
     return weights, state, losses, evaluated, trainer.grad_norm, trainer
 
@@ -94,7 +114,9 @@ def same_bits(model, ranks, settings, *, optimizer="adam", samples=140, batch=64
     one = mock.run(1, train, model, optimizer, samples, batch, common)[0]
     found = mock.run(ranks, train, model, optimizer, samples, batch, {**common, **settings})
     for rank, got in enumerate(found):
-        for what, x, y in zip(("weights", "optimizer", "losses", "evaluations", "norm"), got, one, strict=False):
+        for what, x, y in zip(
+            ("weights", "optimizer", "losses", "evaluations", "norm"), got, one, strict=False
+        ):
             assert x == y, f"rank {rank}: other {what}"
     return [got[-1] for got in found]
 
@@ -103,7 +125,10 @@ TINY = 1e-4  # MB: every layer is a bucket
 LAYOUTS = {
     "2 ranks": (2, {}),
     "3 ranks, a bucket per layer": (3, {"bucket_size_mb": TINY}),
-    "3 ranks, a bucket per layer, one after the other": (3, {"bucket_size_mb": TINY, "overlap": False}),
+    "3 ranks, a bucket per layer, one after the other": (
+        3,
+        {"bucket_size_mb": TINY, "overlap": False},
+    ),
     "2 ranks of 2 workers": (2, {"num_gpus": 2, "threads": 2, "bucket_size_mb": 0.02}),
     "zero=1": (4, {"zero": 1}),
     "zero=1, a bucket per layer": (3, {"zero": 1, "bucket_size_mb": TINY}),
@@ -144,7 +169,11 @@ def test_pipelines(model, layout):
 
 @pytest.mark.parametrize(
     "ranks,settings",
-    [(3, {"mesh": Mesh(pp=3), "pipeline_schedule": "gpipe"}), (2, {"zero": 3}), (6, {"pipeline_schedule": "gpipe"})],
+    [
+        (3, {"mesh": Mesh(pp=3), "pipeline_schedule": "gpipe"}),
+        (2, {"zero": 3}),
+        (6, {"pipeline_schedule": "gpipe"}),
+    ],
 )
 def test_a_place_visited_twice(ranks, settings):
     trainers = same_bits("placed", ranks, settings, optimizer="sgd")
@@ -179,11 +208,16 @@ def test_small_batches_and_rows(samples, batch, shard, ranks, settings):
 def test_batches_of_many_sizes_and_other_data():
     """Arrays of any size, one after the other: prepared again when needed, never all kept."""
     rng = np.random.default_rng(0)
-    batches = [(rng.standard_normal((n, 1, 28, 28)).astype(np.float32), np.arange(n) % 10) for n in range(20, 60, 3)]
+    batches = [
+        (rng.standard_normal((n, 1, 28, 28)).astype(np.float32), np.arange(n) % 10)
+        for n in range(20, 60, 3)
+    ]
 
     def fit(comm, zero):
         nn.manual_seed(0)
-        trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, zero=zero)
+        trainer = DistributedTrainer(
+            nn.LeNet5(), optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, zero=zero
+        )
         trainer.fit(batches)
         trainer.fit(batches[:2] + batches[-1:])
         return trainer.weights_sha256(), len(trainer._train.runners), trainer.memory()
@@ -201,7 +235,9 @@ def test_all_ranks_keep_the_same_batch_sizes(settings):
 
     def fit(comm):
         nn.manual_seed(0)
-        trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, **settings)
+        trainer = DistributedTrainer(
+            nn.LeNet5(), optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, **settings
+        )
         kept = []
         for n in (40, 48, 24, 40, 48, 24, 56):
             x, y = MNIST.gather(np.arange(n))
@@ -214,7 +250,7 @@ def test_all_ranks_keep_the_same_batch_sizes(settings):
     assert any(len(kept) > 1 for kept in found[0])
 
 
-# --- steps that do not count ----------------------------------------------------------------------------------------
+# --- steps that do not count ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,7 +260,9 @@ def test_all_ranks_keep_the_same_batch_sizes(settings):
 )  # fmt: skip
 @pytest.mark.parametrize("what,clip", [("loss", None), ("gradient", None), ("gradient", 1.0)])
 def test_a_step_with_nan_is_taken_by_nobody(ranks, settings, what, clip):
-    """A pixel of some samples is so large that the loss, or only the gradient of the first layer, is not finite."""
+    """A pixel of some samples is so large that the loss, or only the gradient of the first
+    layer, is not finite.
+    """
     x = np.random.default_rng(0).standard_normal((64, 784)).astype(np.float32)
     bad = x.copy()
     bad[50:60, 3] = 3e38
@@ -238,7 +276,13 @@ def test_a_step_with_nan_is_taken_by_nobody(ranks, settings, what, clip):
         if what == "gradient":
             model[0].weight.data[:, 3] = 0
         return DistributedTrainer(
-            model, optim.SGD(lr=1e-12), comm=comm, threads=1, shard_size=8, clip_norm=clip, **settings
+            model,
+            optim.SGD(lr=1e-12),
+            comm=comm,
+            threads=1,
+            shard_size=8,
+            clip_norm=clip,
+            **settings,
         )
 
     def steps(comm):
@@ -247,10 +291,16 @@ def test_a_step_with_nan_is_taken_by_nobody(ranks, settings, what, clip):
             trainer.fit([good])
         n = trainer.steps
         before = trainer.weights_sha256(), trainer.optimizer_state()["momentum"].tobytes(), n
-        with pytest.raises(NumericsError, match=f"the {what} is not finite at step {n + 1} ") as error:
+        with pytest.raises(
+            NumericsError, match=f"the {what} is not finite at step {n + 1} "
+        ) as error:
             trainer.fit([bad])
         assert error.value.raised_on_all_ranks
-        assert before == (trainer.weights_sha256(), trainer.optimizer_state()["momentum"].tobytes(), trainer.steps)
+        assert before == (
+            trainer.weights_sha256(),
+            trainer.optimizer_state()["momentum"].tobytes(),
+            trainer.steps,
+        )
         trainer.fit([good])
         return trainer.weights_sha256()
 
@@ -266,7 +316,9 @@ def test_a_step_with_nan_is_taken_by_nobody(ranks, settings, what, clip):
 def test_an_overflow_of_fp16_is_skipped_by_all(ranks, settings, capsys):
     def steps(comm):
         nn.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 10)
+        )
         trainer = DistributedTrainer(
             model, optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, precision="fp16",
             scaler_init_scale=2.0**26, **settings,
@@ -282,22 +334,36 @@ def test_an_overflow_of_fp16_is_skipped_by_all(ranks, settings, capsys):
 
 def steps_of_fp16(comm):
     nn.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 10))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 10)
+    )
     trainer = DistributedTrainer(
-        model, optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, precision="fp16", scaler_init_scale=2.0**26
+        model,
+        optim.SGD(lr=0.01),
+        comm=comm,
+        threads=1,
+        shard_size=8,
+        precision="fp16",
+        scaler_init_scale=2.0**26,
     )
     trainer.fit(data.DataLoader(MNIST.take(640), batch_size=32))
     return trainer.weights_sha256(), trainer.scaler.value, trainer.scaler.skipped
 
 
-# --- accumulation ---------------------------------------------------------------------------------------------------
+# --- accumulation ---------------------------------------------------------------------------------
 
 
 def test_one_batch_of_64_is_8_times_8_is_2_ranks_times_4_times_8():
     def fit(comm, batch, k, settings):
         nn.manual_seed(0)
         trainer = DistributedTrainer(
-            nn.LeNet5(), optim.Adam(lr=1e-3), comm=comm, threads=1, shard_size=8, accumulation_steps=k, **settings
+            nn.LeNet5(),
+            optim.Adam(lr=1e-3),
+            comm=comm,
+            threads=1,
+            shard_size=8,
+            accumulation_steps=k,
+            **settings,
         )
         history = trainer.fit(data.DataLoader(MNIST.take(256), batch_size=batch, shuffle=True))
         return trainer.weights_sha256(), history.train_loss, history.steps
@@ -305,7 +371,8 @@ def test_one_batch_of_64_is_8_times_8_is_2_ranks_times_4_times_8():
     whole = mock.run(1, fit, 64, 1, {})[0]
     assert whole[2] == 4
     assert mock.run(1, fit, 8, 8, {}) == [whole]
-    assert mock.run(2, fit, 8, 8, {}) == [whole] * 2  # each rank has 4 of the 8 batches of 8 of a step
+    # each rank has 4 of the 8 batches of 8 of a step
+    assert mock.run(2, fit, 8, 8, {}) == [whole] * 2
     assert mock.run(2, fit, 32, 2, {"zero": 2, "bucket_size_mb": TINY}) == [whole] * 2
     assert mock.run(2, fit, 16, 4, {"mesh": Mesh(pp=2)}) == [whole] * 2
 
@@ -314,14 +381,20 @@ def test_the_last_step_of_an_epoch_accumulates_what_is_left():
     def fit(comm, batch, k):
         nn.manual_seed(0)
         trainer = DistributedTrainer(
-            nn.LeNet5(), optim.SGD(lr=0.05), comm=comm, threads=1, shard_size=8, accumulation_steps=k
+            nn.LeNet5(),
+            optim.SGD(lr=0.05),
+            comm=comm,
+            threads=1,
+            shard_size=8,
+            accumulation_steps=k,
         )
         history = trainer.fit(data.DataLoader(MNIST.take(200), batch_size=batch))
         return trainer.weights_sha256(), history.steps
 
     assert mock.run(1, fit, 16, 4) == mock.run(1, fit, 64, 1)
     arrays = [
-        (np.float32(MNIST.take(64).gather(np.arange(i, i + 16))[0]), np.arange(16) % 10) for i in range(0, 64, 16)
+        (np.float32(MNIST.take(64).gather(np.arange(i, i + 16))[0]), np.arange(16) % 10)
+        for i in range(0, 64, 16)
     ]
     trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.05), accumulation_steps=3)
     assert trainer.fit(arrays).steps == 2  # 3 batches, then 1
@@ -329,11 +402,13 @@ def test_the_last_step_of_an_epoch_accumulates_what_is_left():
         DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.05), accumulation_steps=0)
 
 
-# --- the global norm ------------------------------------------------------------------------------------------------
+# --- the global norm ------------------------------------------------------------------------------
 
 
 def test_the_norm_is_that_of_float64_and_the_same_for_all():
-    """Gradients of very different sizes: the sum of squares is exact, so no layout changes its bits."""
+    """Gradients of very different sizes: the sum of squares is exact, so no layout changes its
+    bits.
+    """
     x = np.random.default_rng(0).standard_normal((32, 784)).astype(np.float32)
     labels = np.arange(32) % 10
 
@@ -348,10 +423,13 @@ def test_the_norm_is_that_of_float64_and_the_same_for_all():
         before = trainer.state_dict()
         trainer.fit([(x, labels)])
         after = trainer.state_dict()
-        moved = math.sqrt(sum(float(((before[k].astype(float) - after[k]) ** 2).sum()) for k in before))
+        moved = math.sqrt(
+            sum(float(((before[k].astype(float) - after[k]) ** 2).sum()) for k in before)
+        )
         return trainer.grad_norm, moved
 
-    # the gradients themselves, by a step of rate 1 from weights of 0 ... here from the engine of one rank
+    # the gradients themselves, by a step of rate 1 from weights of 0 ... here from the engine of
+    # one rank
     def reference(comm):
         nn.manual_seed(0)
         model = nn.Sequential(nn.Linear(784, 16), nn.Linear(16, 16), nn.Linear(16, 10))
@@ -361,7 +439,10 @@ def test_the_norm_is_that_of_float64_and_the_same_for_all():
         batch = data.Batch(data.arrays(x, labels, classes=10), np.arange(32), 0, 0)
         trainer._train.run(batch, 0)
         (runner,) = trainer._train.runners
-        return math.sqrt(float((runner.result[: trainer.arena.size].astype(np.float64) ** 2).sum())) / 32
+        return (
+            math.sqrt(float((runner.result[: trainer.arena.size].astype(np.float64) ** 2).sum()))
+            / 32
+        )
 
     wanted = mock.run(1, reference)[0]
     found = [
@@ -375,16 +456,20 @@ def test_the_norm_is_that_of_float64_and_the_same_for_all():
     assert found[0][1] == pytest.approx(1e-3, rel=1e-2)  # what a step of rate 1 may move
 
 
-# --- state ----------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks,settings", [(1, {}), (2, {"zero": 1}), (3, {"zero": 3}), (2, {"mesh": Mesh(pp=2)})])
+@pytest.mark.parametrize(
+    "ranks,settings", [(1, {}), (2, {"zero": 1}), (3, {"zero": 3}), (2, {"mesh": Mesh(pp=2)})]
+)
 def test_the_optimizer_goes_on_where_it_was(ranks, settings):
     """State of one layout, taken over by another before its first step, or after some."""
 
     def start(comm, made):
         nn.manual_seed(0)
-        return DistributedTrainer(nn.LeNet5(), optim.Adam(lr=1e-3), comm=comm, threads=1, shard_size=8, **made)
+        return DistributedTrainer(
+            nn.LeNet5(), optim.Adam(lr=1e-3), comm=comm, threads=1, shard_size=8, **made
+        )
 
     def fit(trainer, samples):
         trainer.fit(data.DataLoader(samples, batch_size=64))
@@ -407,7 +492,8 @@ def test_the_optimizer_goes_on_where_it_was(ranks, settings):
         trainer.steps = 2
         fit(trainer, second)
         found = trainer.weights_sha256()
-        trainer.load_optimizer_state(trainer.optimizer_state())  # after a step, each rank keeps its part
+        # after a step, each rank keeps its part
+        trainer.load_optimizer_state(trainer.optimizer_state())
         with pytest.raises(ConfigError, match="no m of this optimizer"):
             trainer.load_optimizer_state({**state, "m": state["m"][:-1]})
         if ranks > 1:
@@ -421,12 +507,18 @@ def test_the_optimizer_goes_on_where_it_was(ranks, settings):
 
 
 def test_zero_keeps_parts():
-    """What each rank keeps of 8 equal layers: a quarter of the optimizer, of the gradients, of the parameters."""
+    """What each rank keeps of 8 equal layers: a quarter of the optimizer, of the gradients, of
+    the parameters.
+    """
 
     def memory(comm, zero):
         nn.manual_seed(0)
-        model = nn.Sequential(nn.Linear(784, 64), *(nn.Linear(64, 64) for _ in range(40)), nn.Linear(64, 10))
-        trainer = DistributedTrainer(model, optim.Adam(), comm=comm, threads=1, shard_size=8, zero=zero)
+        model = nn.Sequential(
+            nn.Linear(784, 64), *(nn.Linear(64, 64) for _ in range(40)), nn.Linear(64, 10)
+        )
+        trainer = DistributedTrainer(
+            model, optim.Adam(), comm=comm, threads=1, shard_size=8, zero=zero
+        )
         x = np.ones((32, 784), np.float32)
         trainer.fit([(x, np.arange(32) % 10)])
         if zero == 3:
@@ -450,7 +542,9 @@ def test_zero_keeps_parts():
         ranges = found[0][2].ranges
         for b, of_ranks in enumerate(ranges):  # the parts of a bucket are all of it, in order
             ends = [0, *(hi for _, hi in of_ranks)]
-            assert [lo for lo, _ in of_ranks] == ends[:-1] and ends[-1] == found[0][2].buckets[b].floats
+            assert [lo for lo, _ in of_ranks] == ends[:-1] and ends[-1] == found[0][2].buckets[
+                b
+            ].floats
 
 
 def test_what_does_not_go_together_is_refused():
@@ -468,7 +562,10 @@ def test_what_does_not_go_together_is_refused():
         ({"zero": 1, "execution": "eager"}, "use execution='replay'"),
         ({"pipeline_schedule": "zigzag"}, "choose from gpipe, 1f1b, interleaved"),
         ({"clip_norm": 0}, "clip_norm is 0"),
-        ({"mesh": Mesh(dp=3)}, r"dp\(3\) x pp\(1\) x tp\(1\) = 3, but 2 ranks are running; change --dp or -n"),
+        (
+            {"mesh": Mesh(dp=3)},
+            r"dp\(3\) x pp\(1\) x tp\(1\) = 3, but 2 ranks are running; change --dp or -n",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             mock.run(2, lambda comm, s=settings: make(comm, **s))
@@ -481,11 +578,14 @@ def test_what_does_not_go_together_is_refused():
         trainer = DistributedTrainer(Apart(), optim.SGD(), comm=comm, mesh=Mesh(pp=2), shard_size=8)
         trainer.fit(data.DataLoader(MNIST.take(16), batch_size=16))
 
-    with pytest.raises(Exception, match="device"):  # the layer is on device 0, its second input on device 1
+    # the layer is on device 0, its second input on device 1
+    with pytest.raises(Exception, match="device"):
         mock.run(2, apart)
 
     def different(comm):
         return make(comm, bucket_size_mb=1.0 + comm.rank)
 
-    with pytest.raises(ConfigError, match="the bucket_size_mb of rank 1 differs from that of rank 0"):
+    with pytest.raises(
+        ConfigError, match="the bucket_size_mb of rank 1 differs from that of rank 0"
+    ):
         mock.run(2, different)

@@ -1,4 +1,6 @@
-"""A loss that compares samples with each other is told of at the first step, in every layout; no other one is."""
+"""A loss that compares samples with each other is told of at the first step, in every layout; no
+other one is.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def trained(comm, loss, **settings):
     trainer.say = lines.append
     for k in range(3):
         order = np.random.default_rng(k).permutation(24)
-        trainer.train_step(next(iter(data.DataLoader(data.arrays(X, Y), batch_size=24, sampler=order.tolist()))))
+        trainer.train_step(
+            next(iter(data.DataLoader(data.arrays(X, Y), batch_size=24, sampler=order.tolist())))
+        )
     state = trainer.state_dict()  # on all ranks
     return b"".join(np.ascontiguousarray(a).tobytes() for _, a in sorted(state.items())), lines
 
@@ -113,7 +117,9 @@ def test_on_a_pipeline(monkeypatch):
         nn.manual_seed(0)
         first, second = Stage([nn.Linear(6, 8), F.tanh]), Stage([nn.Linear(8, 4)])
         model = PipelineParallel([first, second], micro_batch_size=8)
-        trainer = DistributedTrainer(model, optim.SGD(), loss=loss, comm=comm, threads=1, mesh=Mesh(pp=2))
+        trainer = DistributedTrainer(
+            model, optim.SGD(), loss=loss, comm=comm, threads=1, mesh=Mesh(pp=2)
+        )
         lines = []
         trainer.say = lines.append
         trainer.train_step(next(iter(data.DataLoader(data.arrays(X, Y), batch_size=24))))
@@ -134,8 +140,11 @@ def test_no_built_in_model_is_told(name, precision):
     model = {**TEXTS, **ROWS}.get(name, lambda: nn.models.build(name, IMAGES[name]))()
     loss = getattr(model, "loss", None) or nn.CrossEntropyLoss()
     looked, settings = [], {"shard_size": 4, "threads": 1, "device": "cpu", "precision": precision}
-    trainer = DistributedTrainer(model, optim.SGD(lr=0.01), loss=lambda y, t: loss(y, t), **settings)
+    trainer = DistributedTrainer(
+        model, optim.SGD(lr=0.01), loss=lambda y, t: loss(y, t), **settings
+    )
     trainer.say = looked.append
     trainer.train_step(batch_of(name, 10))
     assert not told(looked)
-    assert not trainer._eval.runners and not trainer._eval.storage.arrays  # it was looked at, and nothing is kept
+    # it was looked at, and nothing is kept
+    assert not trainer._eval.runners and not trainer._eval.storage.arrays

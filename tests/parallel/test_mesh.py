@@ -24,7 +24,8 @@ def test_coordinates_number_the_ranks_one_by_one(dp, pp, tp):
     [
         ((None, None, None), 4, 1, (4, 1, 1)),
         ((None, None, None), 4, 2, (2, 2, 1)),  # a model placed on two devices
-        ((None, None, None), 3, 2, (3, 1, 1)),  # no two ranks for each replica: the devices are one rank's
+        # no two ranks for each replica: the devices are one rank's
+        ((None, None, None), 3, 2, (3, 1, 1)),
         ((None, None, None), 1, 3, (1, 1, 1)),
         ((None, 2, None), 6, 1, (3, 2, 1)),
         ((None, None, 2), 4, 1, (2, 1, 2)),
@@ -40,7 +41,9 @@ def test_numbers_that_do_not_fit_are_refused_with_the_equation():
     with pytest.raises(ConfigError) as error:
         Mesh(2, 2, 2).fit(6)
     assert (
-        str(error.value) == "[mesh] dp(2) x pp(2) x tp(2) = 8, but 6 ranks are running; change --dp, --pp, --tp or -n"
+        str(error.value)
+        == "[mesh] dp(2) x pp(2) x tp(2) = 8, but 6 ranks are running; change --dp, --pp, --tp "
+        "or -n"
     )
     with pytest.raises(ConfigError, match=r"= 2, but 1 rank is running; start 2 with mpirun -n 2"):
         Mesh(pp=2).fit(1)
@@ -56,7 +59,9 @@ def test_groups_are_the_lines_of_the_grid(shape):
 
     def look(comm):
         g = Groups(comm, mesh)
-        return (g.d, g.p, g.t), {name: getattr(g, name).ranks for name in ("dp", "pp", "tp", "model")}
+        return (g.d, g.p, g.t), {
+            name: getattr(g, name).ranks for name in ("dp", "pp", "tp", "model")
+        }
 
     found = mock.run(world, look)
     at = dict(zip([where for where, _ in found], range(world), strict=True))
@@ -66,6 +71,8 @@ def test_groups_are_the_lines_of_the_grid(shape):
         if mesh.pp * mesh.tp > 1:
             assert groups["pp"] == tuple(at[d, i, t] for i in range(mesh.pp))
             assert groups["tp"] == tuple(at[d, p, i] for i in range(mesh.tp))
-            assert groups["model"] == tuple(at[d, i, j] for i in range(mesh.pp) for j in range(mesh.tp))
+            assert groups["model"] == tuple(
+                at[d, i, j] for i in range(mesh.pp) for j in range(mesh.tp)
+            )
         else:  # groups of one, which do nothing
             assert all(len(groups[name]) == len(own) for name in ("pp", "tp", "model"))

@@ -22,19 +22,26 @@ def odd(comm, model, optimizer, inputs, classes, batch, steps, settings):
     nn.manual_seed(1)
     rng = np.random.default_rng(1)
     x = rng.standard_normal((batch * steps, inputs)).astype(np.float32)
-    loader = data.DataLoader(data.arrays(x, rng.integers(0, classes, batch * steps), classes=classes), batch_size=batch)
+    loader = data.DataLoader(
+        data.arrays(x, rng.integers(0, classes, batch * steps), classes=classes), batch_size=batch
+    )
     trainer = DistributedTrainer(model(), optimizer(), comm=comm, threads=1, **settings)
     trainer.fit(loader)
     state = trainer.optimizer_state()
-    return trainer.weights_sha256(), {k: v.tobytes() for k, v in state.items() if isinstance(v, np.ndarray)}
+    return trainer.weights_sha256(), {
+        k: v.tobytes() for k, v in state.items() if isinstance(v, np.ndarray)
+    }
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
-    "optimizer", [lambda: optim.AdamW(lr=0.01), lambda: optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1)]
+    "optimizer",
+    [lambda: optim.AdamW(lr=0.01), lambda: optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1)],
 )
 def test_a_piece_of_a_shared_layer_ends_within_a_vector(optimizer, tp):
-    """A rank's rows of one layer lie beside what it trains of the next: no update may run over (6 outputs: 3 and 3)."""
+    """A rank's rows of one layer lie beside what it trains of the next: no update may run over
+    (6 outputs: 3 and 3).
+    """
 
     def model():
         return nn.Sequential(nn.Linear(50, 6), nn.Tanh(), nn.Linear(6, 10))
@@ -44,9 +51,13 @@ def test_a_piece_of_a_shared_layer_ends_within_a_vector(optimizer, tp):
     assert mock.run(tp, odd, *given, {"mesh": Mesh(tp=tp)}) == [one] * tp
 
 
-@pytest.mark.parametrize("optimizer", [lambda: optim.SGD(lr=0.1, momentum=0.9), lambda: optim.Adam()])
+@pytest.mark.parametrize(
+    "optimizer", [lambda: optim.SGD(lr=0.1, momentum=0.9), lambda: optim.Adam()]
+)
 def test_pieces_that_are_as_long_as_the_arena_with_their_padding(optimizer):
-    """32 floats for a rank's 10 of 15 weights and 2 of 3 biases, as for all: but not at the same places."""
+    """32 floats for a rank's 10 of 15 weights and 2 of 3 biases, as for all: but not at the same
+    places.
+    """
     given = (lambda: nn.Sequential(nn.Linear(5, 3))), optimizer, 5, 3, 22, 2
     (one,) = mock.run(1, odd, *given, {})
     assert mock.run(2, odd, *given, {"mesh": Mesh(tp=2)}) == [one] * 2
@@ -70,7 +81,11 @@ def test_a_weight_with_two_biases_is_shared_by_ranks():
             self.b.weight = self.a.weight
 
         def forward(self, x):
-            return self.c(F.dropout(self.b(F.dropout(F.tanh(self.a(x)), 0.2, self.training)), 0.2, self.training))
+            return self.c(
+                F.dropout(
+                    self.b(F.dropout(F.tanh(self.a(x)), 0.2, self.training)), 0.2, self.training
+                )
+            )
 
     given = Biases, (lambda: optim.AdamW(lr=0.01)), 16, 5, 64, 2
     (one,) = mock.run(1, odd, *given, {})
@@ -90,7 +105,9 @@ def test_gradients_of_subnormal_numbers(ranks, settings):
         for p, value in zip(model.parameters(), ([1.0], [0, 0], [0, -88.0]), strict=True):
             p.data[...] = np.reshape(np.float32(value), p.shape)
         x = np.full((8, 1), 1e37, np.float32)
-        trainer = DistributedTrainer(model, optim.SGD(lr=0.5), comm=comm, shard_size=8, **{"threads": 1, **settings})
+        trainer = DistributedTrainer(
+            model, optim.SGD(lr=0.5), comm=comm, shard_size=8, **{"threads": 1, **settings}
+        )
         trainer.fit(data.DataLoader(data.arrays(x, np.zeros(8, int), classes=2), batch_size=8))
         return trainer.state_dict()["1.weight"].tobytes()
 
@@ -102,7 +119,9 @@ def test_gradients_of_subnormal_numbers(ranks, settings):
 
 def test_a_last_step_that_cannot_be_shared_is_refused_before_the_first():
     def fit(comm, samples, steps=None, **more):
-        trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(), comm=comm, threads=1, shard_size=8, mesh=Mesh(tp=2))
+        trainer = DistributedTrainer(
+            nn.LeNet5(), optim.SGD(), comm=comm, threads=1, shard_size=8, mesh=Mesh(tp=2)
+        )
         loader = data.DataLoader(MNIST.take(samples), batch_size=16, **more)
         try:
             trainer.fit(loader, steps=steps)
@@ -111,18 +130,25 @@ def test_a_last_step_that_cannot_be_shared_is_refused_before_the_first():
         return trainer.steps
 
     (text, steps), _ = mock.run(2, fit, 35)
-    assert text.startswith("[tp] 35 samples in steps of 16 leave 3 for an epoch's last step") and steps == 0
+    assert (
+        text.startswith("[tp] 35 samples in steps of 16 leave 3 for an epoch's last step")
+        and steps == 0
+    )
     assert mock.run(2, lambda comm: fit(comm, 35, drop_last=True)) == [2, 2]
     assert mock.run(2, fit, 35, 2) == [2, 2]
     assert mock.run(2, fit, 37) == [3, 3]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
-    """A weight has overflowed in the last step: rank 0 alone finds it when it saves, and no rank waits for it."""
+    """A weight has overflowed in the last step: rank 0 alone finds it when it saves, and no rank
+    waits for it.
+    """
 
     def fit(comm):
         nn.manual_seed(0)
-        trainer = DistributedTrainer(nn.Sequential(nn.Linear(2, 2)), optim.SGD(lr=3e38), comm=comm, threads=1)
+        trainer = DistributedTrainer(
+            nn.Sequential(nn.Linear(2, 2)), optim.SGD(lr=3e38), comm=comm, threads=1
+        )
         x = np.full((64, 2), 1e3, np.float32)
         loader = data.DataLoader(data.arrays(x, np.arange(64) % 2), batch_size=64)
         with pytest.raises(NumericsError, match="is not saved"):

@@ -1,4 +1,6 @@
-"""Parameters, gradients and the optimizer's state in files: the bits of a training in memory, on any layout."""
+"""Parameters, gradients and the optimizer's state in files: the bits of a training in memory, on
+any layout.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(784, 24), nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 10)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(784, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 24),
+            nn.Linear(24, 10),
+        )
         self.norm, self.unused = nn.BatchNorm1d(24), nn.Linear(5, 3)
         self.c.weight.requires_grad = False
 
@@ -43,10 +50,17 @@ def trained(comm, settings, saving=None, steps=None, within=None, optimizer=opti
     with offload.offload(within):
         model = Net()
         made = optimizer(model.named_parameters()) if within else optimizer()
-    trainer = DistributedTrainer(model, made, comm=comm, **{"threads": 1, "shard_size": 8, "device": "cpu", **settings})
+    trainer = DistributedTrainer(
+        model, made, comm=comm, **{"threads": 1, "shard_size": 8, "device": "cpu", **settings}
+    )
     loader = data.DataLoader(MNIST.take(140), batch_size=64, shuffle=True)
     history = trainer.fit(
-        loader, MNIST.take(70), epochs=2, steps=steps, checkpoint_dir=saving, checkpoint_every=2 if saving else None
+        loader,
+        MNIST.take(70),
+        epochs=2,
+        steps=steps,
+        checkpoint_dir=saving,
+        checkpoint_every=2 if saving else None,
     )
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
     state = {k: np.asarray(v).tobytes() for k, v in trainer.optimizer_state().items()}
@@ -69,13 +83,17 @@ def trained(comm, settings, saving=None, steps=None, within=None, optimizer=opti
     ids=str,
 )
 def test_the_bits_of_memory_also_over_resumes(tmp_path, ranks, settings):
-    decides = {k: v for k, v in settings.items() if k in ("clip_norm", "precision", "accumulation_steps")}
+    decides = {
+        k: v for k, v in settings.items() if k in ("clip_norm", "precision", "accumulation_steps")
+    }
     one = mock.run(1, trained, decides)[0][0]
     there = {**settings, "offload": tmp_path / "files"}
     for got, trainer in mock.run(ranks, trained, there):
         assert got == one
         kept = [trainer.arena.grads, *trainer.optimizer.state.values()]
-        kept += [a for name, a in trainer._train.storage.arrays.items() if name.startswith("gradients")]
+        kept += [
+            a for name, a in trainer._train.storage.arrays.items() if name.startswith("gradients")
+        ]
         assert all(in_a_file(a) for a in kept)
     assert not os.listdir(tmp_path / "files")  # nothing is left behind, and nothing has a name
     mock.run(ranks, trained, there, tmp_path / "a", 3)

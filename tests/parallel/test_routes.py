@@ -1,5 +1,6 @@
-"""Rounds between machines: the bits of the tree for any placement, as few messages as the radices say, and hardly more
-bytes between machines than the tree itself needs."""
+"""Rounds between machines: the bits of the tree for any placement, as few messages as the
+radices say, and hardly more bytes between machines than the tree itself needs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,12 @@ def check(machines, shards, floats, route=None, **options):
     for results, made in done:
         a, b = made.own
         for result, want in zip(results, expected, strict=True):
-            assert result[a:b].tobytes() == want[a:b].tobytes(), (machines, shards, floats, made.route)
+            assert result[a:b].tobytes() == want[a:b].tobytes(), (
+                machines,
+                shards,
+                floats,
+                made.route,
+            )
     return [made for _, made in done]
 
 
@@ -64,8 +70,14 @@ def check(machines, shards, floats, route=None, **options):
 def test_the_bits_of_the_tree_on_any_machines(seed):
     rng = random.Random(seed)
     count = rng.randrange(2, 13)
-    sizes = [rng.randrange(1, 6)] * count if rng.random() < 0.6 else [rng.randrange(1, 6) for _ in range(count)]
-    sizes = sizes[: max(2, next((i for i in range(count + 1) if sum(sizes[:i]) > 64), count + 1) - 1)]
+    sizes = (
+        [rng.randrange(1, 6)] * count
+        if rng.random() < 0.6
+        else [rng.randrange(1, 6) for _ in range(count)]
+    )
+    sizes = sizes[
+        : max(2, next((i for i in range(count + 1) if sum(sizes[:i]) > 64), count + 1) - 1)
+    ]
     machines = placed(sizes)
     ranks = sum(sizes)
     if rng.random() < 0.2:  # dealt out in any order
@@ -75,7 +87,9 @@ def test_the_bits_of_the_tree_on_any_machines(seed):
     floats = rng.choice([1, 17, 16 * ranks, rng.randrange(1, 700)])
     way = rng.choice(routes._products(len(machines), 4))
     route = routes.Route(machines, way, rng.random() < 0.5)
-    check(machines, shards, floats, route if rng.random() < 0.8 else None, scatter=rng.random() < 0.3)
+    check(
+        machines, shards, floats, route if rng.random() < 0.8 else None, scatter=rng.random() < 0.3
+    )
 
 
 def test_the_bits_of_64_ranks():
@@ -84,15 +98,20 @@ def test_the_bits_of_64_ranks():
 
 
 def test_wire_bytes_of_four_hosts_of_two_ranks():
-    """1.06 MB of gradients: 3.23 MB a host and step when each rank talked to each other, 1.59 MB at least."""
+    """1.06 MB of gradients: 3.23 MB a host and step when each rank talked to each other, 1.59 MB
+    at least.
+    """
     floats = 265_002
     made = check(placed([2] * 4), 8, floats)
-    hosts = [sum(one.bytes_wire for one in made[h : h + 2]) / 2 for h in range(0, 8, 2)]  # of two steps
+    # of two steps
+    hosts = [sum(one.bytes_wire for one in made[h : h + 2]) / 2 for h in range(0, 8, 2)]
     least = 4 * floats * routes.minimum(made[0].exchange.nodes, 8, placed([2] * 4)) / 4
     assert max(hosts) <= 1.01 * least <= 1.75e6, (hosts, least)
     three = check(placed([3] * 4), 12, floats)
     hosts = [sum(one.bytes_wire for one in three[h : h + 3]) / 2 for h in range(0, 12, 3)]
-    assert sum(hosts) <= 1.1 * 4 * floats * routes.minimum(three[0].exchange.nodes, 12, placed([3] * 4)), hosts
+    assert sum(hosts) <= 1.1 * 4 * floats * routes.minimum(
+        three[0].exchange.nodes, 12, placed([3] * 4)
+    ), hosts
 
 
 def nodes_of(shards: int, ranks: int) -> tuple:
@@ -108,13 +127,17 @@ def test_planned_traffic_is_what_is_counted():
                 floats = 16 * 12 * ranks
                 made = check(machines, shards, floats, route)
                 total, messages = routes.traffic(nodes_of(shards, ranks), shards, route)
-                assert sum(one.bytes_wire for one in made) / 2 == pytest.approx(4 * floats * total, rel=1e-3)
+                assert sum(one.bytes_wire for one in made) / 2 == pytest.approx(
+                    4 * floats * total, rel=1e-3
+                )
                 assert messages == 2 * (len(machines[0]) - 1 + mended + sum(g - 1 for g in way))
 
 
 def test_bytes_between_machines_are_hardly_more_than_the_tree_needs():
-    """Where a machine's shards are a power of two they are the least that any sum needs; elsewhere the fixed tree
-    itself needs more, and the route at most 1.1 times that on 4 machines and more with as many shards each."""
+    """Where a machine's shards are a power of two they are the least that any sum needs;
+    elsewhere the fixed tree itself needs more, and the route at most 1.1 times that on 4
+    machines and more with as many shards each.
+    """
     ratios = []
     for count in (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 30, 75, 300):
         for each in (1, 3, 5, 7, 8, 12) if count < 75 else (3, 8):
@@ -135,7 +158,9 @@ def test_a_thousand_ranks_send_at_most_58_messages():
     machines = placed([8] * 128)
     nodes = nodes_of(1024, 1024)
     route = routes.choose(nodes, 1024, machines)
-    assert not route.mended and routes.traffic(nodes, 1024, route)[0] == routes.minimum(nodes, 1024, machines)
+    assert not route.mended and routes.traffic(nodes, 1024, route)[0] == routes.minimum(
+        nodes, 1024, machines
+    )
     messages = routes.traffic(nodes, 1024, route)[1]
     assert messages == 2 * (7 + sum(g - 1 for g in route.radices)) <= 58
     made = [routes.rounds(rank, nodes, 1024, route, 6_000_000, None) for rank in (0, 517, 1023)]
@@ -153,14 +178,17 @@ def test_advice_names_shards_and_placements_that_need_less(seed):
         if routes.excess(shards, machines, workers) <= 1.2:
             assert line is None
         elif line is not None:
-            said = re.search(r"shard size of (\d+)", line), re.search(r"on (\d+) machines with (\d+)", line)
+            said = (
+                re.search(r"shard size of (\d+)", line),
+                re.search(r"on (\d+) machines with (\d+)", line),
+            )
             assert any(said), line
             if said[0]:
                 other = planning.shard_count(samples, int(said[0][1]))
                 assert routes.excess(other, machines, workers) <= 1.2
-                assert planning.idle(count * each * workers, samples, int(said[0][1])) <= planning.idle(
-                    count * each * workers, samples, size
-                )
+                assert planning.idle(
+                    count * each * workers, samples, int(said[0][1])
+                ) <= planning.idle(count * each * workers, samples, size)
             if said[1]:
                 there, beside = int(said[1][1]), int(said[1][2])
                 assert there * beside == count * each
@@ -170,7 +198,10 @@ def test_advice_names_shards_and_placements_that_need_less(seed):
 def test_advised_shards_and_placements_send_less():
     line = routes.advice(48, 4, placed([3] * 4))
     assert "12 shards takes 1.33 times" in line
-    assert "1.00 times with a shard size of 3" in line and "1.00 times on 3 machines with 4 neighbouring" in line
+    assert (
+        "1.00 times with a shard size of 3" in line
+        and "1.00 times on 3 machines with 4 neighbouring" in line
+    )
     floats = 16 * 12 * 12
     for machines, shards in ((placed([3] * 4), 16), (placed([4] * 3), 12)):
         sent = sum(one.bytes_wire for one in check(machines, shards, floats)) / 2
@@ -195,16 +226,25 @@ def train(comm, **settings):
 
 
 @pytest.mark.parametrize("shard_size", [8, 3])
-def test_a_training_says_what_it_sends_between_machines_and_what_would_be_less(shard_size, monkeypatch, capsys):
+def test_a_training_says_what_it_sends_between_machines_and_what_would_be_less(
+    shard_size, monkeypatch, capsys
+):
     machines = placed([3, 3])
     monkeypatch.setattr(hierarchical, "machines", lambda comm, ranks_per_node: machines)
     done = mock.run(6, lambda comm: train(comm, shard_size=shard_size))
     said = capsys.readouterr().err
-    line = "the sum of 6 shards takes 1.50 times the bytes between 2 machines that any sum needs; 1.00 times with a "
+    line = (
+        "the sum of 6 shards takes 1.50 times the bytes between 2 machines that any sum "
+        "needs; 1.00 times with a "
+    )
     assert said.count(line + "shard size of 3 (") == (shard_size == 8), said
     gradients = 4 * done[0][0].arena.size
     wire = sum(history.wire_bytes_per_step for _, history in done)
     assert wire == pytest.approx((2 if shard_size == 3 else 3) * gradients, rel=0.01)
     for trainer, history in done:
-        assert history.records[0]["wire_bytes_per_step"] == trainer.wire_bytes_per_step < history.bytes_per_step
+        assert (
+            history.records[0]["wire_bytes_per_step"]
+            == trainer.wire_bytes_per_step
+            < history.bytes_per_step
+        )
     assert f"KB/step sent ({done[0][1].wire_bytes_per_step / 1e3:,.1f} to other machines)" in said

@@ -1,5 +1,6 @@
-"""Pipeline schedules by counting: every micro-batch once through every stage, in an order that ends, with the idle time
-and the memory that the papers promise."""
+"""Pipeline schedules by counting: every micro-batch once through every stage, in an order that
+ends, with the idle time and the memory that the papers promise.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +14,20 @@ from odyssey.errors import ConfigError
 from odyssey.parallel import schedule
 from odyssey.parallel.schedule import Backward, Forward
 
-PLAIN = [(k, s, m, s) for k in ("gpipe", "1f1b") for s in range(1, 7) for m in (0, 1, 2, 3, 5, 8, 13)]
-INTERLEAVED = [("interleaved", p * v, m, p) for p in range(1, 5) for v in (1, 2, 3) for m in (0, 1, 2, 3, 4, 6, 7, 12)]
-ANYWHERE = [("gpipe", len(d), m, d) for d in ((0, 1, 0), (1, 0, 2, 1), (0, 0, 1), (2, 1, 0)) for m in (0, 1, 4, 9)]
+PLAIN = [
+    (k, s, m, s) for k in ("gpipe", "1f1b") for s in range(1, 7) for m in (0, 1, 2, 3, 5, 8, 13)
+]
+INTERLEAVED = [
+    ("interleaved", p * v, m, p)
+    for p in range(1, 5)
+    for v in (1, 2, 3)
+    for m in (0, 1, 2, 3, 4, 6, 7, 12)
+]
+ANYWHERE = [
+    ("gpipe", len(d), m, d)
+    for d in ((0, 1, 0), (1, 0, 2, 1), (0, 0, 1), (2, 1, 0))
+    for m in (0, 1, 4, 9)
+]
 ALL = PLAIN + INTERLEAVED + ANYWHERE
 
 
@@ -53,14 +65,19 @@ def test_an_evaluation_goes_forward_only(kind, stages, micro, devices):
 # --- what it costs ---
 
 
-@each("kind, stages, micro, devices, costs", [(*x, c) for x in PLAIN if x[2] for c in ((1, 2), (1, 1), (3.0, 0.5))])
+@each(
+    "kind, stages, micro, devices, costs",
+    [(*x, c) for x in PLAIN if x[2] for c in ((1, 2), (1, 1), (3.0, 0.5))],
+)
 def test_idle_time_of_gpipe_and_1f1b(kind, p, m, _, costs):
     expected = (p - 1) / (m + p - 1)
     got = schedule.bubble(schedule.make(kind, p, m), *costs)
     assert got == pytest.approx(expected) if kind == "gpipe" or m >= p else got <= expected + 1e-9
 
 
-@each("devices, stages per device, rounds", itertools.product((1, 2, 3, 4, 8), (2, 3, 4), (1, 2, 5)))
+@each(
+    "devices, stages per device, rounds", itertools.product((1, 2, 3, 4, 8), (2, 3, 4), (1, 2, 5))
+)
 def test_idle_time_of_interleaved(p, v, rounds):
     m = p * rounds
     s = schedule.make("interleaved", p * v, m, p)
@@ -83,7 +100,9 @@ def test_interleaved_keeps_no_more_with_more_micro_batches(p, v):
 
 def test_costs_per_stage_and_transfers():
     s = schedule.make("gpipe", 2, 2)
-    run = {str(x.action): (x.start, x.end) for x in schedule.simulate(s, [1, 3], [2, 4], transfer=0.5)}
+    run = {
+        str(x.action): (x.start, x.end) for x in schedule.simulate(s, [1, 3], [2, 4], transfer=0.5)
+    }
     assert run == {
         "F0.0": (0, 1),
         "F0.1": (1, 2),
@@ -110,7 +129,9 @@ def test_devices_that_wait_for_each_other_are_named():
 
 
 def test_random_orders_end_or_are_refused():
-    """Against the order that Kahn's way finds, or does not, among all that comes before something."""
+    """Against the order that Kahn's way finds, or does not, among all that comes before
+    something.
+    """
     rng = random.Random(0)
     ended = refused = 0
     for _ in range(300):
@@ -122,7 +143,9 @@ def test_random_orders_end_or_are_refused():
                 order[i], order[i + 1] = order[i + 1], order[i]
         before = {a: set(order[:i]) for order in orders for i, a in enumerate(order)}
         for a in before:
-            before[a] |= {type(a)(a.stage + (-1 if isinstance(a, Forward) else 1), a.micro)} & before.keys()
+            before[a] |= {
+                type(a)(a.stage + (-1 if isinstance(a, Forward) else 1), a.micro)
+            } & before.keys()
             before[a] |= {Forward(a.stage, a.micro)} if isinstance(a, Backward) else set()
         left = dict(before)
         while free := [a for a, needs in left.items() if not needs & left.keys()]:
@@ -148,7 +171,10 @@ def test_random_orders_end_or_are_refused():
         (("gpipe", 0, 2), "0 stages and 2 micro-batches"),
         (("gpipe", 2, -1), "-1 micro-batches"),
         (("gpipe", 2, 2, 3), "2 stages"),
-        (("gpipe", 2, 2, (0, 2)), r"2 stages on devices \[0, 2\]; give the device of each stage, and use all from 0"),
+        (
+            ("gpipe", 2, 2, (0, 2)),
+            r"2 stages on devices \[0, 2\]; give the device of each stage, and use all from 0",
+        ),
         (("gpipe", 3, 2, (0, 1)), "3 stages on devices"),
         (("1f1b", 2, 2, (1, 0)), "'1f1b' needs stage s on device s"),
         (("1f1b", 4, 2, 2), "use 'interleaved' for several stages per device"),

@@ -1,4 +1,6 @@
-"""Parameters that several stages of a pipeline use: random networks, places by hand, and what is sent for them."""
+"""Parameters that several stages of a pipeline use: random networks, places by hand, and what is
+sent for them.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ from chance import Random
 MNIST = data.load("mnist", train=True)
 
 
-# --- random ones -----------------------------------------------------------------------------------------------------
+# --- random ones ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Cases are of networks with shared parameters, on pipelines, some of them with tensor parallelism."""
+    """Cases are of networks with shared parameters, on pipelines, some of them with tensor
+    parallelism.
+    """
     plain, words = draws.training, (" tied", "again ", "checkpoint ", "one weight", "one layer")
 
     def training(seed, index, all_data=False, changing=False):
@@ -61,17 +65,26 @@ def test_random_networks(play, drawn):
     assert outcomes["same", True] > sum(outcomes.values()) // 2, outcomes
 
 
-# --- placed by hand --------------------------------------------------------------------------------------------------
+# --- placed by hand -------------------------------------------------------------------------------
 
 
 class Everything(nn.Module):
-    """A convolution, a norm with its statistics, and weights of linear layers on three places; one in generic ops too,
-    on the last place: its gradient is made there first, and added last."""
+    """A convolution, a norm with its statistics, and weights of linear layers on three places;
+    one in generic ops too, on the last place: its gradient is made there first, and added
+    last.
+    """
 
     def __init__(self):
         super().__init__()
-        self.conv, self.conv1 = nn.Conv2d(1, 1, 3, padding=1) @ device(0), nn.Conv2d(1, 1, 3, padding=1)
-        self.a, self.b, self.c = nn.Linear(196, 14) @ device(0), nn.Linear(14, 196) @ device(1), nn.Linear(196, 14)
+        self.conv, self.conv1 = (
+            nn.Conv2d(1, 1, 3, padding=1) @ device(0),
+            nn.Conv2d(1, 1, 3, padding=1),
+        )
+        self.a, self.b, self.c = (
+            nn.Linear(196, 14) @ device(0),
+            nn.Linear(14, 196) @ device(1),
+            nn.Linear(196, 14),
+        )
         self.norm, self.norm2 = nn.BatchNorm1d(14) @ device(0), nn.BatchNorm1d(14)
         self.d = nn.Linear(14, 10) @ device(2)
         self.conv1.weight, self.c.weight = self.conv.weight, self.a.weight
@@ -93,7 +106,9 @@ def staged(places, schedule):
     fc, last = nn.Linear(784, 784), nn.Linear(784, 784)
     last.bias = fc.bias
     stages = [Stage([fc, nn.Tanh()], device=place) for place in places[:-1]]
-    return PipelineParallel([*stages, Stage([last], device=places[-1])], micro_batch_size=8, schedule=schedule)
+    return PipelineParallel(
+        [*stages, Stage([last], device=places[-1])], micro_batch_size=8, schedule=schedule
+    )
 
 
 class Tokens(nn.Module):
@@ -101,7 +116,9 @@ class Tokens(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gpt = nn.models.build("gpt", vocab_size=12, context=28, layers=2, heads=2, width=8, dropout=0.1)
+        self.gpt = nn.models.build(
+            "gpt", vocab_size=12, context=28, layers=2, heads=2, width=8, dropout=0.1
+        )
 
     def forward(self, x):
         ids = (x.reshape(x.shape[0], 28, 28).mean(2) * 3).clamp(0, 11)
@@ -119,13 +136,20 @@ MODELS = {
 def trained(comm, model, settings, folder=None, epochs=2):
     nn.manual_seed(1)
     if model in ("stages", "turns"):
-        settings = {k: v for k, v in settings.items() if k not in ("shard_size", "pipeline_schedule")}
+        settings = {
+            k: v for k, v in settings.items() if k not in ("shard_size", "pipeline_schedule")
+        }
     made = MODELS[model][0]()
-    trainer = DistributedTrainer(made, optim.AdamW(lr=2e-3), comm=comm, threads=1, clip_norm=0.3, **settings)
+    trainer = DistributedTrainer(
+        made, optim.AdamW(lr=2e-3), comm=comm, threads=1, clip_norm=0.3, **settings
+    )
     loader = data.DataLoader(MNIST.take(53), batch_size=32, shuffle=True)
     trainer.evaluate(MNIST.take(20))
     loss = trainer.fit(loader, epochs=epochs, checkpoint_dir=folder).train_loss
-    state = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in trainer.optimizer_state().items()}
+    state = {
+        k: v.tobytes() if isinstance(v, np.ndarray) else v
+        for k, v in trainer.optimizer_state().items()
+    }
     weights = {k: v.tobytes() for k, v in trainer.state_dict().items()}
     return weights, state, loss, trainer.evaluate(MNIST.take(9)), trainer.grad_norm
 
@@ -157,14 +181,17 @@ def test_the_bits_of_one_process(model, layout, tmp_path):
         assert mock.run(1, trained, model, {"shard_size": 8}, folder) == [one]
 
 
-# --- what is sent ----------------------------------------------------------------------------------------------------
+# --- what is sent ---------------------------------------------------------------------------------
 
 
 def test_a_gradient_goes_from_stage_to_stage_and_the_first_keeps_it():
     trainer = DistributedTrainer(Everything(), optim.SGD(), threads=1)
     parts = partition(trainer._train.record(8, Form.of_classes(1, 28, 28)), lambda r: r.device)
-    (gradient,) = (t.slot for p in parts for t in p.sends if t.slot.nbytes == 4 * 2752)  # 14 x 196, in whole vectors
-    order = [(p.place, r.op) for p in parts for r in p.records if any(a is gradient for a in r.args)]
+    # 14 x 196, in whole vectors
+    (gradient,) = (t.slot for p in parts for t in p.sends if t.slot.nbytes == 4 * 2752)
+    order = [
+        (p.place, r.op) for p in parts for r in p.records if any(a is gradient for a in r.args)
+    ]
     product = "linear_backward_weight"  # what other ops add comes last, as in one process
     assert order == [(2, "fill"), (2, product), (0, product), (0, "accumulate"), (0, "copy")]
     kept = {name: set() for name in trainer.arena.offsets}
@@ -173,13 +200,21 @@ def test_a_gradient_goes_from_stage_to_stage_and_the_first_keeps_it():
             if any(isinstance(a, Range) and (a.space, a.offset) == (GRADS, 4 * at) for a in r.args):
                 kept[name].add(part.place)
     assert all(len(places) == 1 for places in kept.values())
-    assert kept["a.weight"] == kept["norm.running_mean"] == kept["norm.weight"] == kept["conv.weight"] == {0}
+    assert (
+        kept["a.weight"]
+        == kept["norm.running_mean"]
+        == kept["norm.weight"]
+        == kept["conv.weight"]
+        == {0}
+    )
 
 
 def test_automatic_cuts_know_what_a_shared_parameter_costs():
     model = nn.models.build("gpt", vocab_size=50, context=8, layers=2, heads=2, width=8)
     trainer = DistributedTrainer(model, optim.SGD(), threads=1)
-    records = trainer._train.record(8, data.arrays(np.zeros((8, 8), np.int32), np.zeros((8, 8), np.int32)).form)
+    records = trainer._train.record(
+        8, data.arrays(np.zeros((8, 8), np.int32), np.zeros((8, 8), np.int32)).form
+    )
     _, found = costs.ops(records, trainer.arena, 8, np.ones(len(records)))
     crossing = [op.crossing_bytes for op in found]
     tied, residual = 4 * 50 * 8 // 8, 4 * 8 * 8  # per sample: of the weight, of x (8 tokens, 8)
@@ -187,7 +222,7 @@ def test_automatic_cuts_know_what_a_shared_parameter_costs():
     assert sum(op.parameter_bytes for op in found) == sum(4 * p.size for p in model.parameters())
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_a_layer_has_one_place_and_each_that_shares_is_placed():

@@ -1,4 +1,6 @@
-"""Batches with fewer shards than there are workers: the same bits as in one process, and one line that says so."""
+"""Batches with fewer shards than there are workers: the same bits as in one process, and one
+line that says so.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,16 @@ class Small(nn.Module):
 def made(comm, **settings):
     nn.manual_seed(3)
     optimizer = optim.SGD(lr=0.05, momentum=0.9)
-    return DistributedTrainer(Small(), optimizer, comm=comm, device="cpu", **{"threads": 1, **settings})
+    return DistributedTrainer(
+        Small(), optimizer, comm=comm, device="cpu", **{"threads": 1, **settings}
+    )
 
 
 def state_of(trainer):
-    optimizer = {k: v.tobytes() if isinstance(v, np.ndarray) else v for k, v in trainer.optimizer_state().items()}
+    optimizer = {
+        k: v.tobytes() if isinstance(v, np.ndarray) else v
+        for k, v in trainer.optimizer_state().items()
+    }
     return trainer.weights_sha256(), optimizer
 
 
@@ -68,7 +75,8 @@ LAYOUTS = (
 def draw(rng):
     """A batch size, samples in all, ranks and settings."""
     least, layout = rng.choice(LAYOUTS)
-    fewest = 5 if layout.get("mesh", Mesh()).tp else 1  # tensor parallelism refuses batches of up to four
+    # tensor parallelism refuses batches of up to four
+    fewest = 5 if layout.get("mesh", Mesh()).tp else 1
     batch = rng.randint(fewest, 70)
     rest = rng.randrange(batch)
     samples = batch * rng.randint(1, 2) + (rest if rest >= fewest else 0)
@@ -90,11 +98,17 @@ def test_any_batch_on_any_number_of_workers(seed, capfd):
         assert found == [one] * ranks, case
         batch *= common["accumulation_steps"]
         mesh = settings.get("mesh", Mesh())
-        workers, shards = settings["num_gpus"] * mesh.fit(ranks, 1).dp, shard_count(batch, default_shard_size(batch))
+        workers, shards = (
+            settings["num_gpus"] * mesh.fit(ranks, 1).dp,
+            shard_count(batch, default_shard_size(batch)),
+        )
         lines = [line for line in capfd.readouterr().err.splitlines() if "idle" in line]
         assert len(lines) == (workers > shards), case
         if lines:
-            assert f"{workers} workers but {shards} shard" in lines[0] and f": {workers - shards} " in lines[0], case
+            assert (
+                f"{workers} workers but {shards} shard" in lines[0]
+                and f": {workers - shards} " in lines[0]
+            ), case
 
 
 def repeated(ranks, samples, batch, settings):
@@ -112,7 +126,9 @@ def repeated(ranks, samples, batch, settings):
     ids=str,
 )  # fmt: skip
 def test_reductions_with_bits_of_their_own(settings, batch):
-    """They promise the same bits in every run on the same number of ranks, and are near one process at first."""
+    """They promise the same bits in every run on the same number of ranks, and are near one
+    process at first.
+    """
     found = repeated(3, 2 * batch, batch, {"num_gpus": 2, **settings})
     one = mock.run(1, train, 2 * batch, batch, {})[0]
     assert np.isfinite(found[0]) and abs(found[0] - one[0]) < 0.5
@@ -122,7 +138,12 @@ def test_an_asynchronous_server_with_batches_of_one_shard(capfd):
     settings = {"num_gpus": 3, "reduction": "async_parameter_server"}
     found = mock.run(3, train, 40, 10, settings)
     assert len({rank[2] for rank in found}) == 1 and np.isfinite(found[0][0])
-    assert capfd.readouterr().err.count("3 workers but 1 shard (global batch 10, shard size 32): 2 are idle") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "3 workers but 1 shard (global batch 10, shard size 32): 2 are idle"
+        )
+        == 1
+    )
 
 
 def test_the_shard_size_is_a_function_of_the_global_batch():
@@ -143,7 +164,9 @@ def test_the_shard_size_is_a_function_of_the_global_batch():
 
 
 def test_loops_of_ones_own():
-    """train_step on batches of any size: the first is the global batch, as in a loop over a loader."""
+    """train_step on batches of any size: the first is the global batch, as in a loop over a
+    loader.
+    """
 
     def steps(comm, **settings):
         trainer = made(comm, **settings)
@@ -158,7 +181,10 @@ def test_loops_of_ones_own():
 
     one = mock.run(1, fit)[0]
     assert one[0] == 16
-    assert mock.run(1, steps) == [one] and mock.run(4, lambda comm: steps(comm, num_gpus=2)) == [one] * 4
+    assert (
+        mock.run(1, steps) == [one]
+        and mock.run(4, lambda comm: steps(comm, num_gpus=2)) == [one] * 4
+    )
 
 
 def test_a_loop_over_ddp_in_which_most_ranks_have_no_data():
@@ -167,7 +193,9 @@ def test_a_loop_over_ddp_in_which_most_ranks_have_no_data():
         dist.init_process_group()
         net = DistributedDataParallel(Small().eval(), average="samples")
         x, y = DATA.gather(np.arange(2))
-        mine = [(x[comm.rank : comm.rank + 1], y[comm.rank : comm.rank + 1])] if comm.rank < 2 else []
+        mine = (
+            [(x[comm.rank : comm.rank + 1], y[comm.rank : comm.rank + 1])] if comm.rank < 2 else []
+        )
         for a, b in net.join(mine):
             F.cross_entropy(net(Tensor(a)), b).backward()
         dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Programs cut into pipeline stages: nothing is lost, and everybody gets what he needs, once, before he needs it."""
+"""Programs cut into pipeline stages: nothing is lost, and everybody gets what he needs, once,
+before he needs it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def holds(parts: list[StageWork], records: list[Record]) -> None:
     backward = [p.stage for p in parts if p.phase == "backward"]
     assert forward == list(range(len(forward))) and backward in ([], forward[::-1])
     places = {p.stage: p.place for p in parts}
-    assert all(places[s] != places[s + 1] for s in forward[:-1])  # neighbours on one place would be one stage
+    # neighbours on one place would be one stage
+    assert all(places[s] != places[s + 1] for s in forward[:-1])
     position = {id(r): i for i, r in enumerate(records)}
     for p in parts:
         assert all(r.phase == p.phase for r in p.records)
@@ -63,7 +66,11 @@ def holds(parts: list[StageWork], records: list[Record]) -> None:
     numbers = []
     for p in parts:
         for t in p.receives:
-            assert t.target == p.place != t.source and t.number in mail and id(t.slot) not in there[p.place]
+            assert (
+                t.target == p.place != t.source
+                and t.number in mail
+                and id(t.slot) not in there[p.place]
+            )
             there[p.place].add(id(t.slot))
         for r in p.records:
             for a in r.args:
@@ -74,7 +81,11 @@ def holds(parts: list[StageWork], records: list[Record]) -> None:
             assert t.source == p.place and id(t.slot) in there[p.place]
             mail[t.number] = {id(t.slot)}
             numbers.append(t.number)
-    assert sorted(numbers) == list(range(len(numbers))) == sorted(t.number for p in parts for t in p.receives)
+    assert (
+        sorted(numbers)
+        == list(range(len(numbers)))
+        == sorted(t.number for p in parts for t in p.receives)
+    )
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -84,7 +95,8 @@ def test_a_model_placed_by_hand(train):
     holds(parts, records)
     assert [p.place for p in parts] == [0, 1, 2, 0] + [0, 2, 1, 0] * train
     first = parts[0]
-    assert sorted((t.source, t.target) for t in first.sends) == [(0, 1), (0, 2)]  # one value, to each place once
+    # one value, to each place once
+    assert sorted((t.source, t.target) for t in first.sends) == [(0, 1), (0, 2)]
     assert len({id(t.slot) for t in first.sends}) == 1
     assert edges(parts) == {(0, 1), (1, 2), (2, 3), (0, 2)}
     labels = [p for p in parts for r in p.records if r.op == "array"]
@@ -93,9 +105,13 @@ def test_a_model_placed_by_hand(train):
 
 @each("cut", itertools.combinations(range(1, 11), 2))
 def test_any_cut_of_lenet(*cut):
-    """Two cuts between any two ops: also between those without parameters, and inside of what was one layer."""
+    """Two cuts between any two ops: also between those without parameters, and inside of what
+    was one layer.
+    """
     records = program(nn.LeNet5())
-    tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")})
+    tags = sorted(
+        {r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")}
+    )
     firsts = [tags[min(c, len(tags) - 1)] for c in cut]
     place = {t: sum(t >= f for f in firsts) for t in range(max(r.tag for r in records) + 1)}
     parts = partition(records, lambda r: place[r.tag])
@@ -107,9 +123,15 @@ def test_any_cut_of_lenet(*cut):
 
 @each("cuts", itertools.combinations(range(1, 14), 3))
 def test_any_interleaved_cut_of_a_norm_made_of_ops(*cuts):
-    """Two places, each with two stages; some of the norm's ops have records in the backward pass alone."""
-    records = program(nn.Sequential(nn.Flatten(), nn.Linear(784, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 10)))
-    tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")})
+    """Two places, each with two stages; some of the norm's ops have records in the backward pass
+    alone.
+    """
+    records = program(
+        nn.Sequential(nn.Flatten(), nn.Linear(784, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 10))
+    )
+    tags = sorted(
+        {r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")}
+    )
     firsts = [tags[min(c, len(tags) - 1)] for c in cuts]
     holds(partition(records, lambda r: sum(r.tag >= f for f in firsts) % 2), records)
 
@@ -119,7 +141,8 @@ def test_a_value_that_is_made_later_is_refused():
     records = [
         Record("one", [a], device=0, tag=0),
         Record("two", [b, a], device=1, tag=1),
-        Record("three", [b, a], device=0, tag=0, phase="backward"),  # of the first stage, but needs the second's
+        # of the first stage, but needs the second's
+        Record("three", [b, a], device=0, tag=0, phase="backward"),
         Record("four", [a, b], device=1, tag=1, phase="backward"),
     ]
     parts = partition(records, lambda r: r.device)
@@ -131,7 +154,8 @@ def test_a_value_that_is_made_later_is_refused():
         Record("three", [late, b], device=1, tag=1, phase="backward"),
         Record("four", [a, late], device=0, tag=0, phase="backward"),
     ]
-    holds(partition(records, lambda r: r.device), records)  # made on the first place, used on the second: sent
+    # made on the first place, used on the second: sent
+    holds(partition(records, lambda r: r.device), records)
     records = [
         Record("one", [a], device=0, tag=0),
         Record("two", [b, a], device=1, tag=1),

@@ -1,4 +1,6 @@
-"""Reductions between ranks that are threads: what they add, which bits they keep, and several under way at once."""
+"""Reductions between ranks that are threads: what they add, which bits they keep, and several
+under way at once.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ KEEP_THE_TREE = [
 def gradients(shards: int, floats: int) -> np.ndarray:
     """A gradient per shard, of numbers whose sum depends on the order."""
     rng = np.random.default_rng(shards * 1000 + floats)
-    return (rng.standard_normal((shards, floats)) * 10.0 ** rng.integers(-4, 4, (shards, floats))).astype(np.float32)
+    return (
+        rng.standard_normal((shards, floats)) * 10.0 ** rng.integers(-4, 4, (shards, floats))
+    ).astype(np.float32)
 
 
 def node_sum(g: np.ndarray, lo: int, n: int) -> np.ndarray:
@@ -44,7 +48,9 @@ def node_sum(g: np.ndarray, lo: int, n: int) -> np.ndarray:
     return node_sum(g, lo, left) + node_sum(g, lo + left, n - left)
 
 
-def reduce(comm, strategy, g: np.ndarray, workers: int = 1, steps: int = 2, **options) -> list[np.ndarray]:
+def reduce(
+    comm, strategy, g: np.ndarray, workers: int = 1, steps: int = 2, **options
+) -> list[np.ndarray]:
     """What a rank gets, step by step; the gradients of step k are scaled by k + 1."""
     shards, floats = g.shape
     plan = planning.make(shards, comm.rank, comm.size, workers, 1)
@@ -61,7 +67,14 @@ def reduce(comm, strategy, g: np.ndarray, workers: int = 1, steps: int = 2, **op
 @pytest.mark.parametrize("strategy", KEEP_THE_TREE, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_the_bits_of_the_tree(strategy, ranks):
-    for shards, floats, workers in ((8, 100, 1), (5, 33, 1), (11, 1000, 2), (16, 8, 1), (2, 64, 1), (7, 16 * ranks, 1)):
+    for shards, floats, workers in (
+        (8, 100, 1),
+        (5, 33, 1),
+        (11, 1000, 2),
+        (16, 8, 1),
+        (2, 64, 1),
+        (7, 16 * ranks, 1),
+    ):
         g = gradients(shards, floats)
         done = mock.run(ranks, reduce, strategy, g, workers)
         assert sum(made.bytes_sent for _, made in done) > 0
@@ -95,8 +108,10 @@ def test_a_ring_sends_each_float_as_often_as_it_must():
 
 @pytest.mark.parametrize("kind", [k for k in REDUCTIONS if k != "parameter_server"])
 def test_who_has_finished_a_reduction_has_finished_those_before_it(kind):
-    """Else a rank that then waits in another call would not look at what the others wait for: a ring that goes around
-    and a shorter one behind it, which polls had completed, made ranks wait for each other for ever."""
+    """Else a rank that then waits in another call would not look at what the others wait for: a
+    ring that goes around and a shorter one behind it, which polls had completed, made ranks
+    wait for each other for ever.
+    """
 
     def rounds(comm, seed: int):
         rng = random.Random(1000 * seed + comm.rank)
@@ -124,7 +139,9 @@ def test_who_has_finished_a_reduction_has_finished_those_before_it(kind):
 def test_scatter_leaves_each_rank_its_range(kind, ranks):
     g = gradients(6, 200)
     whole = mock.run(ranks, reduce, Strategy(kind), g)
-    for rank, (results, made) in enumerate(mock.run(ranks, lambda c: reduce(c, Strategy(kind), g, scatter=True))):
+    for rank, (results, made) in enumerate(
+        mock.run(ranks, lambda c: reduce(c, Strategy(kind), g, scatter=True))
+    ):
         a, b = made.own
         assert made.ranges[rank] == (a, b)
         for step, result in enumerate(results):
@@ -158,13 +175,17 @@ def test_several_under_way_while_ranks_run_at_their_own_speed(kind):
 
 
 def test_polling_hides_no_error():
-    """Whoever only looks whether a transfer is over learns as well that the ranks did not call the same."""
+    """Whoever only looks whether a transfer is over learns as well that the ranks did not call
+    the same.
+    """
 
     def rank(comm):
         plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)
         made = strategies.make(Strategy("mpi"), comm, plan, 64, 1)
         made.buffers[:] = 1
-        with pytest.raises(CollectiveError, match="rank 0 calls all_reduce float32 .* but rank 1 calls barrier"):
+        with pytest.raises(
+            CollectiveError, match="rank 0 calls all_reduce float32 .* but rank 1 calls barrier"
+        ):
             if comm.rank:
                 comm.barrier()
             else:
@@ -188,8 +209,12 @@ def test_combine_completes_what_it_can():
 
 
 def test_a_node_hands_on_one_partial_sum():
-    """Four ranks of two nodes: between nodes a rank sends half of its node's share, and the sum of the other half."""
-    for _, made in mock.run(4, reduce, Strategy("hierarchical", ranks_per_node=2), gradients(8, 640)):
+    """Four ranks of two nodes: between nodes a rank sends half of its node's share, and the sum
+    of the other half.
+    """
+    for _, made in mock.run(
+        4, reduce, Strategy("hierarchical", ranks_per_node=2), gradients(8, 640)
+    ):
         within, between = 4 * 320 * 2, 4 * 160 * 2
         assert made.bytes_sent == 2 * (within + between)
 
@@ -200,10 +225,14 @@ def test_a_node_hands_on_one_partial_sum():
         ({"reduction": "star"}, "choose from tree, mpi, ring"),
         (
             {"servers": 2},
-            "servers applies only to reduction='parameter_server' or 'async_parameter_server', not tree; remove",
+            "servers applies only to reduction='parameter_server' or 'async_parameter_server', "
+            "not tree; remove",
         ),
         ({"reduction": "parameter_server", "servers": 0}, "an integer of at least 1"),
-        ({"reduction": "ring", "ranks_per_node": 2}, "applies only to reduction='hierarchical', not ring"),
+        (
+            {"reduction": "ring", "ranks_per_node": 2},
+            "applies only to reduction='hierarchical', not ring",
+        ),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -268,5 +297,7 @@ def test_trainings_with_the_same_bits(settings):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_ring_trains(zero):
     """Its bits are those of its number of ranks."""
-    hashes = {h for _ in range(2) for h in mock.run(3, lambda c: trained(c, reduction="ring", zero=zero))}
+    hashes = {
+        h for _ in range(2) for h in mock.run(3, lambda c: trained(c, reduction="ring", zero=zero))
+    }
     assert len(hashes) == 1

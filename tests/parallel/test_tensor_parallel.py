@@ -1,7 +1,8 @@
-"""Tensor parallelism: a rewritten program has the bits of the program, whatever the number of ranks.
+"""Tensor parallelism: a rewritten program has the bits of the program, whatever the number of
+ranks.
 
-Ranks are threads (comm.mock) that run their rewritten programs side by side: native records in pieces, exchanges in
-between, each with memory of its own that holds NaN where nothing was written.
+Ranks are threads (comm.mock) that run their rewritten programs side by side: native records in
+pieces, exchanges in between, each with memory of its own that holds NaN where nothing was written.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class ThreeLinears(nn.Module):
 
 
 class Branches(nn.Module):
-    """A split activation with several users, one of which wants it whole; a weight that is used twice."""
+    """A split activation with several users, one of which wants it whole; a weight that is used
+    twice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -105,16 +108,23 @@ class Stages(nn.Module):
 
 
 class Attentive(nn.Module):
-    """Random attention: of any heads, from one layer or three, over T tokens or others', with what may be around it."""
+    """Random attention: of any heads, from one layer or three, over T tokens or others', with
+    what may be around it.
+    """
 
     def __init__(self, seed):
         super().__init__()
         rng = random.Random(f"attention {seed}")
         self.heads, self.tokens = rng.choice([1, 2, 3, 4, 4, 8]), rng.randint(2, 20)
-        self.width, self.kind = self.heads * rng.randint(1, 6), rng.choice(["qkv", "qkv", "q, k, v", "of few", "q"])
+        self.width, self.kind = (
+            self.heads * rng.randint(1, 6),
+            rng.choice(["qkv", "qkv", "q, k, v", "of few", "q"]),
+        )
         self.past, self.p, bias = rng.choice([0, None]), rng.choice([0.0, 0.3]), rng.random() < 0.5
         self.between = rng.choice([None, None, None, F.gelu, F.relu, lambda x: F.dropout(x, 0.2)])
-        layers, each = {"qkv": (1, 3 * self.width), "q": (1, self.width)}.get(self.kind, (3, self.width))
+        layers, each = {"qkv": (1, 3 * self.width), "q": (1, self.width)}.get(
+            self.kind, (3, self.width)
+        )
         self.qkv = nn.ModuleList(nn.Linear(self.width, each, bias) for _ in range(layers))
         self.out, self.checkpointed = nn.Linear(self.width, self.width, bias), rng.random() < 0.2
         self.twice = rng.random() < 0.15  # somebody else needs all of y
@@ -123,7 +133,9 @@ class Attentive(nn.Module):
     def attention(self, x):
         few = x[:, : max(self.tokens // 2, 1)] if self.kind == "of few" else x
         given = [layer(x if i == 0 else few) for i, layer in enumerate(self.qkv)]
-        given = [self.between(t) if self.between else t for t in given] + [x if self.kind == "q" else None] * 2
+        given = [self.between(t) if self.between else t for t in given] + [
+            x if self.kind == "q" else None
+        ] * 2
         y = F.attention(*given[:3], self.heads, self.past, dropout=self.p)
         return self.out(y) + y if self.twice else self.out(y)
 
@@ -148,7 +160,9 @@ MODELS = {
 }
 
 
-def record(name: str, n: int = 32, precision: str = "fp32", train: bool = True) -> tuple[Arena, list[Record]]:
+def record(
+    name: str, n: int = 32, precision: str = "fp32", train: bool = True
+) -> tuple[Arena, list[Record]]:
     """The program of one shard of n samples, unfused, as an engine records it."""
     build, shape = MODELS[name]
     nn.manual_seed(3)
@@ -158,7 +172,14 @@ def record(name: str, n: int = 32, precision: str = "fp32", train: bool = True) 
     with using(recorder):
         layout = layout_of(n)
         x = empty((n, *shape), layout)
-        recorder.emit("input", x.memory, x.groups, x.features, shape[0] if len(shape) > 1 else 1, layout=layout)
+        recorder.emit(
+            "input",
+            x.memory,
+            x.groups,
+            x.features,
+            shape[0] if len(shape) > 1 else 1,
+            layout=layout,
+        )
         recorder.close(x.device)
         y = model(x)
         labels = make(recorder.alloc(4 * x.groups * 16), (n,), layout, np.int32)
@@ -176,7 +197,9 @@ def record(name: str, n: int = 32, precision: str = "fp32", train: bool = True) 
 class Rank:
     """Runs a program of one rank over shards, each with a workspace and a gradient buffer."""
 
-    def __init__(self, arena: Arena, records: list[Record], shape: tuple[int, ...], shards: int, n: int) -> None:
+    def __init__(
+        self, arena: Arena, records: list[Record], shape: tuple[int, ...], shards: int, n: int
+    ) -> None:
         size = plan_memory(records)
         self.works = [native.aligned(size, np.uint8) for _ in range(shards)]
         for work in self.works:
@@ -225,7 +248,9 @@ class Rank:
             assert lib.run(table.ctypes.data, len(table), context) == -1, "a record was refused"
 
     def run(self, comm=None) -> list[np.ndarray]:
-        for other, run in itertools.groupby(self.records, lambda record: isinstance(record, tp.Pseudo)):
+        for other, run in itertools.groupby(
+            self.records, lambda record: isinstance(record, tp.Pseudo)
+        ):
             if not other:
                 self.native(list(run))
             for record in run if other else ():
@@ -250,7 +275,9 @@ def bits(a: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits(name, size, order, shards=2, n=32):
-    """Loss, and every gradient, on every rank: its pieces, nothing beside them, and the others' to the bit."""
+    """Loss, and every gradient, on every rank: its pieces, nothing beside them, and the others'
+    to the bit.
+    """
     arena, records = record(name, n)
     shape = MODELS[name][1]
     wanted = Rank(arena, fuse(records), shape, shards, n).run()
@@ -271,7 +298,9 @@ def test_same_bits(name, size, order, shards=2, n=32):
 
     for split, grads, t in mock.run(size, rank):
         for got, right in zip(grads, wanted, strict=True):
-            assert np.array_equal(bits(got[arena.size :]), bits(right[arena.size :])), "loss and counts"
+            assert np.array_equal(bits(got[arena.size :]), bits(right[arena.size :])), (
+                "loss and counts"
+            )
             for name_, piece in split.ownership.items():
                 a, b = arena.view(got, name_), arena.view(right, name_)
                 assert np.array_equal(bits(piece.of(a, t)), bits(piece.of(b, t))), name_
@@ -284,7 +313,9 @@ def test_same_bits(name, size, order, shards=2, n=32):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_rewritten_program_can_be_cut_into_stages(size, fused):
-    """Every exchange is in a part of the place where its values lie; the parts one after the other are the program."""
+    """Every exchange is in a part of the place where its values lie; the parts one after the
+    other are the program.
+    """
     recordings = [record("stages") for _ in range(size + 1)]
     arena, records = recordings.pop()
     wanted = Rank(arena, fuse(records), (20,), 2, 32).run()
@@ -293,7 +324,12 @@ def test_a_rewritten_program_can_be_cut_into_stages(size, fused):
         own, given = recordings[comm.rank]
         split = tp.rewrite(given, comm.rank, size)
         parts = partition(fuse(split.records) if fused else split.records, lambda r: r.device)
-        assert [(p.phase, p.place) for p in parts] == [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+        assert [(p.phase, p.place) for p in parts] == [
+            ("forward", 0),
+            ("forward", 1),
+            ("backward", 1),
+            ("backward", 0),
+        ]
         for part in parts:
             meetings = [r for r in part.records if isinstance(r, tp.Pseudo)]
             assert meetings and all(r.device == part.place for r in meetings)
@@ -308,13 +344,19 @@ def test_a_rewritten_program_can_be_cut_into_stages(size, fused):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_another_program_is_split_like_the_first(size):
-    """Without dropout fc1's input would lie split. A rank that follows the training reads only what it trains."""
+    """Without dropout fc1's input would lie split.
+
+    A rank that follows the training reads only what it trains.
+    """
     shape = MODELS["convnet"][1]
     recordings = [record("convnet") for _ in range(size)]
     evaluations = [record("convnet", train=False) for _ in range(size + 1)]
     arena, records = evaluations.pop()
     wanted = Rank(arena, fuse(records), shape, 2, 32).run()
-    assert dict((layer.name, layer.split) for layer in tp.rewrite(records, 0, size).layers)["fc1"] == "inputs"
+    assert (
+        dict((layer.name, layer.split) for layer in tp.rewrite(records, 0, size).layers)["fc1"]
+        == "inputs"
+    )
 
     def rank(comm):
         ownership = tp.rewrite(recordings[comm.rank][1], comm.rank, size).ownership
@@ -327,7 +369,9 @@ def test_another_program_is_split_like_the_first(size):
 
     for grads in mock.run(size, rank):
         for got, right in zip(grads, wanted, strict=True):
-            assert np.array_equal(bits(got[arena.size :]), bits(right[arena.size :])), "loss and counts"
+            assert np.array_equal(bits(got[arena.size :]), bits(right[arena.size :])), (
+                "loss and counts"
+            )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -336,7 +380,12 @@ def test_every_rank_makes_the_same_exchanges(size):
     lists = []
     for t in range(size):
         exchanges = [r for r in tp.rewrite(records, t, size).records if isinstance(r, tp.Pseudo)]
-        lists.append([(r.op, r.layer, r.phase, getattr(r, "ranges", None), getattr(r, "floats", 0)) for r in exchanges])
+        lists.append(
+            [
+                (r.op, r.layer, r.phase, getattr(r, "ranges", None), getattr(r, "floats", 0))
+                for r in exchanges
+            ]
+        )
     assert lists[0] and all(one == lists[0] for one in lists)
 
 
@@ -359,7 +408,9 @@ def test_lenet_alternates_outputs_and_inputs():
         ("tp_sum", "fc2", "backward"),
         ("tp_slice", "conv2", "backward"),  # conv1 needs its own channels only
     ]
-    assert split.layers[0].forward == 4 * 2 * 16 * 3 * 14 * 14, "half of the pooled channels of two groups"
+    assert split.layers[0].forward == 4 * 2 * 16 * 3 * 14 * 14, (
+        "half of the pooled channels of two groups"
+    )
     assert split.layers[2].forward == 4 * 2 * 16 * 120
     assert split.ownership["fc1.weight"] == tp.Piece(1, ((0, 200), (200, 400)))
     assert split.ownership["fc1.bias"] == tp.Piece()
@@ -374,7 +425,15 @@ def test_work_is_divided():
         for r in records:
             if r.op == "conv2d_forward":
                 g, c, h, w, k, height, width, step, _ = r.args[5:]
-                total += g * k * ((h - height) // step + 1) * ((w - width) // step + 1) * c * height * width
+                total += (
+                    g
+                    * k
+                    * ((h - height) // step + 1)
+                    * ((w - width) // step + 1)
+                    * c
+                    * height
+                    * width
+                )
             elif r.op == "linear_forward":
                 g, i, o, _ = r.args[5:]
                 total += g * i * o
@@ -384,7 +443,9 @@ def test_work_is_divided():
         return total
 
     _, records = record("lenet5")
-    assert [products(tp.rewrite(records, t, 2).records) for t in range(2)] == [products(records) // 2] * 2
+    assert [products(tp.rewrite(records, t, 2).records) for t in range(2)] == [
+        products(records) // 2
+    ] * 2
 
 
 def test_description():

@@ -1,4 +1,6 @@
-"""ZeRO: bytes of every built-in model, held to a formula; bits on many ranks, also where buckets have near sizes."""
+"""ZeRO: bytes of every built-in model, held to a formula; bits on many ranks, also where buckets
+have near sizes.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,27 @@ from odyssey.comm import mock
 from odyssey.core import native, offload
 from odyssey.parallel import zero as zeros
 
-IMAGES = {"lenet5": (1, 28, 28), "mlp": (1, 28, 28), "convnet": (1, 28, 28), "resnet18": (3, 16, 16)}
+IMAGES = {
+    "lenet5": (1, 28, 28),
+    "mlp": (1, 28, 28),
+    "convnet": (1, 28, 28),
+    "resnet18": (3, 16, 16),
+}
 GPT = {"vocab_size": 300, "context": 16, "layers": 5, "heads": 2, "width": 32}
 TEXTS = {
     "gpt-mini": lambda: nn.models.build("gpt-mini", vocab_size=76),
     "gpt tied": lambda: nn.models.build("gpt", **GPT),
     "gpt untied": lambda: nn.models.build("gpt", **GPT, tied=False),
     "gpt of many words": lambda: nn.models.build("gpt", **{**GPT, "vocab_size": 3000}),
-    "transformer": lambda: nn.models.build("gpt", vocab_size=100, context=16, layers=3, heads=3, width=96),
+    "transformer": lambda: nn.models.build(
+        "gpt", vocab_size=100, context=16, layers=3, heads=3, width=96
+    ),
 }
-ROWS = {"rows": lambda: nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 10))}
+ROWS = {
+    "rows": lambda: nn.Sequential(
+        nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+}
 
 
 def batch_of(name: str, samples: int) -> data.Batch:
@@ -47,7 +60,7 @@ def stepped(comm, name, samples, optimizer=optim.Adam, **settings):
     return trainer
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def pools(needs: list[int]) -> int:
@@ -56,7 +69,9 @@ def pools(needs: list[int]) -> int:
 
 
 def slots(floats: list[int]) -> int:
-    """Floats of gathered parameters: the largest buckets in memory of their own, and two times the next one."""
+    """Floats of gathered parameters: the largest buckets in memory of their own, and two times
+    the next one.
+    """
     order = [*sorted(floats, reverse=True), 0]
     return min(sum(order[:n]) + 2 * order[n] for n in range(len(order)))
 
@@ -65,7 +80,12 @@ def slots(floats: list[int]) -> int:
 def test_what_a_rank_keeps_is_what_is_documented(name):
     def measured(comm, zero):
         trainer = stepped(comm, name, 4, zero=zero)
-        return trainer.memory(), trainer._train.ownership.parts, trainer.arena.size, trainer._train.ownership.warnings
+        return (
+            trainer.memory(),
+            trainer._train.ownership.parts,
+            trainer.arena.size,
+            trainer._train.ownership.warnings,
+        )
 
     for zero in (1, 2, 3):
         everyone = mock.run(4, measured, zero)
@@ -74,20 +94,28 @@ def test_what_a_rank_keeps_is_what_is_documented(name):
         for rank, (memory, parts, _, warnings) in enumerate(everyone):
             floats = [b.floats for b in parts.buckets]
             own = [hi - lo for lo, hi in (ranges[rank] for ranges in parts.ranges)]
-            assert sum(floats) == size and all(abs(4 * n - all_of) <= 64 for n, all_of in zip(own, floats, strict=True))
-            needs = [all_of + 4 * n for n, all_of in zip(own, floats, strict=True)]  # a sum, and what four ranks sent
+            assert sum(floats) == size and all(
+                abs(4 * n - all_of) <= 64 for n, all_of in zip(own, floats, strict=True)
+            )
+            # a sum, and what four ranks sent
+            needs = [all_of + 4 * n for n, all_of in zip(own, floats, strict=True)]
             assert memory["optimizer"] == 2 * 4 * sum(own)
             gradients = 4 * (sum(needs) if zero == 1 else sum(own) + pools(needs))
-            assert 0 <= memory["gradients"] - gradients <= (512 if zero == 1 else 0)  # in one call with the statistics
+            # in one call with the statistics
+            assert 0 <= memory["gradients"] - gradients <= (512 if zero == 1 else 0)
             assert memory["parameters"] == 4 * (sum(own) + slots(floats) if zero == 3 else size)
             large = 2 * max(floats) > size
-            said = [f"% of the parameters, which zero={zero} has whole" in line for line in warnings]
+            said = [
+                f"% of the parameters, which zero={zero} has whole" in line for line in warnings
+            ]
             assert said == [True] * (large and zero > 1)
             assert zero == 1 or large == (name in ("lenet5", "mlp", "convnet", "gpt of many words"))
 
 
 def test_a_tied_weight_costs_itself():
-    """What it adds to an untied model of the same layers is its own bytes, not those of everything between its uses."""
+    """What it adds to an untied model of the same layers is its own bytes, not those of
+    everything between its uses.
+    """
 
     def memory(comm, name, zero):
         trainer = stepped(comm, name, 4, zero=zero)
@@ -126,10 +154,12 @@ def test_what_an_offloaded_training_has_in_memory(name, tmp_path, monkeypatch):
     assert buffers == 3 and inside.pop("work") == trainer.memory()["activations"]
     assert sum(inside.values()) == 4 * buffers * pools(floats)
     large = 2 * max(floats) > trainer.arena.size
-    assert [line.partition("which ")[2][:7] for line in trainer._train.ownership.warnings] == ["offload"] * large
+    assert [line.partition("which ")[2][:7] for line in trainer._train.ownership.warnings] == [
+        "offload"
+    ] * large
 
 
-# --- bits ------------------------------------------------------------------------------------------------------------
+# --- bits -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -141,14 +171,28 @@ def test_buckets_of_near_sizes_on_many_ranks(ranks, zero):
         nn.manual_seed(0)
         rng = np.random.default_rng(0)
         layers = [nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)]
-        settings = {"zero": zero, "bucket_size_mb": 1e-6, "shard_size": 1, "threads": 1, "device": "cpu"}
-        trainer = DistributedTrainer(nn.Sequential(*layers), optim.SGD(lr=0.1), comm=comm, **settings)
+        settings = {
+            "zero": zero,
+            "bucket_size_mb": 1e-6,
+            "shard_size": 1,
+            "threads": 1,
+            "device": "cpu",
+        }
+        trainer = DistributedTrainer(
+            nn.Sequential(*layers), optim.SGD(lr=0.1), comm=comm, **settings
+        )
         x = rng.standard_normal((samples, sizes[0]), np.float32)
-        trainer.fit(data.DataLoader(data.arrays(x, rng.integers(0, 3, samples)), batch_size=samples), verbose=False)
+        trainer.fit(
+            data.DataLoader(data.arrays(x, rng.integers(0, 3, samples)), batch_size=samples),
+            verbose=False,
+        )
         return trainer.weights_sha256()
 
     rng = random.Random(ranks)
-    drawn = [[8 * rng.randint(1, 3), *(rng.randint(6, 16) for _ in range(rng.randint(2, 5)))] for _ in range(6)]
+    drawn = [
+        [8 * rng.randint(1, 3), *(rng.randint(6, 16) for _ in range(rng.randint(2, 5)))]
+        for _ in range(6)
+    ]
     for sizes in ([16, 8, 14], *drawn):
         samples = rng.choice([5, 7, 9, 13, 26])
         (one,) = mock.run(1, trained, sizes, samples)
@@ -157,7 +201,9 @@ def test_buckets_of_near_sizes_on_many_ranks(ranks, zero):
 
 
 class Changing(nn.Module):
-    """Takes another way when it is told to; has a layer used twice and one with running statistics."""
+    """Takes another way when it is told to; has a layer used twice and one with running
+    statistics.
+    """
 
     def __init__(self):
         super().__init__()
@@ -192,10 +238,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [*LAYOUTS, (1, {"offload": True}), (2, {"offload": True})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "settings"), [*LAYOUTS, (1, {"offload": True}), (2, {"offload": True})], ids=str
+)
 @pytest.mark.parametrize("first", [0, 3])
 def test_buckets_of_the_first_program_fit_the_others(ranks, settings, first, tmp_path):
-    """Layers frozen and not any more, and other layers used: the same parts, and the bits of one process."""
+    """Layers frozen and not any more, and other layers used: the same parts, and the bits of one
+    process.
+    """
 
     def trained(comm, settings):
         nn.manual_seed(0)

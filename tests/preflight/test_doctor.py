@@ -1,4 +1,6 @@
-"""`odyssey doctor` finds what is missing and says what to do: each check with what it would find on other machines."""
+"""`odyssey doctor` finds what is missing and says what to do: each check with what it would find
+on other machines.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_this_machine_is_fit_for_tests(launch):
-    done = launch.python("-m", "odyssey", "doctor", "--json", "--run-dir", launch.folder / "run", timeout=200)
+    done = launch.python(
+        "-m", "odyssey", "doctor", "--json", "--run-dir", launch.folder / "run", timeout=200
+    )
     found = json.loads(done.stdout)
     states = {check["name"]: check["state"] for check in found["checks"]}
     assert done.returncode == 0, done.stdout
@@ -74,18 +78,23 @@ def test_a_failed_check_ends_with_69_and_a_warning_with_0(quick, capsys, monkeyp
     assert code == 0 and "warn  gpus      x; do \\x1b[2J this" in said.out
     (tmp_path / "file").write_text("")
     code, said = run(capsys, "-n", 1, "--run-dir", tmp_path / "file")
-    assert code == 69 and f"fail  run dir   {tmp_path / 'file'} is no directory; name another" in said.out
+    assert (
+        code == 69
+        and f"fail  run dir   {tmp_path / 'file'} is no directory; name another" in said.out
+    )
     assert said.out.splitlines()[-1].endswith(" 1 that stop a run")
 
 
-@pytest.mark.parametrize("hosts", ["-oProxyCommand=touch x", "$(touch x)", "`touch x`", "a;touch x", "a\nb", "a,,b"])
+@pytest.mark.parametrize(
+    "hosts", ["-oProxyCommand=touch x", "$(touch x)", "`touch x`", "a;touch x", "a\nb", "a,,b"]
+)
 def test_hosts_that_are_none_start_nothing(quick, capsys, monkeypatch, hosts):
     monkeypatch.setattr(doctor, "reach", lambda host: pytest.fail(f"looked for {host!r}"))
     code, said = run(capsys, f"--hosts={hosts}")
     assert code == ConfigError.exit_code and said.err.count("\n") == 1
 
 
-# -- MPI --------------------------------------------------------------------------------------------------------------
+# -- MPI -------------------------------------------------------------------------------------------
 
 ALONE = """
 import subprocess, sys
@@ -113,7 +122,9 @@ def test_a_launcher_that_fails_or_is_not_there(tmp_path):
     def alone():
         return doctor.Probed([{"MPI": "MPICH 5.0.2"}])
 
-    wrong = program(tmp_path / "mpirun", "import sys; print('no \x1b slots', file=sys.stderr); sys.exit(3)")
+    wrong = program(
+        tmp_path / "mpirun", "import sys; print('no \x1b slots', file=sys.stderr); sys.exit(3)"
+    )
     check = doctor.launching(str(wrong), alone)
     assert check.state == FAIL and r"-n 2: no \x1b slots" in check.found
     assert doctor.launching(None, alone).state == FAIL
@@ -123,10 +134,14 @@ def test_a_launcher_that_fails_or_is_not_there(tmp_path):
 def test_mpi_that_cannot_be_loaded_or_knows_one_thread():
     assert doctor.mpi(doctor.Probed([], "ImportError: libmpi.so.12")).state == FAIL
     assert doctor.mpi(doctor.Probed([{"MPI": "MPICH 5.0.2", "level": "single"}])).state == WARN
-    assert doctor.mpi(doctor.Probed([{"MPI": "MPICH 5.0.2", "level": "multiple"}])).line().startswith("ok    mpi ")
+    assert (
+        doctor.mpi(doctor.Probed([{"MPI": "MPICH 5.0.2", "level": "multiple"}]))
+        .line()
+        .startswith("ok    mpi ")
+    )
 
 
-# -- hosts ------------------------------------------------------------------------------------------------------------
+# -- hosts -----------------------------------------------------------------------------------------
 
 SSH = """
 import json, shlex, subprocess, sys
@@ -161,7 +176,7 @@ def test_hosts_are_asked_for_their_versions(tmp_path, monkeypatch):
     assert "no ssh" in doctor.reach("node-1").found
 
 
-# -- room -------------------------------------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 def test_cores():
@@ -177,7 +192,9 @@ def test_cores():
 )
 def test_shared_memory(room, state):
     assert doctor.shared_memory(4, room, "MPICH 5.0.2").state == state
-    assert doctor.shared_memory(4, room, "Open MPI 5.0.11").state == (WARN if state == FAIL else state)
+    assert doctor.shared_memory(4, room, "Open MPI 5.0.11").state == (
+        WARN if state == FAIL else state
+    )
 
 
 def test_memory():
@@ -218,7 +235,7 @@ def test_a_run_directory_of_another_user_that_all_may_write_to(tmp_path):
     assert doctor.run_directory(tmp_path / "mine").state == OK
 
 
-# -- what is installed ------------------------------------------------------------------------------------------------
+# -- what is installed -----------------------------------------------------------------------------
 
 
 def test_packages_that_are_missing(monkeypatch):
@@ -227,7 +244,8 @@ def test_packages_that_are_missing(monkeypatch):
     monkeypatch.setattr(preflight, "version", lambda name: "none" if name == "max" else "1")
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
     check = doctor.packages()
-    assert check.state == FAIL and check.advice.startswith("pip install max==")  # another compiler would be refused
+    # another compiler would be refused
+    assert check.state == FAIL and check.advice.startswith("pip install max==")
     monkeypatch.setenv("ODYSSEY_KERNELS", "/somewhere")
     assert doctor.packages().state == OK
 
@@ -240,7 +258,9 @@ def installed(place: Path, name: str, version: str) -> None:
 
 
 def test_another_distribution_called_odyssey_is_found(tmp_path, monkeypatch):
-    """The package index has another project's; an environment may have this one under its old name."""
+    """The package index has another project's; an environment may have this one under its old
+    name.
+    """
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     installed(tmp_path, "ml-odyssey", "0.2.0")
     assert doctor.distributions() == []
@@ -260,6 +280,9 @@ def test_kernels_that_are_not_there_or_cannot_be_loaded(tmp_path, monkeypatch):
     (tmp_path / "libodyssey.so").write_bytes(b"\x7fELF")
     monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path))
     check = doctor.kernels()[1]
-    assert "cannot be loaded" in check.found and check.advice == "set ODYSSEY_KERNELS to another folder, or unset it"
+    assert (
+        "cannot be loaded" in check.found
+        and check.advice == "set ODYSSEY_KERNELS to another folder, or unset it"
+    )
     monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path / "none"))
     assert doctor.kernels()[1].state == FAIL

@@ -1,4 +1,5 @@
-"""Loads pickles for test_copies.py in a process that has nothing else: python copied.py PICKLE OUTPUT.
+"""Loads pickles for test_copies.py in a process that has nothing else: python copied.py PICKLE
+OUTPUT.
 
 A pickle holds a list of (module, input); OUTPUT gets what each module computes, as a .npz file.
 """

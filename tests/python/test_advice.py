@@ -1,7 +1,7 @@
 """No message and no page advises to delete what may hold results.
 
-The directory of a run holds its checkpoints, and a folder that a user named may hold anything. The way on is another
-directory, a setting, or a file that is moved.
+The directory of a run holds its checkpoints, and a folder that a user named may hold anything. The
+way on is another directory, a setting, or a file that is moved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ROOT = PACKAGE.parents[1]
 
 #: The imperative of a verb that destroys. "is removed" and "removes" tell what odyssey does itself.
 ADVICE = re.compile(
-    r"\b(?:delete|remove|erase|discard|wipe|purge|unlink|rmdir|throw away|get rid of|clear out|clean up)\b"
+    r"\b(?:delete|remove|erase|discard|wipe|purge|unlink|rmdir|throw away|get rid of|clear "
+    r"out|clean up)\b"
     r"|\brm +[-/\w$]"
     r"|\bempty (?:it|them|the)\b|\boverwrite (?:it|them|the)\b",
     re.I,
@@ -32,25 +33,37 @@ ALLOWED = [
     ("applies only to", "a setting of the command, not a file"),
     ("--nesterov needs momentum", "a setting of the command, not a file"),
     ("add it there, or remove it", "a name in a table of the sources, seen by developers"),
-    ('rm -rf "$TMPDIR"', "a line of a job's script: the folder that the same script has made for temporary files"),
+    (
+        'rm -rf "$TMPDIR"',
+        "a line of a job's script: the folder that the same script has made for temporary files",
+    ),
     ("Collectives overwrite what they are given", "arrays in memory"),
     ("docker run --rm", "an option of docker"),
-    ("launcher could not remove, the next start", "what MPI left in memory, and odyssey removes itself"),
+    (
+        "launcher could not remove, the next start",
+        "what MPI left in memory, and odyssey removes itself",
+    ),
 ]
 
 
 def strings(source: str) -> Iterator[tuple[int, str]]:
-    """Yields (line, text) of each string of a program that is not a docstring. Values in it are {}."""
+    """Yields (line, text) of each string of a program that is not a docstring.
+
+    Values in it are {}.
+    """
     tree = ast.parse(source)
     skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):
             skipped.add(node.value)
-        if isinstance(node, ast.JoinedStr):  # its own parts only: strings within {} are messages as well
+        # its own parts only: strings within {} are messages as well
+        if isinstance(node, ast.JoinedStr):
             skipped.update(node.values)
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            parts = [
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            ]
             yield node.lineno, "".join(parts)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
             yield node.lineno, node.value
@@ -65,20 +78,36 @@ def messages() -> list[tuple[str, str]]:
             name = path.relative_to(ROOT).as_posix()
             texts += [(f"{name}:{line}", text) for line, text in strings(path.read_text())]
     for path in sorted((ROOT / "mojo").rglob("*.mojo")):
-        texts += [(path.relative_to(ROOT).as_posix(), text) for text in re.findall(r'"([^"\n]+)"', path.read_text())]
+        texts += [
+            (path.relative_to(ROOT).as_posix(), text)
+            for text in re.findall(r'"([^"\n]+)"', path.read_text())
+        ]
     return texts
 
 
 @functools.cache
 def pages() -> list[tuple[str, str]]:
     """Returns (place, paragraph) of each page, and of programs and files that users start from."""
-    files = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb"), ROOT / "README.md", ROOT / "SECURITY.md"]
-    files += [path for folder in ("examples", "containers") for path in (ROOT / folder).glob("*") if path.is_file()]
+    files = [
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("docs/**/*.ipynb"),
+        ROOT / "README.md",
+        ROOT / "SECURITY.md",
+    ]
+    files += [
+        path
+        for folder in ("examples", "containers")
+        for path in (ROOT / folder).glob("*")
+        if path.is_file()
+    ]
     texts = []
     for path in sorted(files):
         if path.name != "log.md":  # history
             name = path.relative_to(ROOT).as_posix()
-            texts += [(name, " ".join(paragraph.split())) for paragraph in re.split(r"\n\s*\n", path.read_text())]
+            texts += [
+                (name, " ".join(paragraph.split()))
+                for paragraph in re.split(r"\n\s*\n", path.read_text())
+            ]
     return texts
 
 
@@ -123,7 +152,9 @@ def test_what_odyssey_does_itself_is_not(text):
 
 
 def test_strings_within_a_string_are_read():
-    source = "def f():\n    'delete a docstring'\n    return f\"{'' if x else 'delete it, or '}set {y}\""
+    source = (
+        "def f():\n    'delete a docstring'\n    return f\"{'' if x else 'delete it, or '}set {y}\""
+    )
     assert [text for _, text in strings(source)] == ["{}set {}", "", "delete it, or "]
 
 

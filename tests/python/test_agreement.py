@@ -1,4 +1,6 @@
-"""Ranks that differ are refused before their first step, by the name of what differs; equal ones never are."""
+"""Ranks that differ are refused before their first step, by the name of what differs; equal ones
+never are.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Net(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         widths = [case.features, *case.hidden, CLASSES]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)
+        )
         self.case, self.drop = case, nn.Dropout(case.p)
 
     def forward(self, x):
@@ -86,7 +90,10 @@ def drawn(draw: np.random.Generator) -> Case:
         activations=draw.choice(["relu", "tanh", "sigmoid"], len(hidden)).tolist(),
         p=float(draw.choice([0.0, 0.25, 0.5])),
         slope=float(draw.normal()),
-        optimizer={"lr": float(draw.uniform(0.001, 0.1)), "weight_decay": float(draw.choice([0.0, 0.01]))},
+        optimizer={
+            "lr": float(draw.uniform(0.001, 0.1)),
+            "weight_decay": float(draw.choice([0.0, 0.01])),
+        },
         images=images if bytes_ else draw.normal(size=images.shape).astype(np.float32),
         labels=draw.integers(0, CLASSES, count),
         batch=int(draw.integers(11, 20)),
@@ -150,10 +157,15 @@ def one_other(case: Case, what: str, draw: np.random.Generator) -> Case:
     return new
 
 
-DIFFERENCES = (
-    "pixel bit label length dtype order flip activation size p slope extra rate decay schedule seed batch".split()
-)
-LAYOUTS: list[dict[str, Any]] = [{}, {}, {"zero": 1}, {"mesh": (1, 2, 1)}, {"mesh": (1, 1, 2)}, {"execution": "eager"}]
+DIFFERENCES = "pixel bit label length dtype order flip activation size p slope extra rate decay schedule seed batch".split()
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"zero": 1},
+    {"mesh": (1, 2, 1)},
+    {"mesh": (1, 1, 2)},
+    {"execution": "eager"},
+]
 
 
 def trained(case: Case, comm, **layout: Any) -> str:
@@ -199,12 +211,16 @@ def test_one_difference_is_found_and_equal_ranks_are_not_refused(seed):
         if what == "flip":
             case.made = True
         if what in ("pixel", "bit", "label"):
-            case.shuffle = False  # of samples that are made only those of a batch are compared: have it in the first
+            # of samples that are made only those of a batch are compared: have it in the first
+            case.shuffle = False
             case.made = case.made and what != "bit"  # which a sum with noise may round away
         if what == "dtype" and case.made:
-            case.images = case.images.astype(np.uint8).astype(np.float32)  # would be the same samples
+            # would be the same samples
+            case.images = case.images.astype(np.uint8).astype(np.float32)
             case.made = False
-        same = ended([dataclasses.replace(case, images=case.images.copy()) for _ in range(ranks)], **layout)
+        same = ended(
+            [dataclasses.replace(case, images=case.images.copy()) for _ in range(ranks)], **layout
+        )
         assert len(set(same)) == 1 and isinstance(same[0], str), (what, layout, same)
         other = int(draw.integers(1, ranks))
         if draw.random() < 0.1:  # weights are those of rank 0
@@ -214,17 +230,23 @@ def test_one_difference_is_found_and_equal_ranks_are_not_refused(seed):
         found = ended(cases, **layout)
         assert all(isinstance(e, OdysseyError) for e in found), (what, layout, found)
         assert len({str(e) for e in found}) == 1, (what, found)
-        assert f"rank {other}" in str(found[0]) and getattr(found[0], "raised_on_all_ranks", False), (what, found)
+        assert f"rank {other}" in str(found[0]) and getattr(
+            found[0], "raised_on_all_ranks", False
+        ), (what, found)
 
 
 # --- what is said --------------------------------------------------------------------------------
 
 
 def case(**changes: Any) -> Case:
-    return dataclasses.replace(drawn(np.random.default_rng(77)), made=False, shuffle=False, p=0.5, **changes)
+    return dataclasses.replace(
+        drawn(np.random.default_rng(77)), made=False, shuffle=False, p=0.5, **changes
+    )
 
 
-@pytest.mark.parametrize("layout", [{}, {"execution": "eager"}, {"mesh": (1, 2, 1)}, {"mesh": (1, 1, 2)}])
+@pytest.mark.parametrize(
+    "layout", [{}, {"execution": "eager"}, {"mesh": (1, 2, 1)}, {"mesh": (1, 1, 2)}]
+)
 def test_an_op_that_differs_is_named_with_its_layer_and_line(layout):
     a = case()
     b = dataclasses.replace(a, activations=["sigmoid", *a.activations[1:]])
@@ -232,7 +254,8 @@ def test_an_op_that_differs_is_named_with_its_layer_and_line(layout):
     assert isinstance(error, ConfigError)
     line = "in layer Net at python/test_agreement.py:"
     assert str(error).startswith(
-        f"[train] the model of rank 1 differs from that of rank 0 in op 3: sigmoid_forward (240) {line}"
+        "[train] the model of rank 1 differs from that of rank 0 in op 3: sigmoid_forward (240) "
+        f"{line}"
     ), error
     assert f"; on rank 0 {a.activations[0]}_forward (240) {line}" in str(error)
     error = ended([a, dataclasses.replace(a, p=0.25)], **layout)[0]
@@ -243,7 +266,10 @@ def test_an_op_that_differs_is_named_with_its_layer_and_line(layout):
 def test_another_size_is_named():
     a = case()
     error = ended([a, a, dataclasses.replace(a, hidden=[16, *a.hidden[1:]])])[0]
-    assert "the model of rank 2 differs from that of rank 0 in parameter 1: layers.0.weight (16, 7)" in str(error)
+    assert (
+        "the model of rank 2 differs from that of rank 0 in parameter 1: layers.0.weight (16, 7)"
+        in str(error)
+    )
 
 
 def test_a_model_that_runs_on_some_ranks_only():
@@ -280,7 +306,9 @@ def test_one_changed_sample_is_named_wherever_it_is(dtype):
             else:
                 y[at] = (y[at] + 1) % 3
             a, b = data.arrays(images, labels, classes=3), data.arrays(x, y, classes=3)
-            with pytest.raises(DataError, match=f"sample {at} of the training set of rank 1 differs"):
+            with pytest.raises(
+                DataError, match=f"sample {at} of the training set of rank 1 differs"
+            ):
                 mock.run(2, lambda comm, a=a, b=b: data_set(comm, (a, b)[comm.rank]))
 
 
@@ -331,7 +359,9 @@ class Late:
 
 def fitted(comm, loader, epochs: int = 1, fit: dict[str, Any] | None = None, **settings: Any):
     manual_seed(0)
-    t = DistributedTrainer(nn.Linear(4, CLASSES), optim.SGD(lr=0.1), shard_size=4, threads=1, comm=comm, **settings)
+    t = DistributedTrainer(
+        nn.Linear(4, CLASSES), optim.SGD(lr=0.1), shard_size=4, threads=1, comm=comm, **settings
+    )
     try:
         t.fit(loader, epochs=epochs, **(fit or {}))
     except OdysseyError as error:
@@ -346,13 +376,18 @@ def test_samples_that_are_made_are_looked_at_every_so_many_steps():
     (steps, error), (_, other) = mock.run(2, rank)
     assert steps == 2 and str(error) == str(other)
     assert "[data] at step 3 sample 37 of Late is not on rank 1 what it is on rank 0" in str(error)
-    assert "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does" in str(error)
+    assert (
+        "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does"
+        in str(error)
+    )
 
 
 def test_batches_of_a_list_are_compared_as_well():
     def rank(comm):
         late = Late(comm.rank == 1, 3)
-        return fitted(comm, [(late.x[at : at + 16], np.arange(16) % CLASSES) for at in range(0, 64, 16)])
+        return fitted(
+            comm, [(late.x[at : at + 16], np.arange(16) % CLASSES) for at in range(0, 64, 16)]
+        )
 
     assert "sample 3 of the batch" in str(mock.run(2, rank)[0][1])
 
@@ -372,11 +407,15 @@ def test_a_sampler_that_draws_another_order():
     whole = data.arrays(late.x, np.arange(64) % CLASSES, classes=CLASSES)
 
     def rank(comm, seeds, samples):
-        return fitted(comm, data.DataLoader(samples, batch_size=16, sampler=Drawn(seeds[comm.rank])))
+        return fitted(
+            comm, data.DataLoader(samples, batch_size=16, sampler=Drawn(seeds[comm.rank]))
+        )
 
     assert len(set(mock.run(2, rank, (5, 5), whole))) == 1
     for samples in (whole, late):
-        assert "[data] by step 1 rank 1 is given sample" in str(mock.run(2, rank, (5, 6), samples)[0][1])
+        assert "[data] by step 1 rank 1 is given sample" in str(
+            mock.run(2, rank, (5, 6), samples)[0][1]
+        )
 
 
 def test_an_order_that_parts_later_is_found_at_the_end_of_the_epoch():
@@ -397,7 +436,9 @@ def test_rates_that_part_later_are_found_before():
         schedule = lambda step: 0.5 if step == 37 and comm.rank == 1 else 1.0  # noqa: E731
         return fitted(comm, data.DataLoader(Late(False, 0), batch_size=16), schedule=schedule)
 
-    assert "the learning rate of step 38 is 0.05 on rank 1, and 0.1 on rank 0" in str(mock.run(2, rank)[0][1])
+    assert "the learning rate of step 38 is 0.05 on rank 1, and 0.1 on rank 0" in str(
+        mock.run(2, rank)[0][1]
+    )
 
 
 def test_samples_that_differ_may_be_allowed(capfd):
@@ -406,10 +447,17 @@ def test_samples_that_differ_may_be_allowed(capfd):
         return fitted(comm, loader, 2, {"allow_nondeterministic_data": True}, check_every=3)
 
     assert mock.run(2, rank)[0][0] == 8
-    assert capfd.readouterr().err.count("sample 3 of Late is not on rank 1 what it is on rank 0; training goes on") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "sample 3 of Late is not on rank 1 what it is on rank 0; training goes on"
+        )
+        == 1
+    )
 
 
-@pytest.mark.parametrize("settings", [{"reduction": "local_sgd"}, {"reduction": "async_parameter_server"}])
+@pytest.mark.parametrize(
+    "settings", [{"reduction": "local_sgd"}, {"reduction": "async_parameter_server"}]
+)
 def test_ranks_that_do_not_step_together_compare_their_first_batch(settings):
     def rank(comm, other):
         loader = data.DataLoader(Late(comm.rank == other, 3), batch_size=16)
@@ -437,14 +485,22 @@ def test_validation_samples_that_are_made_are_looked_at(made):
 
     def rank(comm):
         t = DistributedTrainer(nn.Linear(4, 3), optim.SGD(), comm=comm, threads=1, check_every=2)
-        mine = x + (np.arange(40) >= 25)[:, None] * np.float32(comm.rank)  # the third batch is looked at again
+        # the third batch is looked at again
+        mine = x + (np.arange(40) >= 25)[:, None] * np.float32(comm.rank)
         pairs = [(mine[i : i + 10], y[i : i + 10]) for i in range(0, 40, 10)]
         try:
-            t.evaluate(data.DataLoader(list(zip(mine, y.tolist(), strict=True)), batch_size=10) if made else pairs)
+            t.evaluate(
+                data.DataLoader(list(zip(mine, y.tolist(), strict=True)), batch_size=10)
+                if made
+                else pairs
+            )
         except DataError as error:
             return str(error)
 
     said = mock.run(2, rank)
     assert said[0] == said[1]
     number = "sample 25 of" if made else "sample 5 of the batch of"
-    assert f"[data] at validation batch 3 {number}" in said[0] and "is not on rank 1 what it is on rank 0" in said[0]
+    assert (
+        f"[data] at validation batch 3 {number}" in said[0]
+        and "is not on rank 1 what it is on rank 0" in said[0]
+    )

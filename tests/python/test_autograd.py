@@ -114,7 +114,11 @@ def test_bias_alone_gets_its_gradient():
     x, w, b = Tensor([[2.0], [5.0]]), Tensor([[3.0]]), Parameter([1.0])
     F.linear(x, w, b).sum().backward()
     assert b.grad.tolist() == [2]
-    image, kernel, b = Tensor(np.ones((2, 1, 3, 3))), Tensor(np.ones((1, 1, 2, 2))), Parameter([1.0])
+    image, kernel, b = (
+        Tensor(np.ones((2, 1, 3, 3))),
+        Tensor(np.ones((1, 1, 2, 2))),
+        Parameter([1.0]),
+    )
     F.conv2d(image, kernel, b).sum().backward()
     assert b.grad.tolist() == [8]
 

@@ -1,4 +1,6 @@
-"""Who hears what of a training, in which order; and fit() and what belongs to it over a trainer without an engine."""
+"""Who hears what of a training, in which order; and fit() and what belongs to it over a trainer
+without an engine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Listener(Callback):
     def __init__(self) -> None:
         self.heard: list[str] = []
         for name in EVENTS:
-            setattr(self, name, lambda context, name=name: self.hear(name.removeprefix("on_"), context))
+            setattr(
+                self, name, lambda context, name=name: self.hear(name.removeprefix("on_"), context)
+            )
 
     def hear(self, event: str, context: Context) -> None:
         self.heard.append(f"{event} {context.cursor.step}" if event == "step_end" else event)
@@ -34,7 +38,9 @@ class Listener(Callback):
 
 def loader() -> data.DataLoader:
     rng = np.random.default_rng(0)
-    return data.DataLoader(data.arrays(rng.normal(size=(40, 6)).astype(np.float32), rng.integers(0, 3, 40)), 16)
+    return data.DataLoader(
+        data.arrays(rng.normal(size=(40, 6)).astype(np.float32), rng.integers(0, 3, 40)), 16
+    )
 
 
 def engine() -> DistributedTrainer:
@@ -64,7 +70,9 @@ class Plain(Trainer):
         self.gradient = images.mean(axis=0)
         self.weights = self.weights - self.gradient
         self.steps += 1
-        self.last = Step(float(self.weights.sum()) * len(images), 0.0, 1.0, True, None, {"accuracy": 0.0})
+        self.last = Step(
+            float(self.weights.sum()) * len(images), 0.0, 1.0, True, None, {"accuracy": 0.0}
+        )
         return self.last
 
     def evaluate(self, loader: object) -> Evaluation:
@@ -93,7 +101,15 @@ def test_the_order_of_events(make, tmp_path):
     trainer, listener = make(), Listener()
     trainer.callbacks.append(listener)
     trainer.fit(loader(), loader().dataset, epochs=2, checkpoint_dir=tmp_path)
-    epoch = ["epoch_start", "step_end 0", "step_end 1", "step_end 2", "validation_end", "epoch_end", "checkpoint"]
+    epoch = [
+        "epoch_start",
+        "step_end 0",
+        "step_end 1",
+        "step_end 2",
+        "validation_end",
+        "epoch_end",
+        "checkpoint",
+    ]
     heard = [event for event in listener.heard if event != "sync"]
     assert heard == ["fit_plan", "fit_start", *epoch, *epoch, "checkpoint", "fit_end"]
     assert "sync" in listener.heard
@@ -147,7 +163,9 @@ def test_a_trainer_without_an_engine_goes_on_and_has_a_step_log(tmp_path, monkey
     assert (second.steps, history.steps, len(history.records)) == (6, 6, 2)
     assert second.weights_sha256() == whole.weights_sha256()
     logs = sorted((tmp_path / "steps").glob("*"))
-    records = {r.step: r for log in logs for r in steplog.decoded(steplog.history(steplog.load(log)))}
+    records = {
+        r.step: r for log in logs for r in steplog.decoded(steplog.history(steplog.load(log)))
+    }
     assert sorted(records) == [1, 2, 3, 4, 5, 6]
     assert records[6].weights == of(second.weights)
 
@@ -156,7 +174,11 @@ def test_a_trainer_without_an_engine_goes_on_and_has_a_step_log(tmp_path, monkey
     ("name", "method", "said"),
     [
         ("on_step_end", lambda self, trainer, context: None, "does not take the context alone"),
-        ("on_train_batch_end", lambda self, context: None, "is no event of a training; events are on_fit_plan, on_fit"),
+        (
+            "on_train_batch_end",
+            lambda self, context: None,
+            "is no event of a training; events are on_fit_plan, on_fit",
+        ),
     ],
 )
 def test_methods_as_other_libraries_have_them_are_named(name, method, said):

@@ -1,4 +1,6 @@
-"""What may change while a training runs, and what comes of it: one sentence of the promise at a time."""
+"""What may change while a training runs, and what comes of it: one sentence of the promise at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ class Net(nn.Module):
         self.first, self.norm, self.drop = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.4)
         self.more = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.last = nn.Linear(8, 3)
-        self.gain, self.bent, self.depth, self.scales, self.names = 1.0, False, 1, [1.0, 0.5], {"how": "relu"}
+        self.gain, self.bent, self.depth, self.scales, self.names = (
+            1.0,
+            False,
+            1,
+            [1.0, 0.5],
+            {"how": "relu"},
+        )
         self.outside: Callable[[], float] = lambda: 1.0
         self.look = False
 
@@ -50,7 +58,9 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 11), nn.ReLU(), nn.Linear(11, 3))
+        self.body = nn.Sequential(
+            nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 11), nn.ReLU(), nn.Linear(11, 3)
+        )
         self.more, self.depth = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), 2
 
     def forward(self, x):
@@ -69,10 +79,17 @@ def made(
     if prepare is not None:
         prepare(net)
     optimizer = optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.01)
-    return DistributedTrainer(net, optimizer, comm=comm or Communicator(), shard_size=4, threads=1, **settings)
+    return DistributedTrainer(
+        net, optimizer, comm=comm or Communicator(), shard_size=4, threads=1, **settings
+    )
 
 
-def fit(trainer: DistributedTrainer, *given: Callback, folder: Path | None = None, every: int | None = None) -> str:
+def fit(
+    trainer: DistributedTrainer,
+    *given: Callback,
+    folder: Path | None = None,
+    every: int | None = None,
+) -> str:
     """Trains, and returns the hash of the weights."""
     loader = data.DataLoader(data.arrays(X, Y, classes=3), batch_size=16)
     saving = {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": every}
@@ -111,7 +128,9 @@ def stop(step: int) -> Callback:
     return LambdaCallback(on_step_end=act)
 
 
-def resumed(folder: Path, stops: tuple[int, ...], make: Callable[..., DistributedTrainer], *given: Callback) -> str:
+def resumed(
+    folder: Path, stops: tuple[int, ...], make: Callable[..., DistributedTrainer], *given: Callback
+) -> str:
     """The hash of a training that was stopped after some steps."""
     for step in stops:
         with pytest.raises(Stopped):
@@ -148,7 +167,9 @@ def test_the_next_step_sees_a_change(what):
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("stops", [(4,), (5,), (6,), (4, 5, 7)])
 def test_a_change_comes_back_at_a_resume(what, stops, tmp_path):
-    """Also one that was made at the very step of the checkpoint, or at the last of an epoch, and after two resumes."""
+    """Also one that was made at the very step of the checkpoint, or at the last of an epoch, and
+    after two resumes.
+    """
     change = set_(4, *CHANGES[what])
     assert resumed(tmp_path, stops, made, change) == fit(made(), change)
 
@@ -163,7 +184,9 @@ def test_what_an_epoch_s_start_multiplies_is_multiplied_once(stops, tmp_path):
     assert resumed(tmp_path, stops, made, change) == fit(made(), change)
 
 
-@pytest.mark.parametrize("event", ["on_epoch_start", "on_step_end", "on_epoch_end", "on_checkpoint"])
+@pytest.mark.parametrize(
+    "event", ["on_epoch_start", "on_step_end", "on_epoch_end", "on_checkpoint"]
+)
 def test_a_change_at_any_event(event, tmp_path):
     """Checkpoints of each step, so that a training that stops has made the same ones."""
 
@@ -172,13 +195,18 @@ def test_a_change_at_any_event(event, tmp_path):
         context.trainer.model.gain = [1.0, 0.5, 0.7][context.steps % 3]
 
     change = LambdaCallback(**{event: act})
-    eager, replayed = (fit(made(execution=how), change, folder=tmp_path / how, every=1) for how in ("eager", "replay"))
+    eager, replayed = (
+        fit(made(execution=how), change, folder=tmp_path / how, every=1)
+        for how in ("eager", "replay")
+    )
     assert eager == replayed
 
 
 @pytest.mark.parametrize("stops", [(2,), (4,), (3, 5)])
 def test_a_list_that_changes_in_place_within_an_epoch(stops, tmp_path):
-    """Also one that is what it was again when the epoch ends, so that nobody who looks only then sees it."""
+    """Also one that is what it was again when the epoch ends, so that nobody who looks only then
+    sees it.
+    """
 
     def act(context: Context) -> None:
         context.trainer.model.scales[0] = [1.0, 0.5, 0.7][context.steps % STEPS]
@@ -209,7 +237,9 @@ def test_a_stage_whose_layers_are_not_used_any_more_has_no_gradients(pp):
     assert mock.run(pp, lambda comm: run(comm, mesh=Mesh(1, pp, 1))) == [alone] * pp
 
 
-def test_stages_that_are_cut_elsewhere_after_a_resume_are_refused_where_bits_depend_on_them(tmp_path):
+def test_stages_that_are_cut_elsewhere_after_a_resume_are_refused_where_bits_depend_on_them(
+    tmp_path,
+):
     """A compressed reduction keeps what it has not sent by rank; the sum along the tree goes on."""
 
     def act(context: Context) -> None:
@@ -220,13 +250,17 @@ def test_stages_that_are_cut_elsewhere_after_a_resume_are_refused_where_bits_dep
         nn.manual_seed(1)
         how = {"comm": comm, "shard_size": 4, "threads": 1, "mesh": Mesh(1, 2, 1), **settings}
         trainer = DistributedTrainer(Deep(), optim.SGD(lr=0.1), **how)
-        return fit(trainer, LambdaCallback(on_step_end=act), *given, folder=tmp_path / str(settings))
+        return fit(
+            trainer, LambdaCallback(on_step_end=act), *given, folder=tmp_path / str(settings)
+        )
 
     for settings in ({}, {"compression": "topk", "compression_ratio": 0.5}):
         with pytest.raises(Stopped):
             mock.run(2, lambda comm: run(comm, stop(5), **settings))  # noqa: B023
         if settings:
-            with pytest.raises(ConfigError, match=r"in other buckets than before, or on other stages.*'topk'"):
+            with pytest.raises(
+                ConfigError, match=r"in other buckets than before, or on other stages.*'topk'"
+            ):
                 mock.run(2, lambda comm: run(comm, **settings))  # noqa: B023
         else:
             mock.run(2, lambda comm: run(comm, **settings))  # noqa: B023
@@ -255,7 +289,7 @@ def test_a_callback_s_own_state_comes_back(step, tmp_path):
     assert fit(made(), Counting(), folder=tmp_path) == fit(made(), Counting())
 
 
-# --- modes, and what is trained --------------------------------------------------------------------------------------
+# --- modes, and what is trained -------------------------------------------------------------------
 
 
 def test_modes_are_the_user_s(tmp_path):
@@ -269,7 +303,11 @@ def test_modes_are_the_user_s(tmp_path):
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_a_mode_comes_back(step, tmp_path):
     change = at_step(4, lambda trainer: trainer.model.norm.eval())
-    assert resumed(tmp_path, (step,), made, change) == fit(made(), change) == fit(made(execution="eager"), change)
+    assert (
+        resumed(tmp_path, (step,), made, change)
+        == fit(made(), change)
+        == fit(made(execution="eager"), change)
+    )
 
 
 @pytest.mark.parametrize("layout", [{}, {"zero": 1}, {"zero": 2}, {"zero": 3}])
@@ -288,14 +326,19 @@ def test_layers_are_unfrozen_one_after_the_other(layout, tmp_path):
 
     change = LambdaCallback(on_epoch_start=act)
     eager = fit(make(execution="eager"), change)
-    assert mock.run(2, lambda comm: fit(make(comm, bucket_size_mb=1e-4, **layout), change)) == [eager] * 2
+    assert (
+        mock.run(2, lambda comm: fit(make(comm, bucket_size_mb=1e-4, **layout), change))
+        == [eager] * 2
+    )
     assert resumed(tmp_path, (2, 4, 6, 7), make, change) == eager
 
 
-# --- what no module knows --------------------------------------------------------------------------------------------
+# --- what no module knows -------------------------------------------------------------------------
 
 
-def outside(event: str, value: Callable[[Context], float]) -> tuple[Callable[[Net], None], Callback]:
+def outside(
+    event: str, value: Callable[[Context], float]
+) -> tuple[Callable[[Net], None], Callback]:
     """A closure that forward() reads, and who sets it at an event."""
     other = types.SimpleNamespace(gain=1.0)
 
@@ -320,7 +363,9 @@ def test_a_closure_may_be_a_function_of_the_epoch(stops, tmp_path):
 @pytest.mark.parametrize("saves", [True, False])
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end"])
 def test_a_closure_that_is_set_elsewhere_is_refused(event, saves, tmp_path):
-    """Also where no checkpoint is made after the event, before the next epoch takes up what is there."""
+    """Also where no checkpoint is made after the event, before the next epoch takes up what is
+    there.
+    """
     prepare, change = outside(event, lambda context: 1 / context.steps)
     with pytest.raises(ConfigError, match=r"Net.*on_epoch_start"):
         fit(made(prepare), change, **({"folder": tmp_path, "every": 2} if saves else {}))
@@ -328,7 +373,9 @@ def test_a_closure_that_is_set_elsewhere_is_refused(event, saves, tmp_path):
 
 @pytest.mark.parametrize("what", ["an attribute changes after it", "the last batch is smaller"])
 def test_a_closure_that_changes_within_an_epoch_is_refused_though_the_last_program_has_it(what):
-    """By then another program has been recorded, in which the closure has the new value; the step before had not."""
+    """By then another program has been recorded, in which the closure has the new value; the
+    step before had not.
+    """
     box = [1.0]
 
     def act(context: Context) -> None:
@@ -346,21 +393,28 @@ def test_a_closure_that_changes_within_an_epoch_is_refused_though_the_last_progr
 
 @pytest.mark.parametrize("execution", ["replay", "eager"])
 def test_a_program_that_is_kept_does_not_hide_a_closure_that_has_changed_since(execution):
-    """Settings come back for a step, in the middle of an epoch, after the closure was set together with others."""
+    """Settings come back for a step, in the middle of an epoch, after the closure was set
+    together with others.
+    """
     other = types.SimpleNamespace(gain=1.0)
 
     def prepare(net: Net) -> None:
         other.gain, net.outside = 1.0, lambda: other.gain
 
     def act(context: Context) -> None:
-        context.trainer.model.gain = {1: 2.0, 7: 1.0, 8: 3.0}.get(context.steps, context.trainer.model.gain)
+        context.trainer.model.gain = {1: 2.0, 7: 1.0, 8: 3.0}.get(
+            context.steps, context.trainer.model.gain
+        )
         other.gain = 1.5 if context.steps == 1 else other.gain
 
     with pytest.raises(ConfigError, match="reads a value outside of its modules"):
         fit(made(prepare, execution=execution), LambdaCallback(on_step_end=act))
 
     def begin(context: Context) -> None:
-        context.trainer.model.gain, other.gain = (1.0, 2.0, 1.0)[context.epoch - 1], (1.0, 1.0, 1.5)[context.epoch - 1]
+        context.trainer.model.gain, other.gain = (
+            (1.0, 2.0, 1.0)[context.epoch - 1],
+            (1.0, 1.0, 1.5)[context.epoch - 1],
+        )
 
     change = LambdaCallback(on_epoch_start=begin)
     assert fit(made(prepare), change) == fit(made(prepare, execution="eager"), change)
@@ -414,14 +468,20 @@ def test_new_parameters_and_modules_in_mid_run_are_refused(new, execution):
         fit(made(execution=execution), at_step(4, act))
 
 
-# --- ranks that part -------------------------------------------------------------------------------------------------
+# --- ranks that part ------------------------------------------------------------------------------
 
 
-def caught(comm: Communicator, step: int, act: Callable[[DistributedTrainer], Any], **settings: Any) -> tuple[Any, int]:
-    """How a rank ends of which the last one does something after a step, and how many steps it has taken."""
+def caught(
+    comm: Communicator, step: int, act: Callable[[DistributedTrainer], Any], **settings: Any
+) -> tuple[Any, int]:
+    """How a rank ends of which the last one does something after a step, and how many steps it
+    has taken.
+    """
     trainer = made(None, comm, check_every=100, **settings)
     try:
-        return fit(trainer, at_step(step, act if comm.rank == comm.size - 1 else lambda trainer: None)), trainer.steps
+        return fit(
+            trainer, at_step(step, act if comm.rank == comm.size - 1 else lambda trainer: None)
+        ), trainer.steps
     except OdysseyError as error:
         return error, trainer.steps
 
@@ -431,7 +491,8 @@ def caught(comm: Communicator, step: int, act: Callable[[DistributedTrainer], An
 def test_a_change_on_one_rank_is_found_at_the_next_step(what, layout):
     path, value = CHANGES[what]
     ends = mock.run(2, lambda comm: caught(comm, 4, setting(path, value), **layout))
-    if "layers run" in what and layout.get("zero", 0) > 1:  # other buckets have gradients: their calls differ first
+    # other buckets have gradients: their calls differ first
+    if "layers run" in what and layout.get("zero", 0) > 1:
         assert all(isinstance(end, (ConfigError, CollectiveError)) for end, _ in ends), ends
         return
     assert all(isinstance(end, ConfigError) and "rank 1" in str(end) for end, _ in ends), ends
@@ -444,7 +505,10 @@ def test_a_weight_that_one_rank_writes_is_found_by_the_end(step):
         trainer.model.first.weight.data[0, 0] += 1e-3
 
     ends = mock.run(2, lambda comm: caught(comm, step, act))
-    assert all(isinstance(end, NumericsError) and "the weights of ranks 0 and 1 differ" in str(end) for end, _ in ends)
+    assert all(
+        isinstance(end, NumericsError) and "the weights of ranks 0 and 1 differ" in str(end)
+        for end, _ in ends
+    )
 
 
 @pytest.mark.parametrize("layout", [{"zero": 1}, {"zero": 3}])

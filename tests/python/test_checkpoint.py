@@ -82,7 +82,9 @@ class Picture(nn.Module):
 
 
 class Both(nn.Module):
-    """A leaf weight and an outer value inside a checkpoint, used outside of it too, before and after."""
+    """A leaf weight and an outer value inside a checkpoint, used outside of it too, before and
+    after.
+    """
 
     def __init__(self, how) -> None:
         super().__init__()
@@ -109,9 +111,18 @@ MODELS = {"deep": Deep, "picture": Picture, "both": Both}
 
 def sums(model, train=True, execution="replay", samples=40, threads=1):
     layout = Layout(Communicator(), 1, threads, 16, "tree", execution)
-    engine = Engine(model, nn.CrossEntropyLoss(), Arena.of(model.named_parameters()), layout, train=train, seed=3)
+    engine = Engine(
+        model,
+        nn.CrossEntropyLoss(),
+        Arena.of(model.named_parameters()),
+        layout,
+        train=train,
+        seed=3,
+    )
     rng = np.random.default_rng(1)
-    dataset = data.arrays(rng.standard_normal((samples, 1, 4, 4)).astype(np.float32), np.arange(samples) % 3)
+    dataset = data.arrays(
+        rng.standard_normal((samples, 1, 4, 4)).astype(np.float32), np.arange(samples) % 3
+    )
     engine.run(data.Batch(dataset, np.arange(samples), 0, 0), 5)
     (runner,) = engine.runners
     return runner.result.tobytes(), runner.work_bytes // threads, engine
@@ -122,7 +133,9 @@ def sums(model, train=True, execution="replay", samples=40, threads=1):
 
 @pytest.mark.parametrize("samples", [3, 40])
 @pytest.mark.parametrize("execution", ["replay", "eager"])
-@pytest.mark.parametrize(("name", "how"), [("deep", "each"), ("deep", "nested"), ("picture", "each"), ("both", "each")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("deep", "each"), ("deep", "nested"), ("picture", "each"), ("both", "each")]
+)
 def test_no_bit_changes(name, how, execution, samples):
     plain = sums(MODELS[name]("not"), samples=samples)[0]
     assert np.isfinite(np.frombuffer(plain, np.float32)).all()
@@ -162,7 +175,9 @@ def test_dropout_draws_the_same_mask_again_and_the_next_one_another():
     y.sum().backward()
     assert np.array_equal(x.grad.numpy(), y.numpy()) and not np.array_equal(y.numpy(), z.numpy())
     after = F.dropout(x, 0.5)
-    assert not np.array_equal(after.numpy(), y.numpy()) and not np.array_equal(after.numpy(), z.numpy())
+    assert not np.array_equal(after.numpy(), y.numpy()) and not np.array_equal(
+        after.numpy(), z.numpy()
+    )
 
 
 # --- less memory ---
@@ -195,7 +210,9 @@ def test_what_is_between_is_freed_in_eager_mode():
 def test_what_nobody_reads_is_not_repeated(monkeypatch):
     """The last product of a block is not needed for its own backward pass."""
     seen = []
-    monkeypatch.setattr("odyssey.engine.engine.fuse", lambda records: seen.append(list(records)) or fuse(records))
+    monkeypatch.setattr(
+        "odyssey.engine.engine.fuse", lambda records: seen.append(list(records)) or fuse(records)
+    )
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -248,7 +265,9 @@ def test_nothing_to_remember_is_passed_through():
 
 def test_what_cannot_be_is_refused():
     x = Tensor(np.ones((3, 4)), requires_grad=True)
-    with pytest.raises(DeviceError, match=r"a checkpoint goes from device\(0\) to device\(1\); it must stay on one"):
+    with pytest.raises(
+        DeviceError, match=r"a checkpoint goes from device\(0\) to device\(1\); it must stay on one"
+    ):
         checkpoint(lambda v: F.relu(v.to(device(1))), x)
     F.relu(x.to(1))  # outside of it that is still allowed
     with pytest.raises(ShapeError, match="returned a tuple; it must return one tensor"):

@@ -1,4 +1,6 @@
-"""Copies of parameters, models and optimizers own their memory; what cannot be copied says so by its name."""
+"""Copies of parameters, models and optimizers own their memory; what cannot be copied says so by
+its name.
+"""
 
 from __future__ import annotations
 
@@ -78,12 +80,15 @@ def reuse_memory():
     return [np.full(n, np.nan, np.float32) for n in (8, 16, 48, 128, 512, 1024) for _ in range(200)]
 
 
-# --- every public class ----------------------------------------------------------------------------------------------
+# --- every public class ---------------------------------------------------------------------------
 
 F32 = np.float32
 ROWS, PLANES = (X[:6],), (RNG.normal(size=(6, 4, 9, 9)).astype(F32),)
 SIGNALS = (RNG.normal(size=(6, 4, 9)).astype(F32),)
-TOKENS, SEQUENCES = (RNG.integers(0, 11, (3, 5)).astype(np.int32),), (RNG.normal(size=(6, 5, 8)).astype(F32),)
+TOKENS, SEQUENCES = (
+    (RNG.integers(0, 11, (3, 5)).astype(np.int32),),
+    (RNG.normal(size=(6, 5, 8)).astype(F32),),
+)
 CLASSES = (RNG.normal(size=(6, 5)).astype(F32), RNG.integers(0, 5, 6))
 NUMBERS = (X[:6], RNG.random((6, 8)).astype(F32))
 
@@ -98,7 +103,10 @@ MODULES = {
     "ModuleDict": (lambda: nn.ModuleDict({"one": nn.Linear(8, 3)}), None),
     "ModuleList": (lambda: nn.ModuleList([nn.Linear(8, 3), nn.ReLU()]), None),
     "ParameterList": (lambda: nn.ParameterList([nn.Parameter(X[0])]), None),
-    "PipelineParallel": (lambda: PipelineParallel([Stage([nn.Linear(8, 8), F.relu]), Stage([nn.Linear(8, 3)])]), ROWS),
+    "PipelineParallel": (
+        lambda: PipelineParallel([Stage([nn.Linear(8, 8), F.relu]), Stage([nn.Linear(8, 3)])]),
+        ROWS,
+    ),
     "ResNet18": (nn.ResNet18, (RNG.normal(size=(2, 3, 16, 16)).astype(F32),)),
     "Sequential": (lambda: nn.Sequential({"a": nn.Linear(8, 3), "b": nn.Softmax()}), ROWS),
     "Stage": (lambda: Stage([nn.Conv2d(4, 2, 3), relu_twice, nn.Linear(98, 3)], device=1), PLANES),
@@ -120,8 +128,14 @@ MODULES = {
     "Module": (nn.Module, None),
     "MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2, 0.1), SEQUENCES),
     "RMSNorm": (lambda: nn.RMSNorm(8, None), ROWS),
-    "BCEWithLogitsLoss": (lambda: nn.BCEWithLogitsLoss("sum", pos_weight=np.full(8, 2, F32)), NUMBERS),
-    "CrossEntropyLoss": (lambda: nn.CrossEntropyLoss(weight=np.arange(5, dtype=F32), label_smoothing=0.1), CLASSES),
+    "BCEWithLogitsLoss": (
+        lambda: nn.BCEWithLogitsLoss("sum", pos_weight=np.full(8, 2, F32)),
+        NUMBERS,
+    ),
+    "CrossEntropyLoss": (
+        lambda: nn.CrossEntropyLoss(weight=np.arange(5, dtype=F32), label_smoothing=0.1),
+        CLASSES,
+    ),
     "L1Loss": (nn.L1Loss, NUMBERS),
     "MSELoss": (lambda: nn.MSELoss("none"), NUMBERS),
     "NLLLoss": (nn.NLLLoss, CLASSES),
@@ -155,7 +169,11 @@ def check_alike(new, old, inputs):
 
 
 def test_each_public_class_is_in_the_table():
-    classes = {n for n in nn.__all__ if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), nn.Module)}
+    classes = {
+        n
+        for n in nn.__all__
+        if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), nn.Module)
+    }
     assert classes == set(MODULES)
 
 
@@ -208,7 +226,7 @@ def test_buffers_that_pickle_lends_are_not_shared():
     check_alike(new, model, ROWS)
 
 
-# --- random networks -------------------------------------------------------------------------------------------------
+# --- random networks ------------------------------------------------------------------------------
 
 
 def random_network(index):
@@ -220,7 +238,9 @@ def random_network(index):
     generator = np.random.default_rng(index)
     shape = (5, *network.shape)
     ids = generator.integers(0, max(network.vocabulary, 1), shape).astype(np.int32)
-    return model.eval(), (ids,) if network.vocabulary else (generator.normal(size=shape).astype(F32),)
+    return model.eval(), (ids,) if network.vocabulary else (
+        generator.normal(size=shape).astype(F32),
+    )
 
 
 def test_random_networks():
@@ -228,7 +248,9 @@ def test_random_networks():
     for index in range(40):
         model, inputs = random_network(index)
         for p in model.parameters():
-            seen.update(["placed"] if p.device.slot else [], ["frozen"] if not p.requires_grad else [])
+            seen.update(
+                ["placed"] if p.device.slot else [], ["frozen"] if not p.requires_grad else []
+            )
             seen.update(["tied"] if len(p.places) > 1 else [])
         seen.update(["buffers"] if list(model.buffers()) else [])
         parts = [p for p in model.parameters()]
@@ -245,7 +267,9 @@ def test_random_networks():
 
 
 def check_places(new, old):
-    """Parameters are on the same places, said by the copies of the modules that said it of the originals."""
+    """Parameters are on the same places, said by the copies of the modules that said it of the
+    originals.
+    """
     ids = {id(m): id(n) for m, n in zip(old.modules(), new.modules(), strict=True)}
     for p, q in zip(old.parameters(), new.parameters(), strict=True):
         assert q.device == p.device and q.requires_grad == p.requires_grad
@@ -265,7 +289,7 @@ def test_random_networks_in_another_process(launch):
             assert outputs[name].tobytes() == output(module, inputs).tobytes(), module
 
 
-# --- models that are trained -----------------------------------------------------------------------------------------
+# --- models that are trained ----------------------------------------------------------------------
 
 
 @each_way
@@ -276,9 +300,15 @@ def test_a_copy_of_a_trained_model(way, execution):
     best, at_copy, original = way(model), values(model), trainer.weights_sha256()
     assert values(best) == at_copy
     train(best, execution=execution)
-    assert values(best) != at_copy and trainer.weights_sha256() == original and values(model) == at_copy
+    assert (
+        values(best) != at_copy
+        and trainer.weights_sha256() == original
+        and values(model) == at_copy
+    )
     best, again = way(model), way(model)
-    trainer.fit(data.DataLoader(data.arrays(X, Y, classes=3), batch_size=24), epochs=9, verbose=False)
+    trainer.fit(
+        data.DataLoader(data.arrays(X, Y, classes=3), batch_size=24), epochs=9, verbose=False
+    )
     assert values(model) != at_copy and values(best) == at_copy
     kept = weakref.ref(trainer.arena)
     del trainer, model
@@ -319,7 +349,12 @@ def test_callbacks_that_keep_the_best_model():
 
     trainer = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=8, threads=1, device="cpu")
     loader = data.DataLoader(data.arrays(X, Y, classes=3), batch_size=24)
-    trainer.fit(loader, epochs=4, verbose=False, callbacks=[odyssey.callbacks.LambdaCallback(on_epoch_end=keep)])
+    trainer.fit(
+        loader,
+        epochs=4,
+        verbose=False,
+        callbacks=[odyssey.callbacks.LambdaCallback(on_epoch_end=keep)],
+    )
     assert len(set(outputs)) == 4 and [output(m, ROWS).tobytes() for m in kept] == outputs
 
 
@@ -338,7 +373,9 @@ def test_loops_with_copies():
                     for n, v in expected.items()}  # fmt: skip
     found = mean.state_dict()
     assert all(found[n].tobytes() == v.tobytes() for n, v in expected.items())
-    assert not any(p.requires_grad for p in mean.parameters()) and all(p.requires_grad for p in model.parameters())
+    assert not any(p.requires_grad for p in mean.parameters()) and all(
+        p.requires_grad for p in model.parameters()
+    )
     assert values(target) == values(small())
     target.load_state_dict(model.state_dict())
     one_step(model, optimizer)
@@ -359,7 +396,10 @@ def test_a_copied_body_gets_another_head(way):
     before = values(tuned)
     train(tuned)
     changed = {name for name, value in values(tuned).items() if value != before[name]}
-    assert "0.weight" not in changed and {"0.bias", "1.weight", "1.running_mean", "3.weight"} <= changed
+    assert (
+        "0.weight" not in changed
+        and {"0.bias", "1.weight", "1.running_mean", "3.weight"} <= changed
+    )
     with pytest.raises(ConfigError, match="another optimizer or trainer"):
         train(nn.Sequential(model[0], nn.Linear(16, 3)))
 
@@ -389,9 +429,14 @@ def test_settings_modes_and_sharing(way):
     assert new.a.weight is new.b.weight and new.same is new.a and not new.a.bias.requires_grad
     assert new.training and not new.drop.training and new.drop.p == 0.25
     assert isinstance(new.scale, Buffer) and not np.shares_memory(new.scale.data, old.scale.data)
-    assert new.index.data.tolist() == [0, 1, 2, 3] and not np.shares_memory(new.index.data, old.index.data)
+    assert new.index.data.tolist() == [0, 1, 2, 3] and not np.shares_memory(
+        new.index.data, old.index.data
+    )
     assert new.table is not old.table and new.notes == old.notes and new.notes is not old.notes
-    assert len(list(new.parameters())) == 3 and optimizer.arena.size == Arena(new.named_parameters()).size
+    assert (
+        len(list(new.parameters())) == 3
+        and optimizer.arena.size == Arena(new.named_parameters()).size
+    )
 
 
 @each_way
@@ -405,11 +450,13 @@ def test_gradients_of_a_copy_are_zero(way):
         assert any(p.grad.data.any() for p in model.parameters())
         F.cross_entropy(new(Tensor(X)), Y).backward()
         for p, q in zip(model.parameters(), new.parameters(), strict=True):
-            assert p.grad.data.tobytes() == q.grad.data.tobytes() and not np.shares_memory(p.grad.data, q.grad.data)
+            assert p.grad.data.tobytes() == q.grad.data.tobytes() and not np.shares_memory(
+                p.grad.data, q.grad.data
+            )
         optim.SGD(model.parameters(), lr=0.1)  # the same of parameters in an arena
 
 
-# --- placed models ---------------------------------------------------------------------------------------------------
+# --- placed models --------------------------------------------------------------------------------
 
 
 class Placed(nn.Sequential):
@@ -450,7 +497,7 @@ def test_shared_layers_of_stages(way):
     assert {d.slot for p in head.parameters() for d in p.places.values()} == {1}
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "SGD": lambda p=None: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -488,7 +535,9 @@ def test_model_and_optimizer_together(name, way):
 
 @each_way
 def test_a_trained_model_with_its_optimizer(way):
-    """The trainer of the copies goes on with the state, as one does to which the same optimizer is given again."""
+    """The trainer of the copies goes on with the state, as one does to which the same optimizer
+    is given again.
+    """
     model = small()
     optimizer = optim.Adam(lr=0.05)
     train(model, optimizer)
@@ -509,7 +558,11 @@ def test_an_optimizer_alone(way):
     (group,) = other.param_groups
     assert len(group["params"]) == len(list(model.parameters()))
     for p, q in zip(group["params"], model.parameters(), strict=True):
-        assert p is not q and p.data.tobytes() == q.data.tobytes() and not np.shares_memory(p.data, q.data)
+        assert (
+            p is not q
+            and p.data.tobytes() == q.data.tobytes()
+            and not np.shares_memory(p.data, q.data)
+        )
     for p in group["params"]:
         p.grad.data[...] = 1
     other.step()
@@ -526,7 +579,11 @@ def test_a_shallow_copy_of_an_optimizer_has_its_own_state():
     assert other.arena is optimizer.arena and other.steps == 1
     state, before = optimizer.state["momentum"].tobytes(), values(model)
     one_step(model, other)
-    assert optimizer.state["momentum"].tobytes() == state and optimizer.steps == 1 and values(model) != before
+    assert (
+        optimizer.state["momentum"].tobytes() == state
+        and optimizer.steps == 1
+        and values(model) != before
+    )
 
 
 @every_way
@@ -574,17 +631,25 @@ def test_schedules(way):
     its.step()
     assert its.optimizer is other and other.lr == 0.05 and optimizer.lr == 0.1
     parts = [optim.linear_warmup(3, after=optim.cosine(9, floor=0.1)), optim.constant()]
-    for s in (optim.sequential(parts, [5]), optim.step_decay(2), optim.per_epoch(optim.linear(0.5, 4), 2)):
-        assert repr(way(s)) == repr(s) and [way(s)(i) for i in range(12)] == [s(i) for i in range(12)]
+    for s in (
+        optim.sequential(parts, [5]),
+        optim.step_decay(2),
+        optim.per_epoch(optim.linear(0.5, 4), 2),
+    ):
+        assert repr(way(s)) == repr(s) and [way(s)(i) for i in range(12)] == [
+            s(i) for i in range(12)
+        ]
 
 
-# --- shallow copies --------------------------------------------------------------------------------------------------
+# --- shallow copies -------------------------------------------------------------------------------
 
 
 def test_a_shallow_copy_of_a_module_has_the_same_parameters():
     model = placed()
     other = copy.copy(model)
-    assert type(other) is type(model) and list(map(id, other.parameters())) == list(map(id, model.parameters()))
+    assert type(other) is type(model) and list(map(id, other.parameters())) == list(
+        map(id, model.parameters())
+    )
     places = [dict(p.places) for p in model.parameters()]
     layer = copy.copy(model[1])
     assert layer.weight is model[1].weight and [p.places for p in model.parameters()] == places
@@ -618,7 +683,11 @@ def test_buffers_keep_their_kind(way):
     norm = nn.BatchNorm1d(4)
     for b in (norm.running_mean, Buffer(X[0])):
         new = way(b)
-        assert type(new) is Buffer and new.requires_grad == b.requires_grad and new.data.tobytes() == b.data.tobytes()
+        assert (
+            type(new) is Buffer
+            and new.requires_grad == b.requires_grad
+            and new.data.tobytes() == b.data.tobytes()
+        )
 
 
 def test_an_arena_is_not_copied_without_its_parameters():
@@ -628,11 +697,15 @@ def test_an_arena_is_not_copied_without_its_parameters():
         copy.copy(arena)
     for way in WAYS.values():
         new = way(arena)
-        assert new.sha256() == arena.sha256() and new.offsets == arena.offsets and new.trained == arena.trained
+        assert (
+            new.sha256() == arena.sha256()
+            and new.offsets == arena.offsets
+            and new.trained == arena.trained
+        )
         assert not np.shares_memory(new.params, arena.params) and new.frozen == arena.frozen
 
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 class Marked(Tensor):
@@ -658,13 +731,21 @@ def test_tensors(way):
     (leaf * 2).sum().backward()
     leaf.device = device(1)
     new = way(leaf)
-    assert new.data.tobytes() == X.tobytes() and new.requires_grad and not np.shares_memory(new.data, leaf.data)
+    assert (
+        new.data.tobytes() == X.tobytes()
+        and new.requires_grad
+        and not np.shares_memory(new.data, leaf.data)
+    )
     assert new.grad.data.tobytes() == leaf.grad.data.tobytes() and new.device == device(1)
     assert not np.shares_memory(new.grad.data, leaf.grad.data)
     ids = way(Tensor([1, 2, 3], dtype=np.int32))
     assert ids.dtype == np.int32 and ids.tolist() == [1, 2, 3]
     with odyssey.no_grad():
-        lanes, tokens, mask = F.softmax(Tensor(X)), F.to_lanes(Tensor(SEQUENCES[0]), "tokens"), Tensor(X) > 0
+        lanes, tokens, mask = (
+            F.softmax(Tensor(X)),
+            F.to_lanes(Tensor(SEQUENCES[0]), "tokens"),
+            Tensor(X) > 0,
+        )
     assert lanes.layout == "lanes" and tokens.layout == "tokens"
     for t in (lanes, tokens, mask, Tensor(np.zeros((0, 3))), Tensor(2.5)):
         new = way(t)
@@ -738,14 +819,16 @@ def test_tensors_of_a_recording_are_refused():
         train(Copies())
 
 
-# --- what is not copied ----------------------------------------------------------------------------------------------
+# --- what is not copied ---------------------------------------------------------------------------
 
 
 @every_way
 def test_trainers_are_refused_by_name(way):
     trainer = train(small())
     for value in (trainer, [trainer], trainer.context) if way is not copy.copy else (trainer,):
-        with pytest.raises(ConfigError, match=r"DistributedTrainer.*copy\.deepcopy\(\(model, optimizer"):
+        with pytest.raises(
+            ConfigError, match=r"DistributedTrainer.*copy\.deepcopy\(\(model, optimizer"
+        ):
             way(value)
     with pytest.raises(ConfigError, match="Engine"):
         way(trainer._train)

@@ -1,4 +1,5 @@
-"""DistributedDataParallel (ddp.py) over ranks that are threads: gradients inside backward, and their bits.
+"""DistributedDataParallel (ddp.py) over ranks that are threads: gradients inside backward, and
+their bits.
 
 What is the same with processes is in tests/mpi/test_distributed.py.
 """
@@ -27,7 +28,7 @@ from odyssey.train.trainer import DistributedTrainer
 sys.path.insert(0, str(Path(__file__).parent))
 from thread_ranks import RNG, X, Y, on, one_pass  # noqa: E402
 
-# --- gradients -------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def test_module_is_the_model_called_or_not(tmp_path):
@@ -37,7 +38,9 @@ def test_module_is_the_model_called_or_not(tmp_path):
         ddp = dist.DDP(nn.Linear(3, 2))
         assert ddp.module() is ddp.module
         odyssey.save_checkpoint(ddp.module(), tmp_path / "c")
-        assert np.array_equal(odyssey.load_checkpoint(tmp_path / "c").weight.numpy(), ddp.module.weight.numpy())
+        assert np.array_equal(
+            odyssey.load_checkpoint(tmp_path / "c").weight.numpy(), ddp.module.weight.numpy()
+        )
         with pytest.raises(ConfigError, match="Linear is called without inputs"):
             nn.Linear(3, 2)()
     finally:
@@ -46,7 +49,9 @@ def test_module_is_the_model_called_or_not(tmp_path):
 
 def test_buckets_are_cut_from_the_end():
     def cut(floats, limit):
-        arena = Arena([(f"p{i}", nn.Parameter(np.zeros(n, np.float32))) for i, n in enumerate(floats)])
+        arena = Arena(
+            [(f"p{i}", nn.Parameter(np.zeros(n, np.float32))) for i, n in enumerate(floats)]
+        )
         return [[(p.lo, p.lo + p.n) for p in b.pieces] for b in from_the_end(arena, limit)]
 
     assert cut([16, 32, 10, 64], 48) == [[(64, 128)], [(16, 64)], [(0, 16)]]
@@ -79,7 +84,9 @@ def test_passes_are_added_along_the_tree():
 
 
 def train(micro, size, average="ranks", bucket=25.0, model=nn.LeNet5, steps=3, clip=None):
-    """SHA-256 of the weights after some steps over X: each rank takes `micro` passes of `size` samples per step."""
+    """SHA-256 of the weights after some steps over X: each rank takes `micro` passes of `size`
+    samples per step.
+    """
     r, n = dist.get_rank(), dist.get_world_size()
     nn.manual_seed(5 + r)  # rank 0's count
     net = DDP(model(), bucket_size_mb=bucket, average=average)
@@ -110,7 +117,9 @@ def test_eight_passes_on_one_rank_are_two_ranks_with_four(average, bucket):
 
 @pytest.mark.parametrize("reduction", ["hierarchical", "parameter_server", "ring", "mpi"])
 def test_other_ways_of_reducing(reduction):
-    """Those that keep the tree have its bits; a ring and a library have those of their own, the same on all ranks."""
+    """Those that keep the tree have its bits; a ring and a library have those of their own, the
+    same on all ranks.
+    """
 
     def work(reduction):
         nn.manual_seed(1)
@@ -141,7 +150,10 @@ def test_gradients_are_compressed_if_asked_for():
         return losses, net.bytes_sent, opt.arena.sha256()
 
     plain = on(2, lambda: work())[0]
-    for settings, share in (({"compression": "bf16"}, 0.51), ({"compression": "topk", "compression_ratio": 0.05}, 0.2)):
+    for settings, share in (
+        ({"compression": "bf16"}, 0.51),
+        ({"compression": "topk", "compression_ratio": 0.05}, 0.2),
+    ):
         results = on(2, lambda settings=settings: work(**settings))
         assert results[0][2] == results[1][2]
         losses, sent, _ = results[0]
@@ -161,7 +173,9 @@ def test_the_mean_over_samples_has_the_same_bits_on_any_number_of_ranks():
 
 def test_clipping_by_the_global_norm_keeps_the_bits():
     one = set(on(1, train, 4, 8, "ranks", 25.0, nn.LeNet5, 3, 0.05))
-    assert one == set(on(2, train, 2, 8, "ranks", 0.05, nn.LeNet5, 3, 0.05)) != set(on(1, train, 4, 8))
+    assert (
+        one == set(on(2, train, 2, 8, "ranks", 0.05, nn.LeNet5, 3, 0.05)) != set(on(1, train, 4, 8))
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -187,13 +201,17 @@ def test_gradients_are_the_mean_when_backward_returns():
     def alone(r):
         nn.manual_seed(1)
         net = nn.Linear(6, 3)
-        F.cross_entropy(net(Tensor(X[8 * r : 8 * r + 8, 0, 0, :6])), Y[8 * r : 8 * r + 8] % 3).backward()
+        F.cross_entropy(
+            net(Tensor(X[8 * r : 8 * r + 8, 0, 0, :6])), Y[8 * r : 8 * r + 8] % 3
+        ).backward()
         return {name: p.grad.data.copy() for name, p in net.named_parameters()}
 
     parts = [alone(r) for r in range(3)]
     for got in on(3, work):
         for name, g in got.items():
-            np.testing.assert_allclose(g, np.mean([p[name] for p in parts], axis=0), rtol=1e-6, atol=1e-8)
+            np.testing.assert_allclose(
+                g, np.mean([p[name] for p in parts], axis=0), rtol=1e-6, atol=1e-8
+            )
 
 
 class Counted(nn.Module):
@@ -217,7 +235,9 @@ class Counted(nn.Module):
         return self.c(x)
 
 
-@pytest.mark.parametrize("kind", ["plain", "shared", "checkpoint", "shared with a checkpoint", "checkpoint of all"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "shared", "checkpoint", "shared with a checkpoint", "checkpoint of all"]
+)
 def test_every_use_of_a_parameter_is_in_its_gradient(kind):
     wanted = set(on(1, train, 2, 8, "ranks", 25.0, lambda: Counted(kind)))
     assert set(on(2, train, 1, 8, "ranks", 1e-6, lambda: Counted(kind))) == wanted
@@ -249,7 +269,9 @@ def test_reductions_start_inside_the_backward_pass():
         begin = net._sync._start
 
         def start():
-            seen.append((net._sync._started, float(np.abs(net.module.conv1.weight.grad.data).max())))
+            seen.append(
+                (net._sync._started, float(np.abs(net.module.conv1.weight.grad.data).max()))
+            )
             begin()
 
         net._sync._start = start
@@ -330,7 +352,9 @@ def test_what_the_user_does_to_gradients_between_passes_counts():
             one_pass(net, r)
         last = p.grad.data - halved
         net.sync_gradients()
-        np.testing.assert_allclose(p.grad.data, net_before + dist.all_reduce_mean(last), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            p.grad.data, net_before + dist.all_reduce_mean(last), rtol=1e-5, atol=1e-7
+        )
         with net.no_sync():
             one_pass(net, r)
         net.zero_grad()  # and so does forgetting them
@@ -371,7 +395,9 @@ def test_ranks_with_batches_of_other_sizes():
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("samples", [(40, 3), (5, 40), (0, 20)])
 def test_uneven_data_never_hangs_and_is_averaged_over_the_samples(ranks, samples):
-    """Ranks have 8 samples per batch and other numbers of batches; a rank without data takes part with none."""
+    """Ranks have 8 samples per batch and other numbers of batches; a rank without data takes
+    part with none.
+    """
     counts = (*samples, 11)[:ranks]
     starts = np.cumsum([0, *counts])
 
@@ -381,7 +407,8 @@ def test_uneven_data_never_hangs_and_is_averaged_over_the_samples(ranks, samples
         net = DDP(nn.LeNet5(), average="samples", bucket_size_mb=0.05)
         opt = optim.SGD(net.parameters(), lr=0.05)
         mine = [
-            (X[a : min(a + 8, starts[r + 1])], Y[a : min(a + 8, starts[r + 1])]) for a in range(*starts[r : r + 2], 8)
+            (X[a : min(a + 8, starts[r + 1])], Y[a : min(a + 8, starts[r + 1])])
+            for a in range(*starts[r : r + 2], 8)
         ]
         met = 0
         for x, y in net.join(mine):
@@ -400,7 +427,11 @@ def test_uneven_data_never_hangs_and_is_averaged_over_the_samples(ranks, samples
     net = nn.LeNet5()
     opt = optim.SGD(net.parameters(), lr=0.05)
     for step in range(max(-(-c // 8) for c in counts)):
-        rows = [i for r, c in enumerate(counts) for i in range(starts[r] + 8 * step, starts[r] + min(8 * step + 8, c))]
+        rows = [
+            i
+            for r, c in enumerate(counts)
+            for i in range(starts[r] + 8 * step, starts[r] + min(8 * step + 8, c))
+        ]
         opt.zero_grad()
         F.cross_entropy(net(Tensor(X[rows])), Y[rows]).backward()
         opt.step()
@@ -447,7 +478,10 @@ def test_join_of_loaders_over_a_distributed_sampler():
             def __len__(self):
                 return super().__len__() + more
 
-        for more, message in ((1, "said 2 batches and gave 1"), (-1, "said 1 batches and gives more")):
+        for more, message in (
+            (1, "said 2 batches and gave 1"),
+            (-1, "said 1 batches and gives more"),
+        ):
             with pytest.raises(ConfigError, match=message):
                 list(net.join(Wrong([(X[:1], Y[:1])] * (1 + (more < 0)))))
             assert net.active

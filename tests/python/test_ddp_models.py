@@ -1,4 +1,6 @@
-"""DistributedDataParallel as a wrapper, over ranks that are threads: names, buffers, what is refused."""
+"""DistributedDataParallel as a wrapper, over ranks that are threads: names, buffers, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_unused_parameters_are_zero_and_named_once(capfd):
     class Part(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.first_only, self.never = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+            self.used, self.first_only, self.never = (
+                nn.Linear(4, 2),
+                nn.Linear(4, 2),
+                nn.Linear(4, 2),
+            )
 
         def forward(self, x):
             y = self.used(x)
@@ -56,7 +62,10 @@ def test_unused_parameters_are_zero_and_named_once(capfd):
         assert both[0].data.any()
 
     on(2, work, True)
-    assert capfd.readouterr().err == "odyssey: no gradient reaches never.weight, never.bias: counted as zero\n"
+    assert (
+        capfd.readouterr().err
+        == "odyssey: no gradient reaches never.weight, never.bias: counted as zero\n"
+    )
     on(2, work, False)
     assert capfd.readouterr().err == ""
 
@@ -165,7 +174,9 @@ def test_settings_that_are_not_allowed(settings, message):
     def work():
         with pytest.raises(ConfigError, match=message):
             DDP(nn.Linear(2, 2), **settings)
-        with pytest.raises(ConfigError, match="a Linear|a int was given|DistributedDataParallel was given"):
+        with pytest.raises(
+            ConfigError, match="a Linear|a int was given|DistributedDataParallel was given"
+        ):
             DDP(DDP(nn.Linear(2, 2)))
 
     on(1, work)
@@ -174,10 +185,15 @@ def test_settings_that_are_not_allowed(settings, message):
 def test_ranks_with_other_models_are_refused():
     def work(which):
         r = dist.get_rank()
-        DDP(nn.Linear(2, 2 + r * (which == "model")), average="samples" if r and which == "average" else "ranks")
+        DDP(
+            nn.Linear(2, 2 + r * (which == "model")),
+            average="samples" if r and which == "average" else "ranks",
+        )
 
     for which in ("model", "average"):
-        with pytest.raises(ConfigError, match=f"the {which}.* of rank 1 differs from that of rank 0"):
+        with pytest.raises(
+            ConfigError, match=f"the {which}.* of rank 1 differs from that of rank 0"
+        ):
             on(2, work, which)
 
 
@@ -210,7 +226,9 @@ def test_samples_are_those_of_the_forward_passes_behind_the_loss():
 def test_means_over_samples_need_to_know_the_samples():
     def work():
         net = DDP(nn.LeNet5(), average="samples")
-        with pytest.raises(ConfigError, match="no forward pass of the wrapped model is behind this loss"):
+        with pytest.raises(
+            ConfigError, match="no forward pass of the wrapped model is behind this loss"
+        ):
             one_pass(net.module)
         net.zero_grad()
         net.module.fc3.bias.grad.data[...] = 1

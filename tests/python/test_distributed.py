@@ -1,4 +1,5 @@
-"""distributed/ and ddp.py over ranks that are threads: groups, collectives, gradients inside backward, their bits.
+"""distributed/ and ddp.py over ranks that are threads: groups, collectives, gradients inside
+backward, their bits.
 
 What is the same with processes is in tests/mpi/test_distributed.py.
 """
@@ -32,7 +33,7 @@ def alone(monkeypatch):
     dist.destroy_process_group()
 
 
-# --- the world -------------------------------------------------------------------------------------------------------
+# --- the world ------------------------------------------------------------------------------------
 
 
 def test_names_of_the_issue_are_there():
@@ -46,19 +47,40 @@ def test_names_of_the_issue_are_there():
 def test_one_process_is_a_world_of_one(alone):
     assert not dist.is_initialized()
     before = dist.get_distributed_info()
-    assert before["world_size"] is before["rank"] is before["backend"] is None and before["available"]
-    for call in (dist.get_rank, dist.get_world_size, dist.get_backend, dist.barrier, lambda: dist.all_reduce(1.0)):
+    assert (
+        before["world_size"] is before["rank"] is before["backend"] is None and before["available"]
+    )
+    for call in (
+        dist.get_rank,
+        dist.get_world_size,
+        dist.get_backend,
+        dist.barrier,
+        lambda: dist.all_reduce(1.0),
+    ):
         with pytest.raises(ConfigError, match="init_process_group"):
             call()
     world = dist.init_process_group()
     assert dist.World() is world and world.rank() == 0 and world.world_size() == world.size() == 1
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "local")
     info = dist.get_distributed_info()
-    assert (info["initialized"], info["world_size"], info["rank"], info["backend"]) == (True, 1, 0, "local")
-    assert info["local_rank"] == 0 and info["local_world_size"] == 1 and info["why"].startswith("local")
+    assert (info["initialized"], info["world_size"], info["rank"], info["backend"]) == (
+        True,
+        1,
+        0,
+        "local",
+    )
+    assert (
+        info["local_rank"] == 0
+        and info["local_world_size"] == 1
+        and info["why"].startswith("local")
+    )
     with pytest.raises(ConfigError, match="destroy_process_group"):
         dist.init_process_group()
-    assert dist.all_reduce(2.5) == 2.5 and dist.all_gather(3) == [3] and dist.broadcast("a" == "a") == 1
+    assert (
+        dist.all_reduce(2.5) == 2.5
+        and dist.all_gather(3) == [3]
+        and dist.broadcast("a" == "a") == 1
+    )
     dist.destroy_process_group()
     dist.destroy_process_group()
     assert not dist.is_initialized()
@@ -70,7 +92,10 @@ def test_one_process_is_a_world_of_one(alone):
     [
         ({"world_size": 4}, "world_size=4 was given, but 1 rank is running.*mpirun -n 4"),
         ({"rank": 1}, "rank=1 was given, but this process is rank 0 of 1"),
-        ({"world_size": 4, "rank": 2, "backend": "local"}, "world_size=4 was given, but 1 rank is running"),
+        (
+            {"world_size": 4, "rank": 2, "backend": "local"},
+            "world_size=4 was given, but 1 rank is running",
+        ),
         ({"world_size": 0}, "world_size is 0; it must be at least 1"),
         ({"rank": -1}, "rank is -1; it must be at least 0"),
         ({"backend": "tcp"}, "'tcp' is unknown; choose from auto, mpi, shm, gloo, nccl, local"),
@@ -94,7 +119,9 @@ def test_variables_that_do_not_fit_are_refused(alone, monkeypatch):
     with pytest.raises(ConfigError, match="WORLD_SIZE=4 in the environment, but 1 rank is running"):
         dist.init_process_group()
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match="MASTER_PORT is 29500 in the environment, but 29501 was given"):
+    with pytest.raises(
+        ConfigError, match="MASTER_PORT is 29500 in the environment, but 29501 was given"
+    ):
         dist.init_process_group("gloo", "tcp://localhost:29501", world_size=4, rank=0)
 
 
@@ -118,11 +145,14 @@ def test_groups_of_ranks():
         mine, other = (odd, even) if rank % 2 else (even, odd)
         assert mine.is_member and not other.is_member and other.rank() == -1 and other.size() == 2
         assert dist.get_rank(mine) == mine.ranks.index(rank) and dist.get_world_size(mine) == 2
-        with pytest.raises(ConfigError, match=rf"all_reduce in the group of ranks .*rank {rank} is not in it"):
+        with pytest.raises(
+            ConfigError, match=rf"all_reduce in the group of ranks .*rank {rank} is not in it"
+        ):
             dist.all_reduce(1.0, group=other)
         with pytest.raises(ConfigError, match=r"must be one of the group's ranks"):
             dist.broadcast(np.zeros(1), src=other.ranks[0], group=mine)
-        got = dist.broadcast(float(rank), src=mine.ranks[0], group=mine)  # ranks are those of the world
+        # ranks are those of the world
+        got = dist.broadcast(float(rank), src=mine.ranks[0], group=mine)
         assert got == mine.ranks[0]
         total = dist.all_reduce_sum_group(rank, mine)
         dist.destroy_process_group(mine)
@@ -133,9 +163,13 @@ def test_groups_of_ranks():
 
 
 def test_groups_are_closed_in_the_order_in_which_they_were_made(monkeypatch):
-    """Closing is a collective call: another order on another rank, or a group less, and they wait for each other."""
+    """Closing is a collective call: another order on another rank, or a group less, and they
+    wait for each other.
+    """
     closed = []
-    monkeypatch.setattr(mock.MockCommunicator, "close", lambda comm: closed.append((comm.rank, comm)))
+    monkeypatch.setattr(
+        mock.MockCommunicator, "close", lambda comm: closed.append((comm.rank, comm))
+    )
 
     def work():
         made = [dist.new_group().comm for _ in range(12)]  # nobody keeps the groups
@@ -145,7 +179,7 @@ def test_groups_are_closed_in_the_order_in_which_they_were_made(monkeypatch):
     assert on(2, work) == [True, True]
 
 
-# --- collectives -----------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -188,7 +222,9 @@ def test_collectives_give_values_of_the_same_kind(ranks, kind):
         check(dist.scatter(pieces, src=0), [10.0 * r] * 3)
         check(dist.reduce_scatter(mine), (base * n + ranks_sum)[2 * r : 2 * r + 2])
         check(dist.reduce_scatter([mine] * n), base * n + ranks_sum)
-        for p, got in enumerate(dist.all_to_all([kind(np.full(2, 10.0 * r + p, np.float32)) for p in range(n)])):
+        for p, got in enumerate(
+            dist.all_to_all([kind(np.full(2, 10.0 * r + p, np.float32)) for p in range(n)])
+        ):
             check(got, [10.0 * p + r] * 2)
         check(mine, base + r)  # what is only read was not changed
         dist.barrier()
@@ -212,10 +248,13 @@ def test_out_is_written_in_place():
             piece = kind(np.zeros(1, np.float32))
             assert dist.reduce_scatter(kind(np.arange(3, dtype=np.float32)), out=piece) is piece
             np.testing.assert_array_equal(np.asarray(piece), [3 * r])
-        lanes = F.softmax(Tensor(np.ones((8, 2))))  # the result of an op, whose memory is not in rows
+        # the result of an op, whose memory is not in rows
+        lanes = F.softmax(Tensor(np.ones((8, 2))))
         assert dist.all_reduce(Tensor(np.full((8, 2), r)), out=lanes) is lanes
         np.testing.assert_array_equal(lanes.numpy(), np.full((8, 2), 3))
-        with pytest.raises(ShapeError, match="into a list of 1, but the group has 3 ranks; give one each"):
+        with pytest.raises(
+            ShapeError, match="into a list of 1, but the group has 3 ranks; give one each"
+        ):
             dist.all_gather(np.ones(2), out=[np.ones(2)])
 
     on(3, work)

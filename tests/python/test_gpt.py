@@ -55,9 +55,14 @@ def test_loss_and_gradients_are_pytorchs(bias):
     ours, (ids, target) = model(bias=bias), batch()
     loss = F.cross_entropy(ours(ids), target)
     loss.backward()
-    weights = {n: torch.tensor(p.data, dtype=torch.float64, requires_grad=True) for n, p in ours.named_parameters()}
+    weights = {
+        n: torch.tensor(p.data, dtype=torch.float64, requires_grad=True)
+        for n, p in ours.named_parameters()
+    }
     logits = in_torch(torch, weights, torch.tensor(ids))
-    wanted = torch.nn.functional.cross_entropy(logits.reshape(-1, 11), torch.tensor(target).reshape(-1))
+    wanted = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, 11), torch.tensor(target).reshape(-1)
+    )
     wanted.backward()
     assert abs(loss.item() - wanted.item()) < 1e-6 * wanted.item()
     for name, p in ours.named_parameters():
@@ -72,7 +77,10 @@ def test_weights_under_the_names_of_nanogpt_and_transformers(transposed):
     given = {n: torch.tensor(p.data) for n, p in source.named_parameters()}
     if transposed:  # transformers' Conv1D, GPT2Model without the head, and its masks
         layers = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-        given = {n.removeprefix("transformer."): v.T if n.endswith(layers) else v for n, v in given.items()}
+        given = {
+            n.removeprefix("transformer."): v.T if n.endswith(layers) else v
+            for n, v in given.items()
+        }
         given["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     else:
         given = {f"_orig_mod.{n}": v for n, v in given.items()} | {
@@ -104,7 +112,9 @@ def sequences(n=14, t=24):
 
 
 def trained(steps=3, **settings):
-    """The weights after some steps of 7 sequences in shards of 2; the last shard of a batch is not full."""
+    """The weights after some steps of 7 sequences in shards of 2; the last shard of a batch is
+    not full.
+    """
     trainer = DistributedTrainer(
         nn.models.build("gpt", seed=1, dropout=0.1, **SMALL),
         optim.AdamW(lr=1e-2),
@@ -119,14 +129,21 @@ def trained(steps=3, **settings):
 
 def test_training_has_the_same_bits_in_every_layout():
     wanted = trained()
-    for settings in ({"num_gpus": 3}, {"threads": 2}, {"execution": "eager"}, {"accumulation_steps": 1, "num_gpus": 2}):
+    for settings in (
+        {"num_gpus": 3},
+        {"threads": 2},
+        {"execution": "eager"},
+        {"accumulation_steps": 1, "num_gpus": 2},
+    ):
         assert trained(**settings) == wanted, settings
 
 
 def test_a_trainers_loss_is_the_mean_over_tokens():
     ours, (x, y) = model(), batch(7)
     wanted = F.cross_entropy(ours(x), y).item()
-    trainer = DistributedTrainer(ours, optim.SGD(lr=0.1), shard_size=2, backend="local", metrics=["accuracy"])
+    trainer = DistributedTrainer(
+        ours, optim.SGD(lr=0.1), shard_size=2, backend="local", metrics=["accuracy"]
+    )
     said = trainer.evaluate(data.DataLoader(sequences(7), batch_size=7))
     assert abs(said.loss - wanted) < 1e-5
     assert said.accuracy == pytest.approx(np.mean(np.argmax(ours(x).numpy(), 2) == y), abs=1e-6)
@@ -140,7 +157,10 @@ def test_without_the_shared_weight_there_are_stages():
 
 def test_targets_that_are_ignored():
     torch = pytest.importorskip("torch")
-    logits, target = np.random.default_rng(0).standard_normal((3, 7, 5)).astype(np.float32), batch(3, 7)[1] % 5
+    logits, target = (
+        np.random.default_rng(0).standard_normal((3, 7, 5)).astype(np.float32),
+        batch(3, 7)[1] % 5,
+    )
     target[0, 2:] = -100
     x = Tensor(logits, requires_grad=True)
     loss = F.cross_entropy(x, target)
@@ -198,7 +218,11 @@ class Block(nn.Module):
 
     def __init__(self, width, heads):
         super().__init__()
-        self.l1, self.attn, self.l2 = nn.LayerNorm(width), nn.MultiheadAttention(width, heads), nn.LayerNorm(width)
+        self.l1, self.attn, self.l2 = (
+            nn.LayerNorm(width),
+            nn.MultiheadAttention(width, heads),
+            nn.LayerNorm(width),
+        )
         self.f = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
@@ -220,10 +244,16 @@ class Text(nn.Module):
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_users_own(flat):
     def loss(y, target):
-        return F.cross_entropy(y.reshape(-1, 11), target.reshape(-1)) if flat else F.cross_entropy(y, target)
+        return (
+            F.cross_entropy(y.reshape(-1, 11), target.reshape(-1))
+            if flat
+            else F.cross_entropy(y, target)
+        )
 
     nn.manual_seed(0)
-    trainer = DistributedTrainer(Text(), optim.AdamW(lr=3e-3), loss=loss, shard_size=4, backend="local")
+    trainer = DistributedTrainer(
+        Text(), optim.AdamW(lr=3e-3), loss=loss, shard_size=4, backend="local"
+    )
     history = trainer.fit(data.DataLoader(sequences(12, 8), batch_size=12), epochs=60)
     assert history.records[0]["train_loss"] > 2.2 and history.train_loss < 1.2
 

@@ -33,7 +33,9 @@ def test_labels_need_an_output_each(execution: str) -> None:
 
 
 def test_many_small_data_sets_share_one_plan() -> None:
-    """Pairs of arrays become a data set each; nothing is kept of them, and each is trained on its own samples."""
+    """Pairs of arrays become a data set each; nothing is kept of them, and each is trained on
+    its own samples.
+    """
     dataset = images(160)
     loader = data.DataLoader(dataset, batch_size=32)
     pairs = [(dataset.gather(b.indices)[0], dataset.labels[b.indices]) for b in loader]
@@ -91,7 +93,9 @@ def test_unknown_reduction_is_refused_at_once() -> None:
         trainer(reduction="butterfly")
 
 
-@pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), np.zeros((4, 1, 28, 28)), 3])
+@pytest.mark.parametrize(
+    "loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), np.zeros((4, 1, 28, 28)), 3]
+)
 def test_what_is_no_loader_is_refused(loader: object) -> None:
     with pytest.raises(ConfigError, match="expected a data.DataLoader .* as training data"):
         trainer().fit(loader)
@@ -104,7 +108,10 @@ def test_what_is_no_loader_is_refused(loader: object) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"loss": nn.MSELoss}, r"loss is the class MSELoss; give a function of \(output, target\), such as"),
+        (
+            {"loss": nn.MSELoss},
+            r"loss is the class MSELoss; give a function of \(output, target\), such as",
+        ),
         ({"metrics": ["f1"]}, "there is no metric 'f1'; give one of accuracy, mae, mse, top5"),
     ],
 )
@@ -116,7 +123,10 @@ def test_what_is_no_loss_or_metric_is_refused(given: dict[str, object], says: st
 @pytest.mark.parametrize(
     ("y", "says"),
     [
-        (np.arange(64) / 2, r"integers \(32,\), the class of each sample.*; numbers as targets need nn.MSELoss"),
+        (
+            np.arange(64) / 2,
+            r"integers \(32,\), the class of each sample.*; numbers as targets need nn.MSELoss",
+        ),
         (np.full(64, -1), "label -1 of sample 0; 0 to 2147483646 are allowed"),
     ],
 )
@@ -151,10 +161,25 @@ def test_a_data_set_is_evaluated_without_a_loader_but_not_trained_on() -> None:
 @pytest.mark.parametrize(
     ("model", "optimizer", "options", "says"),
     [
-        (nn.LeNet5, optim.SGD(lr=0.1), {}, "model is the class LeNet5; give an object of a subclass of Module"),
+        (
+            nn.LeNet5,
+            optim.SGD(lr=0.1),
+            {},
+            "model is the class LeNet5; give an object of a subclass of Module",
+        ),
         (optim.SGD(lr=0.1), nn.LeNet5(), {}, "model is of type SGD; "),
-        (nn.LeNet5(), optim.SGD, {}, "optimizer is the class SGD; give an object of a subclass of Optimizer"),
-        (nn.LeNet5(), optim.SGD(lr=0.1), {"schedule": "cosine"}, "schedule is 'cosine'; give a function"),
+        (
+            nn.LeNet5(),
+            optim.SGD,
+            {},
+            "optimizer is the class SGD; give an object of a subclass of Optimizer",
+        ),
+        (
+            nn.LeNet5(),
+            optim.SGD(lr=0.1),
+            {"schedule": "cosine"},
+            "schedule is 'cosine'; give a function",
+        ),
     ],
 )
 def test_what_is_no_model_or_optimizer_is_refused(model, optimizer, options, says) -> None:
@@ -168,7 +193,9 @@ def test_a_forward_that_returns_nothing_is_refused(execution: str) -> None:
         def forward(self, x):
             super().forward(x)
 
-    with pytest.raises(ConfigError, match=r"forward\(\) of Forgot returned None; return its result"):
+    with pytest.raises(
+        ConfigError, match=r"forward\(\) of Forgot returned None; return its result"
+    ):
         DistributedTrainer(Forgot(), optim.SGD(lr=0.1), execution=execution).fit(
             data.DataLoader(images(64), batch_size=64)
         )

@@ -1,4 +1,6 @@
-"""Who may import whom: read from the sources, so that a shortcut between layers is seen when it is written."""
+"""Who may import whom: read from the sources, so that a shortcut between layers is seen when it
+is written.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported(path: Path, *, top: bool = False) -> set[str]:
-    """Full names of what a file imports, of the package's own as "odyssey.x", those given to import_module() as text
-    too; `top`: when it is itself imported."""
+    """Full names of what a file imports, of the package's own as "odyssey.x", those given to
+    import_module() as text too; `top`: when it is itself imported.
+    """
     here = path.relative_to(PACKAGE).with_suffix("").parts
     found = set()
 
@@ -35,15 +38,21 @@ def imported(path: Path, *, top: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join(["odyssey", *here[: len(here) - node.level], *filter(None, [node.module])])
+                base = ".".join(
+                    ["odyssey", *here[: len(here) - node.level], *filter(None, [node.module])]
+                )
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             text = node.args[0]
-            known = text.values[0] if isinstance(text, ast.JoinedStr) else text  # of f"..." what stands first
+            # of f"..." what stands first
+            known = text.values[0] if isinstance(text, ast.JoinedStr) else text
             if isinstance(known, ast.Constant) and isinstance(known.value, str):
                 level = len(known.value) - len(known.value.lstrip("."))
-                base = [*(["odyssey", *here[: len(here) - level]] if level else []), known.value.lstrip(".")]
+                base = [
+                    *(["odyssey", *here[: len(here) - level]] if level else []),
+                    known.value.lstrip("."),
+                ]
                 found.add(".".join(filter(None, base)).rstrip("."))
         for child in ast.iter_child_nodes(node):
             later = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -65,7 +74,9 @@ def pairs(path: Path) -> set[tuple[str, str]]:
             module = ".".join([*base, *filter(None, [node.module])])
             found.update((module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
-            found.update((alias.name, "") for alias in node.names if alias.name.startswith("odyssey."))
+            found.update(
+                (alias.name, "") for alias in node.names if alias.name.startswith("odyssey.")
+            )
     return found
 
 
@@ -73,7 +84,11 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 
 
 def importers(name: str) -> set[str]:
-    return {file for file, path in FILES.items() if any(m == name or m.startswith(f"{name}.") for m in imported(path))}
+    return {
+        file
+        for file, path in FILES.items()
+        if any(m == name or m.startswith(f"{name}.") for m in imported(path))
+    }
 
 
 def test_the_sources_are_found():
@@ -109,7 +124,11 @@ def test_the_sources_are_found():
     ],
 )
 def test_one_file_knows_each_library(library, files):
-    assert {file for file in importers(library) if not (library == "torch" and file.startswith("torch/"))} == files
+    assert {
+        file
+        for file in importers(library)
+        if not (library == "torch" and file.startswith("torch/"))
+    } == files
 
 
 def test_only_commands_know_the_command_line():
@@ -121,17 +140,21 @@ def test_nothing_is_pickled():
     for file, path in FILES.items():
         names = {n.id for n in ast.walk(parse(path)) if isinstance(n, ast.Name)}
         names |= {n.attr for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute)}
-        if file not in ("torch/objects.py", "torch/horovod.py"):  # where the caller wrote allow_pickle=True
+        # where the caller wrote allow_pickle=True
+        if file not in ("torch/objects.py", "torch/horovod.py"):
             assert not names & {"pickle", "marshal", "dill", "allow_pickle"}, file
         if file == "comm/mpi.py":  # mpi4py's methods in small letters pickle their arguments
             calls = [n for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute)]
-            comms = re.compile(r"(data|comm\._data|self\._(data|head|alarm)|MPI\.(COMM_WORLD|Comm))$")
+            comms = re.compile(
+                r"(data|comm\._data|self\._(data|head|alarm)|MPI\.(COMM_WORLD|Comm))$"
+            )
             methods = [n.attr for n in calls if comms.match(ast.unparse(n.value))]
             assert "Iallreduce" in methods and "Isend" in methods
             assert all(name[0].isupper() for name in methods), methods
 
 
-#: The rooms of the core, lowest first: a room imports those before it, never one after it, not even in a function.
+#: The rooms of the core, lowest first: a room imports those before it, never one after it, not even
+#: in a function.
 ROOMS = (
     "base",
     "build",
@@ -151,7 +174,8 @@ ROOMS = (
     "distributed",
     "cli",
 )
-#: Other names that users import modules by, with the modules: `odyssey.functional` is `odyssey.core.functional`.
+#: Other names that users import modules by, with the modules: `odyssey.functional` is
+#: `odyssey.core.functional`.
 ALIASES = {
     "functional": "core.functional",
     "parallel.auto": "parallel.auto_placement",
@@ -174,7 +198,8 @@ MODULES = {
     "testing": "cli",
     **{alias: home.partition(".")[0] for alias, home in ALIASES.items()},
 }
-#: Folders that can be deleted: they import the core's public names alone, and the core finds them by base/registry.py.
+#: Folders that can be deleted: they import the core's public names alone, and the core finds them
+#: by base/registry.py.
 SATELLITES = {name: name for name in ("torch", "mojo", "view", "tune", "jobs", "onnx")}
 SATELLITES["torch"] += " horovod"  # which is an alias
 FOLDERS = {name: satellite for satellite, names in SATELLITES.items() for name in names.split()}
@@ -195,7 +220,9 @@ def test_a_room_imports_lower_ones_only(room):
     higher = {*ROOMS[ROOMS.index(room) + 1 :], *SATELLITES}
     for file, path in FILES.items():
         if room_of(file) == room and not file.endswith("__main__.py"):
-            rooms = {m: room_of(m.split(".")[1]) for m in imported(path) if m.startswith("odyssey.")}
+            rooms = {
+                m: room_of(m.split(".")[1]) for m in imported(path) if m.startswith("odyssey.")
+            }
             above = {module for module, other in rooms.items() if other in higher}
             assert not above, f"{file} imports {above}"
 
@@ -207,24 +234,39 @@ def test_a_satellite_imports_public_names_of_the_core(satellite):
             continue
         folders = [f"odyssey.{name}" for name in SATELLITES[satellite].split()]
         for module, name in pairs(path):
-            if not module.startswith("odyssey") or any(module == f or module.startswith(f"{f}.") for f in folders):
+            if not module.startswith("odyssey") or any(
+                module == f or module.startswith(f"{f}.") for f in folders
+            ):
                 continue
             public = getattr(importlib.import_module(module), "__all__", None)
-            one_file = module.split(".")[1:] in (["errors"], ["optim"], ["cli", "commands"], ["loggers"])
-            allowed = not name.startswith("_") if one_file or module == "odyssey" else name in (public or ())
+            one_file = module.split(".")[1:] in (
+                ["errors"],
+                ["optim"],
+                ["cli", "commands"],
+                ["loggers"],
+            )
+            allowed = (
+                not name.startswith("_")
+                if one_file or module == "odyssey"
+                else name in (public or ())
+            )
             assert allowed, f"{file}: {name} is not a public name of {module}"
 
 
 def test_what_is_provided_is_there():
     for path in PACKAGE.glob("*/provides.json"):
         for kind, names in json.loads(path.read_text()).items():
-            assert f"| {kind}" in registry.__doc__ or f", {kind} |" in registry.__doc__, f"{path}: {kind}"
+            assert f"| {kind}" in registry.__doc__ or f", {kind} |" in registry.__doc__, (
+                f"{path}: {kind}"
+            )
             for home in names.values():
                 module, _, name = home.partition(":")
                 at = path.parent.joinpath(*filter(None, module.split(".")))
                 source = at / "__init__.py" if at.is_dir() else at.with_suffix(".py")
                 assert source.is_file(), f"{path}: {home}"
-                assert not name or re.search(rf"^(class |def )?{name}\b", source.read_text(), re.M), f"{path}: {home}"
+                assert not name or re.search(
+                    rf"^(class |def )?{name}\b", source.read_text(), re.M
+                ), f"{path}: {home}"
 
 
 def test_plans_and_the_rows_of_ops_know_no_processes():
@@ -236,19 +278,30 @@ def test_plans_and_the_rows_of_ops_know_no_processes():
         "comm/mpi.py",
     ):
         names = imported(FILES[file])
-        assert not any(re.match(r"odyssey\.core\.(native|program|tensor)(\.|$)", m) for m in names), file
+        assert not any(
+            re.match(r"odyssey\.core\.(native|program|tensor)(\.|$)", m) for m in names
+        ), file
 
 
 @pytest.mark.parametrize("plan", ["plan", "schedule", "auto_placement"])
 def test_a_plan_is_plain_python(plan):
-    assert not any(m.split(".")[0] in ("numpy", "mpi4py", "ctypes") for m in imported(FILES[f"parallel/{plan}.py"]))
+    assert not any(
+        m.split(".")[0] in ("numpy", "mpi4py", "ctypes")
+        for m in imported(FILES[f"parallel/{plan}.py"])
+    )
 
 
 def test_the_files_can_be_read_in_an_order():
     """What a file needs to be imported was read before it: no cycles."""
-    names = {file: "odyssey." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in FILES}
+    names = {
+        file: "odyssey." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for file in FILES
+    }
     names["__init__.py"] = "odyssey"
-    needs = {names[f]: (imported(p, top=True) & set(names.values())) - {names[f], "odyssey"} for f, p in FILES.items()}
+    needs = {
+        names[f]: (imported(p, top=True) & set(names.values())) - {names[f], "odyssey"}
+        for f, p in FILES.items()
+    }
     done: list[str] = []
 
     def read(name: str, below: tuple[str, ...]) -> None:
@@ -262,7 +315,11 @@ def test_the_files_can_be_read_in_an_order():
 
     for name in needs:
         read(name, ())
-    assert done.index("odyssey.core.native") < done.index("odyssey.core.program") < done.index("odyssey.core.tensor")
+    assert (
+        done.index("odyssey.core.native")
+        < done.index("odyssey.core.program")
+        < done.index("odyssey.core.tensor")
+    )
     assert done.index("odyssey.core.tensor") < done.index("odyssey.nn.layers")
     assert done.index("odyssey.nn") < done.index("odyssey.train.trainer")
 
@@ -275,7 +332,9 @@ def test_mojo_kernels_know_nothing_above_them():
             assert module.split(".")[0] in ("std", ""), f"{path.name} imports {module}"
     for path in sorted((ROOT / "mojo" / "runtime").glob("*.mojo")):
         for module in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", path.read_text(), re.M):
-            assert module.split(".")[0] in ("std", "max", "kernels", ""), f"{path.name} imports {module}"
+            assert module.split(".")[0] in ("std", "max", "kernels", ""), (
+                f"{path.name} imports {module}"
+            )
             assert module != "std.python", path.name
     for path in (ROOT / "shared" / "training").glob("*.mojo"):
         for module in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", path.read_text(), re.M):
@@ -283,27 +342,41 @@ def test_mojo_kernels_know_nothing_above_them():
 
 
 HEAVY = ("mpi4py", "rich", "click", "max", "mojo", "safetensors", "torch")
-#: What a training of one process with one bucket has no use for: imported where it is used, so that a start is short.
+#: What a training of one process with one bucket has no use for: imported where it is used, so that
+#: a start is short.
 LAZY = tuple(
-    "numpy.ma multiprocessing concurrent.futures odyssey.audit.verify odyssey.audit.replay odyssey.comm.mock "
-    "odyssey.audit.steplog odyssey.checkpoints.store odyssey.checkpoints.manifest odyssey.train.stop_requests "
-    "odyssey.engine.bucketed odyssey.engine.pipeline odyssey.engine.gpu odyssey.inexact.compression "
-    "odyssey.parallel.tensor_exchange odyssey.parallel.hierarchical odyssey.parallel.tensor_collectives "
-    "odyssey.parallel.ring odyssey.parallel.schedule odyssey.parallel.shared_memory_tree odyssey.parallel.stages "
+    "numpy.ma multiprocessing concurrent.futures odyssey.audit.verify odyssey.audit.replay "
+    "odyssey.comm.mock "
+    "odyssey.audit.steplog odyssey.checkpoints.store odyssey.checkpoints.manifest "
+    "odyssey.train.stop_requests "
+    "odyssey.engine.bucketed odyssey.engine.pipeline odyssey.engine.gpu "
+    "odyssey.inexact.compression "
+    "odyssey.parallel.tensor_exchange odyssey.parallel.hierarchical "
+    "odyssey.parallel.tensor_collectives "
+    "odyssey.parallel.ring odyssey.parallel.schedule odyssey.parallel.shared_memory_tree "
+    "odyssey.parallel.stages "
     "odyssey.parallel.tensor_parallel odyssey.inexact.asynchronous odyssey.run.diagnosis "
     "odyssey.run.rank_process".split()
 )
 
 
 def loaded(launch, code: str) -> str:
-    done = launch.python("-c", f"{code}\nimport sys\nprint([m for m in {HEAVY + LAZY} if m in sys.modules])")
+    done = launch.python(
+        "-c", f"{code}\nimport sys\nprint([m for m in {HEAVY + LAZY} if m in sys.modules])"
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_importing_the_package_is_cheap(launch):
     assert loaded(launch, "import odyssey") == "[]"
-    assert loaded(launch, "import odyssey, sys; assert 'numpy' not in sys.modules; odyssey.nn, odyssey.trainer") == "[]"
+    assert (
+        loaded(
+            launch,
+            "import odyssey, sys; assert 'numpy' not in sys.modules; odyssey.nn, odyssey.trainer",
+        )
+        == "[]"
+    )
 
 
 def test_a_training_of_one_process_needs_no_mpi(launch):
@@ -359,13 +432,19 @@ def test_threads_can_import_an_alias_at_the_same_time(launch):
 
 
 def test_importing_the_package_changes_no_imports_of_others(launch):
-    code = "import sys; finders = list(sys.meta_path); import odyssey; assert sys.meta_path == finders, sys.meta_path"
+    code = (
+        "import sys; finders = list(sys.meta_path); import odyssey; assert sys.meta_path == "
+        "finders, sys.meta_path"
+    )
     done = launch.python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_is_there(launch):
-    code = "import odyssey\nfor name in odyssey.__all__: assert getattr(odyssey, name) is not None, name"
+    code = (
+        "import odyssey\nfor name in odyssey.__all__: assert getattr(odyssey, name) is not "
+        "None, name"
+    )
     assert launch.python("-c", code).returncode == 0
     assert set(odyssey.__all__) <= set(dir(odyssey))
     with pytest.raises(AttributeError, match="no attribute 'zork'"):
@@ -378,7 +457,13 @@ def test_ops_are_named_where_they_are_declared():
     passes = {name for name in ops if name.endswith(("_forward", "_backward"))}
     assert len(passes) > 20
     for file, path in FILES.items():
-        words = {n.value for n in ast.walk(parse(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        words = {
+            n.value
+            for n in ast.walk(parse(path))
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        }
         named = words & (set(ops) if file == "onnx/graph.py" else passes)
-        assert not named or file.startswith("core/") and file != "core/program.py", f"{file}: {named}"
+        assert not named or file.startswith("core/") and file != "core/program.py", (
+            f"{file}: {named}"
+        )
     assert set(ONNX) <= set(ops)

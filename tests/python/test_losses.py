@@ -20,7 +20,9 @@ LOSSES = {
 
 def samples(n):
     rng = np.random.default_rng(n)
-    return (rng.standard_normal((n, 3, 2)) * 3).astype(np.float32), rng.random((n, 3, 2)).astype(np.float32)
+    return (rng.standard_normal((n, 3, 2)) * 3).astype(np.float32), rng.random((n, 3, 2)).astype(
+        np.float32
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3, 16, 40])
@@ -39,7 +41,10 @@ def test_values_and_gradients_are_those_of_pytorch(name, reduction, n):
     np.testing.assert_allclose(y.numpy(), z.detach().numpy(), rtol=2e-6, atol=1e-6)
     for a, b in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(a.grad.numpy(), b.grad.numpy(), rtol=2e-6, atol=1e-6)
-    assert getattr(F, name)(Tensor(x), t, reduction, **settings).numpy().tobytes() == y.numpy().tobytes()
+    assert (
+        getattr(F, name)(Tensor(x), t, reduction, **settings).numpy().tobytes()
+        == y.numpy().tobytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,8 +103,11 @@ def test_top_k(n):
         right = (order[:, :k] == labels[:, None]).any(axis=1)
         assert F.top_k(Tensor(x), labels, k).numpy().tolist() == right.astype(float).tolist()
     equal = Tensor(np.zeros((1, 4)))
-    assert [F.top_k(equal, [2], k).item() for k in (1, 2, 3)] == [0, 0, 1]  # the first are the largest
-    assert np.mean(F.top_k(Tensor(x), labels).numpy()) == pytest.approx(F.accuracy(Tensor(x), labels))
+    # the first are the largest
+    assert [F.top_k(equal, [2], k).item() for k in (1, 2, 3)] == [0, 0, 1]
+    assert np.mean(F.top_k(Tensor(x), labels).numpy()) == pytest.approx(
+        F.accuracy(Tensor(x), labels)
+    )
 
 
 def test_abs():
@@ -112,7 +120,10 @@ def test_abs():
     ("call", "said"),
     [
         (lambda x: F.mse_loss(x, np.zeros(4)), r"output \(4, 2\) and target \(4,\)"),
-        (lambda x: F.l1_loss(x, np.zeros((4, 2)), "max"), "'max'; it must be 'mean', 'sum' or 'none'"),
+        (
+            lambda x: F.l1_loss(x, np.zeros((4, 2)), "max"),
+            "'max'; it must be 'mean', 'sum' or 'none'",
+        ),
         (lambda x: F.smooth_l1_loss(x, np.zeros((4, 2)), beta=-1), "beta is -1"),
         (lambda x: F.top_k(x, [0, 1, 0, 1], 0), "k 0"),
     ],
@@ -151,7 +162,9 @@ def test_a_loss_of_one_output_names_several(smoothing):
     x = np.ones((8, 3), np.float32)
     loss, net = nn.CrossEntropyLoss(label_smoothing=smoothing), Two(3, 3)
     with pytest.raises(ShapeError, match="the input is a tuple; give loss="):
-        DistributedTrainer(net, optim.SGD(lr=0.1), loss=loss).evaluate(data.arrays(x, np.zeros(8, int)))
+        DistributedTrainer(net, optim.SGD(lr=0.1), loss=loss).evaluate(
+            data.arrays(x, np.zeros(8, int))
+        )
     with pytest.raises(ShapeError, match="the targets are a dict; give loss="):
         DistributedTrainer(nn.Linear(3, 3), optim.SGD(lr=0.1)).evaluate(data.arrays(x, {"a": x}))
 
@@ -191,7 +204,9 @@ def test_classes_that_count_and_targets_that_are_smoothed(settings, n, tokens, r
     loss = nn.CrossEntropyLoss(reduction, **settings)(mine, t)
     loss.backward()
     theirs = torch.tensor(x.astype(np.float64), requires_grad=True)
-    given = {k: torch.tensor(v, dtype=torch.float64) if k == "weight" else v for k, v in settings.items()}
+    given = {
+        k: torch.tensor(v, dtype=torch.float64) if k == "weight" else v for k, v in settings.items()
+    }
     wanted = torch.nn.functional.cross_entropy(
         theirs.reshape(-1, 5), torch.tensor(t).reshape(-1), reduction=reduction, **given
     )
@@ -202,7 +217,12 @@ def test_classes_that_count_and_targets_that_are_smoothed(settings, n, tokens, r
 
 def test_nothing_but_ignored_targets_is_no_loss():
     for settings in ({}, {"label_smoothing": 0.1}):
-        assert F.cross_entropy(Tensor(np.ones((2, 3), np.float32)), np.array([-100, -100]), **settings).item() == 0
+        assert (
+            F.cross_entropy(
+                Tensor(np.ones((2, 3), np.float32)), np.array([-100, -100]), **settings
+            ).item()
+            == 0
+        )
 
 
 @pytest.mark.parametrize("settings", [{"weight": [1.0, 2.0]}, {"label_smoothing": 1.5}])
@@ -218,7 +238,11 @@ def test_a_trainer_with_such_a_loss_counts_correct_predictions_of_the_logits():
     for settings in ({}, {"weight": [9.0, 1, 0.1, 1, 1], "label_smoothing": 0.2}):
         nn.manual_seed(0)
         trainer = DistributedTrainer(
-            nn.Linear(6, 5), optim.SGD(lr=0.1), loss=nn.CrossEntropyLoss(**settings), shard_size=16, backend="local"
+            nn.Linear(6, 5),
+            optim.SGD(lr=0.1),
+            loss=nn.CrossEntropyLoss(**settings),
+            shard_size=16,
+            backend="local",
         )
         found.append(trainer.evaluate(data.DataLoader(data.arrays(x, y, classes=5), batch_size=40)))
     assert found[0].accuracy == found[1].accuracy > 0 and found[0].loss != found[1].loss

@@ -1,4 +1,6 @@
-"""Modules: names and order of parameters, tied weights, state, modes, repr, and what initial values depend on."""
+"""Modules: names and order of parameters, tied weights, state, modes, repr, and what initial
+values depend on.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,17 @@ class Tied(nn.Module):
 
 
 def test_parameters_come_in_the_order_they_were_assigned():
-    names = [name for name, _ in nn.Sequential(Block(), nn.ReLU(), nn.Linear(3, 1)).named_parameters()]
-    assert names == ["0.second.weight", "0.second.bias", "0.first.weight", "0.scale", "2.weight", "2.bias"]
+    names = [
+        name for name, _ in nn.Sequential(Block(), nn.ReLU(), nn.Linear(3, 1)).named_parameters()
+    ]
+    assert names == [
+        "0.second.weight",
+        "0.second.bias",
+        "0.first.weight",
+        "0.scale",
+        "2.weight",
+        "2.bias",
+    ]
 
 
 def test_lenet5():
@@ -57,7 +68,11 @@ def test_lenet5():
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("lenet5", 61_706), ("mlp", 784 * 512 + 512 + 5130), ("convnet", 320 + 18_496 + 9216 * 128 + 128 + 1290)],
+    [
+        ("lenet5", 61_706),
+        ("mlp", 784 * 512 + 512 + 5130),
+        ("convnet", 320 + 18_496 + 9216 * 128 + 128 + 1290),
+    ],
 )
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
 def test_models_take_the_images_of_all_data_sets(name, count, shape):
@@ -92,7 +107,9 @@ def test_state_dict_there_and_back():
     other.load_state_dict(state)
     for name, p in other.named_parameters():
         assert np.array_equal(p.numpy(), state[name])
-    assert np.array_equal(memory, state["conv1.weight"]), "values are copied into the memory that is there"
+    assert np.array_equal(memory, state["conv1.weight"]), (
+        "values are copied into the memory that is there"
+    )
     state["conv1.weight"][...] = 9
     assert not np.any(one.conv1.weight.numpy() == 9), "state_dict() gives copies"
 
@@ -164,9 +181,12 @@ def test_losses_are_their_ops():
 
 
 def test_repr():
-    model = nn.Sequential(nn.Conv2d(1, 6, (5, 3), stride=2, padding=1), nn.ReLU(), nn.Linear(4, 2), nn.Dropout(0.25))
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, (5, 3), stride=2, padding=1), nn.ReLU(), nn.Linear(4, 2), nn.Dropout(0.25)
+    )
     assert repr(model) == (
-        "Sequential(\n  (0): Conv2d(1, 6, (5, 3), stride=2, padding=1)\n  (1): ReLU()\n  (2): Linear(4, 2)\n"
+        "Sequential(\n  (0): Conv2d(1, 6, (5, 3), stride=2, padding=1)\n  (1): ReLU()\n  (2): "
+        "Linear(4, 2)\n"
         "  (3): Dropout(0.25)\n)"
     )
     assert repr(nn.MaxPool2d(2)) == "MaxPool2d(2)"
@@ -286,7 +306,9 @@ class Holder(nn.Module):
     ],
 )
 def test_a_plain_list_of_modules_is_refused(value):
-    with pytest.raises(ConfigError, match=r"\[Holder\] layers is a (list|tuple|dict) with a .*use nn.ModuleList"):
+    with pytest.raises(
+        ConfigError, match=r"\[Holder\] layers is a (list|tuple|dict) with a .*use nn.ModuleList"
+    ):
         list(nn.Sequential(Holder(value()), nn.Linear(2, 2)).named_parameters())
 
 
@@ -305,5 +327,7 @@ def test_an_array_is_taken_as_a_tensor(layer, rows):
     assert layer.forward(x).numpy().tobytes() == layer(Tensor(x)).numpy().tobytes()
     for op in (F.relu, F.flatten, nn.GELU()):
         assert op(x).numpy().tobytes() == op(Tensor(x)).numpy().tobytes()
-    with pytest.raises(ShapeError, match=r"a layer is called with a list; give an array, or an odyssey.Tensor"):
+    with pytest.raises(
+        ShapeError, match=r"a layer is called with a list; give an array, or an odyssey.Tensor"
+    ):
         layer(x.tolist())

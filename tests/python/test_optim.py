@@ -1,5 +1,7 @@
-"""Optimizers around their kernels, and schedules: settings, state, one arena per model. The formulas are tested in
-tests/kernels/test_optimizers.py."""
+"""Optimizers around their kernels, and schedules: settings, state, one arena per model.
+
+The formulas are tested in tests/kernels/test_optimizers.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def trained(optimizer, model, steps, start=0):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda p: optim.SGD(p, lr=0.1, momentum=0.9), lambda p: optim.Adam(p, lr=0.01), lambda p: optim.AdamW(p, lr=0.01)],
+    [
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: optim.Adam(p, lr=0.01),
+        lambda p: optim.AdamW(p, lr=0.01),
+    ],
 )
 def test_state_goes_on_where_it_was(make):
     nn.manual_seed(0)
@@ -54,7 +60,10 @@ def test_state_dict_is_a_copy():
 
 
 def test_state_of_another_model_is_refused():
-    small, large = optim.Adam(nn.Linear(2, 2).parameters()), optim.Adam(nn.Linear(20, 20).parameters())
+    small, large = (
+        optim.Adam(nn.Linear(2, 2).parameters()),
+        optim.Adam(nn.Linear(20, 20).parameters()),
+    )
     with pytest.raises(ConfigError, match="the state has no m of"):
         large.load_state_dict(small.state_dict())
     with pytest.raises(ConfigError, match="the state has no m of"):
@@ -96,8 +105,12 @@ def test_arena_layout():
     end = 0
     for p in model.parameters():
         at = p.numpy().ctypes.data - arena.params.ctypes.data
-        assert at % 64 == 0 and at >= end, "every parameter starts on a vector, after the one before"
-        assert p.grad.numpy().ctypes.data - arena.grads.ctypes.data == at, "gradients have the same layout"
+        assert at % 64 == 0 and at >= end, (
+            "every parameter starts on a vector, after the one before"
+        )
+        assert p.grad.numpy().ctypes.data - arena.grads.ctypes.data == at, (
+            "gradients have the same layout"
+        )
         end = at + 4 * p.size
     assert end <= 4 * arena.size == arena.params.nbytes
     assert arena.size % 16 == 0
@@ -147,7 +160,9 @@ def test_parameters_of_another_arena_are_refused_wherever_they_stand():
     one.bias.grad.numpy()[...] = 1
     before = one.bias.numpy().copy()
     first.step()
-    assert np.array_equal(one.bias.numpy(), before - 1), "the first optimizer still has its parameters"
+    assert np.array_equal(one.bias.numpy(), before - 1), (
+        "the first optimizer still has its parameters"
+    )
 
 
 def test_an_optimizer_has_one_model():
@@ -217,7 +232,9 @@ def test_unknown_schedule():
 
 
 def test_a_warm_up_over_epochs_and_then_a_cosine():
-    """LinearLR(0.1, 5 epochs), then CosineAnnealingLR over 95, joined by SequentialLR at 5: PyTorch's factors."""
+    """LinearLR(0.1, 5 epochs), then CosineAnnealingLR over 95, joined by SequentialLR at 5:
+    PyTorch's factors.
+    """
     by_epoch = optim.sequential([optim.linear(0.1, 5), optim.cosine(95)], milestones=[5])
     expected = [0.1 + 0.9 * e / 5 for e in range(5)]
     expected += [0.5 * (1 + math.cos(math.pi * e / 95)) for e in range(95)]
@@ -239,19 +256,22 @@ def test_learning_rate_scaling():
 
 
 def test_every_name_of_the_settings_is_declared_in_one_place():
-    """The classes and schedules are found by themselves; one that settings/recipes.py lacks is refused at import."""
+    """The classes and schedules are found by themselves; one that settings/recipes.py lacks is
+    refused at import.
+    """
     assert list(optim.BY_NAME) == list(OPTIMIZERS)
     for name in SCHEDULES:
         assert 0 <= optim.schedule(name, 30, 3)(29) <= 1
     with pytest.raises(
-        ConfigError, match=r"\[settings\] optimizers: 'zork' is not in settings/recipes.py; add it there"
+        ConfigError,
+        match=r"\[settings\] optimizers: 'zork' is not in settings/recipes.py; add it there",
     ):
         check_listed("optimizers", {**optim.BY_NAME, "zork": optim.Adam}, OPTIMIZERS)
     with pytest.raises(ConfigError, match="schedules: 'step' of settings/recipes.py has no code"):
         check_listed("schedules", {*SCHEDULES} - {"step"}, SCHEDULES)
 
 
-# --- records that are kept from step to step -------------------------------------------------------------------------
+# --- records that are kept from step to step ------------------------------------------------------
 
 
 class Decaying(optim.Adam):
@@ -284,7 +304,9 @@ KIND_NAMES = ["SGD", "Adam", "AdamW", "RMSprop", "Lion", "Adagrad", "rule"]
 def layers(depth):
     """A model of `depth` layers with buffers of running statistics among them."""
     nn.manual_seed(3)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.ReLU()) for _ in range(depth)])
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.ReLU()) for _ in range(depth)]
+    )
 
 
 @pytest.fixture
@@ -294,7 +316,12 @@ def ran(monkeypatch):
     plain = lib.run
 
     def run(program, records, context, bases=None):
-        tables.append(native.memory(program, 8 * records * lib.record).view(np.int64).reshape(records, -1).copy())
+        tables.append(
+            native.memory(program, 8 * records * lib.record)
+            .view(np.int64)
+            .reshape(records, -1)
+            .copy()
+        )
         return plain(program, records, context, bases)
 
     monkeypatch.setattr(lib, "run", run)
@@ -302,7 +329,9 @@ def ran(monkeypatch):
 
 
 def built_anew(optimizer, updates, divisor, lr, samples):
-    """The table of a step as it is built from nothing: the checks of the gradients, then the update of each run."""
+    """The table of a step as it is built from nothing: the checks of the gradients, then the
+    update of each run.
+    """
     lib = native.library()
     updates = optimizer.trained(updates)
     checks = [[lib.codes["finite"], u.grads, u.n] for u in updates]
@@ -329,7 +358,11 @@ def test_kept_records_are_those_of_a_fresh_table_whatever_changes_between_steps(
     def scale(name):
         value = getattr(optimizer, name)
         factor = random.uniform(0.5, 0.99)
-        setattr(optimizer, name, tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor)
+        setattr(
+            optimizer,
+            name,
+            tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor,
+        )
 
     def other_cuts():
         inner = [16 * random.randrange(1, arena.size // 16) for _ in range(3)]
@@ -354,8 +387,14 @@ def test_kept_records_are_those_of_a_fresh_table_whatever_changes_between_steps(
 
     changes = [
         lambda: None,
-        lambda: scale(random.choice([k for k, v in optimizer.settings.items() if isinstance(v, (float, tuple))])),
-        lambda: setattr(optimizer, "undecayed", random.choice([None, optim.vectors, lambda n, p: n in exempt])),
+        lambda: scale(
+            random.choice(
+                [k for k, v in optimizer.settings.items() if isinstance(v, (float, tuple))]
+            )
+        ),
+        lambda: setattr(
+            optimizer, "undecayed", random.choice([None, optim.vectors, lambda n, p: n in exempt])
+        ),
         lambda: exempt.symmetric_difference_update({random.choice(names)}),
         lambda: state.update(divisor=random.choice(divisors)),
         lambda: state.update(samples=random.choice(divisors)),
@@ -386,17 +425,27 @@ def test_kept_records_are_those_of_a_fresh_table_whatever_changes_between_steps(
         optimizer.steps -= not ok
         table = np.concatenate(ran)
         assert np.array_equal(table, expected[: len(table)])
-        assert len(table) == len(expected) if ok or agree is None else len(table) == len(optimizer.trained(updates))
+        assert (
+            len(table) == len(expected)
+            if ok or agree is None
+            else len(table) == len(optimizer.trained(updates))
+        )
 
 
 @pytest.mark.parametrize("make", KINDS, ids=KIND_NAMES)
-def test_a_step_in_which_only_numbers_change_builds_one_record_for_each_kind_of_piece(make, monkeypatch):
+def test_a_step_in_which_only_numbers_change_builds_one_record_for_each_kind_of_piece(
+    make, monkeypatch
+):
     model = layers(30)
     optimizer = make(model.named_parameters())
     optimizer.undecayed = lambda name, p: p.ndim < 2 and name.endswith("bias")
     kind, calls = type(optimizer), []
     plain = kind._records
-    monkeypatch.setattr(kind, "_records", lambda self, *arguments: calls.append(arguments) or plain(self, *arguments))
+    monkeypatch.setattr(
+        kind,
+        "_records",
+        lambda self, *arguments: calls.append(arguments) or plain(self, *arguments),
+    )
     built = []
     for step in range(4):
         optimizer.lr = 0.1 / (1 + step)

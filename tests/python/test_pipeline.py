@@ -1,4 +1,6 @@
-"""Stage and PipelineParallel: the seed's example, where layers and values are, and what is refused."""
+"""Stage and PipelineParallel: the seed's example, where layers and values are, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +83,18 @@ def test_parameters_are_named_by_stage_and_position_and_are_on_their_place():
 
 def test_a_layer_may_be_a_function():
     model = PipelineParallel(
-        [Stage([nn.Conv2d(1, 2, 3), F.relu, lambda x: F.max_pool2d(x, 2)]), Stage([nn.Linear(32, 5), nn.LogSoftmax()])],
+        [
+            Stage([nn.Conv2d(1, 2, 3), F.relu, lambda x: F.max_pool2d(x, 2)]),
+            Stage([nn.Linear(32, 5), nn.LogSoftmax()]),
+        ],
         loss=F.nll_loss,
     )
-    assert [name for name, _ in model.named_parameters()] == ["0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"]
+    assert [name for name, _ in model.named_parameters()] == [
+        "0.0.weight",
+        "0.0.bias",
+        "1.0.weight",
+        "1.0.bias",
+    ]
     before = DistributedTrainer(model, optim.SGD(lr=0.1)).weights_sha256()
     assert trained(model) != before
     assert "relu" in repr(model) and "<lambda>" in repr(model)
@@ -104,7 +114,9 @@ def test_flatten_is_put_in_and_shown(made, flattens):
     assert repr(Stage(made())).count("Flatten") == flattens
 
 
-@pytest.mark.parametrize(("shape", "given"), [((2, 3, 4), (2, 3, 5)), ((2, 1, 4), (2, 1, 5)), ((2, 1, 1, 4), (2, 5))])
+@pytest.mark.parametrize(
+    ("shape", "given"), [((2, 3, 4), (2, 3, 5)), ((2, 1, 4), (2, 1, 5)), ((2, 1, 1, 4), (2, 5))]
+)
 def test_tokens_are_not_flattened(shape, given):
     assert Stage([nn.LayerNorm(4), nn.Linear(4, 5)])(Tensor(np.ones(shape))).shape == given
 
@@ -116,9 +128,12 @@ def test_a_micro_batch_is_a_shard():
     assert DistributedTrainer(fcs[1], optim.SGD()).shard_size is None  # the global batch is to come
     assert DistributedTrainer(fcs[2], optim.SGD(), shard_size=6).shard_size == 6
     with pytest.raises(
-        ConfigError, match="shard_size is 8 and the model's micro_batch_size 4; a micro-batch is a shard"
+        ConfigError,
+        match="shard_size is 8 and the model's micro_batch_size 4; a micro-batch is a shard",
     ):
-        DistributedTrainer(PipelineParallel([Stage([fcs[3]])], micro_batch_size=4), optim.SGD(), shard_size=8)
+        DistributedTrainer(
+            PipelineParallel([Stage([fcs[3]])], micro_batch_size=4), optim.SGD(), shard_size=8
+        )
 
 
 def test_stages_without_a_device_are_numbered():
@@ -129,7 +144,9 @@ def test_stages_without_a_device_are_numbered():
 
 def test_each_move_between_stages_is_one_copy(monkeypatch):
     seen = []
-    monkeypatch.setattr("odyssey.engine.engine.fuse", lambda records: seen.append(list(records)) or fuse(records))
+    monkeypatch.setattr(
+        "odyssey.engine.engine.fuse", lambda records: seen.append(list(records)) or fuse(records)
+    )
     trained(seeds_example())
     copies = [(r.phase, r.device) for r in seen[0] if r.op == "copy"]
     assert copies == [("forward", 1), ("forward", 2), ("backward", 1), ("backward", 0)]
@@ -138,7 +155,9 @@ def test_each_move_between_stages_is_one_copy(monkeypatch):
 
 def test_interleaved_places():
     def model(places, schedule="interleaved"):
-        return PipelineParallel([Stage([nn.Linear(4, 4)], device=d) for d in places], schedule=schedule)
+        return PipelineParallel(
+            [Stage([nn.Linear(4, 4)], device=d) for d in places], schedule=schedule
+        )
 
     assert model((0, 1, 0, 1)).places == (0, 1, 0, 1)
     for places in ((0, 0, 1, 1), (0, 1, 0), (1, 0, 1, 0)):
@@ -146,7 +165,9 @@ def test_interleaved_places():
             model(places)
     for schedule in ("gpipe", "1f1b"):
         for places in ((0, 1, 0), (1, 0), (0, 0), (0, 2)):
-            with pytest.raises(ConfigError, match=f"schedule '{schedule}' needs stage s on device s, but the"):
+            with pytest.raises(
+                ConfigError, match=f"schedule '{schedule}' needs stage s on device s, but the"
+            ):
                 model(places, schedule)
 
 
@@ -156,10 +177,19 @@ def test_what_is_refused():
         (lambda: Stage([]), "there are no layers"),
         (lambda: Stage([fc, 3]), "layer 1 is a int; give modules or functions"),
         (lambda: PipelineParallel([]), "there are no stages"),
-        (lambda: PipelineParallel([fc]), r"stage 0 is a Linear; give Stage\(layers=\[...\], device=0\)"),
-        (lambda: PipelineParallel([Stage([fc])], micro_batch_size=0), "micro_batch_size is 0; it must be an integer"),
+        (
+            lambda: PipelineParallel([fc]),
+            r"stage 0 is a Linear; give Stage\(layers=\[...\], device=0\)",
+        ),
+        (
+            lambda: PipelineParallel([Stage([fc])], micro_batch_size=0),
+            "micro_batch_size is 0; it must be an integer",
+        ),
         (lambda: PipelineParallel([Stage([fc])], micro_batch_size=2.0), "micro_batch_size is 2.0"),
-        (lambda: PipelineParallel([Stage([fc])], schedule="zigzag"), "'zigzag'; choose from gpipe, 1f1b, interleaved"),
+        (
+            lambda: PipelineParallel([Stage([fc])], schedule="zigzag"),
+            "'zigzag'; choose from gpipe, 1f1b, interleaved",
+        ),
         (lambda: PipelineParallel([Stage([fc])]).to(1), "a place for each stage, not 1 for all"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -170,7 +200,9 @@ def test_what_is_refused():
 TOKENS = {
     "numbers": lambda x, w: 1 - x.clamp(-0.3) / 2,
     "an array": lambda x, w: x * np.arange(6, dtype=np.float32),
-    "an axis": lambda x, w: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1) + F.normalize(x, dim=-1),
+    "an axis": lambda x, w: (
+        (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1) + F.normalize(x, dim=-1)
+    ),
     "choices": lambda x, w: x.masked_fill(x > 0.5, 0.1) + F.where(x > 0, x, 0.5),
     "a shared parameter": lambda x, w: F.maximum(w, x) + (w + w * x) + w / (2 + x * x),
 }
@@ -198,7 +230,9 @@ def test_ops_of_tokens_are_on_their_stage(name):
         loss = nn.CrossEntropyLoss(weight=np.linspace(1, 2, 9), label_smoothing=0.1)
         model = PipelineParallel(stages, micro_batch_size=5)
         trainer = DistributedTrainer(model, optim.SGD(lr=0.1), loss=loss, comm=comm)
-        trainer.fit(data.DataLoader(data.arrays((ids[0],), ids[1]), batch_size=10), epochs=2, verbose=False)
+        trainer.fit(
+            data.DataLoader(data.arrays((ids[0],), ids[1]), batch_size=10), epochs=2, verbose=False
+        )
         return trainer.weights_sha256()
 
     assert mock.run(2, trained) == [trained(Communicator())] * 2

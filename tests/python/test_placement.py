@@ -1,5 +1,6 @@
-"""Places: what device() accepts, where results are, what is refused before anything runs, and what a recorded program
-says about where each of its records runs."""
+"""Places: what device() accepts, where results are, what is refused before anything runs, and
+what a recorded program says about where each of its records runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from odyssey.train.trainer import DistributedTrainer
 
 def batch(n=20, features=(1, 4, 4), classes=3):
     rng = np.random.default_rng(n)
-    dataset = data.arrays(rng.standard_normal((n, *features)).astype(np.float32), np.arange(n) % classes)
+    dataset = data.arrays(
+        rng.standard_normal((n, *features)).astype(np.float32), np.arange(n) % classes
+    )
     return data.Batch(dataset, np.arange(n), 0, 0)
 
 
@@ -51,7 +54,14 @@ class Split(nn.Module):
 
 def engine(model, train=True, execution="replay"):
     layout = Layout(Communicator(), 1, 1, 32, "tree", execution)
-    return Engine(model, nn.CrossEntropyLoss(), Arena.of(model.named_parameters()), layout, train=train, seed=3)
+    return Engine(
+        model,
+        nn.CrossEntropyLoss(),
+        Arena.of(model.named_parameters()),
+        layout,
+        train=train,
+        seed=3,
+    )
 
 
 def recorded(model, monkeypatch, train=True):
@@ -64,7 +74,9 @@ def recorded(model, monkeypatch, train=True):
 
 
 def test_a_device_is_a_slot():
-    assert device(1) == Device(1) == device("1") == device("cpu:1") == device(device(1)) != device(0)
+    assert (
+        device(1) == Device(1) == device("1") == device("cpu:1") == device(device(1)) != device(0)
+    )
     assert len({device(1), device("cpu:1"), device(2)}) == 2
     assert repr(device(3)) == "device(3)"
     assert device("cpu") == device() == device(0)
@@ -92,7 +104,11 @@ def test_a_gpu_that_is_not_there_is_refused(name, monkeypatch):
 def test_placing_a_module_places_all_below_it_and_returns_it():
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
     assert model @ device(2) is model
-    assert {p.device for p in model.parameters()} == {device(2)} == {p.grad.device for p in model.parameters()}
+    assert (
+        {p.device for p in model.parameters()}
+        == {device(2)}
+        == {p.grad.device for p in model.parameters()}
+    )
     assert model.to(device=1) is model
     assert {p.device for p in model.parameters()} == {device(1)}
     Arena.of(model.named_parameters())
@@ -104,7 +120,16 @@ def test_results_are_where_their_inputs_are():
     assert x.device == device(0)
     y = x.to("cpu:1")
     assert y.to(device(1)) is y and y.detach().device == device(1)
-    for made in (y + 1, 2 - y, F.flatten(y), F.pad2d(y, 1), F.max_pool2d(y, 2), F.to_lanes(y), F.dropout(y), y.mean()):
+    for made in (
+        y + 1,
+        2 - y,
+        F.flatten(y),
+        F.pad2d(y, 1),
+        F.max_pool2d(y, 2),
+        F.to_lanes(y),
+        F.dropout(y),
+        y.mean(),
+    ):
         assert made.device == device(1)
     np.testing.assert_array_equal(y.numpy(), x.numpy())
     with no_grad():
@@ -131,13 +156,16 @@ def test_a_wrong_place_is_named():
     with pytest.raises(DeviceError) as caught:
         fc(x)
     assert str(caught.value) == (
-        "[linear] the input is on device(0), the weight (3, 4) on device(1); move the input with .to(device(1)), "
+        "[linear] the input is on device(0), the weight (3, 4) on device(1); move the input with "
+        ".to(device(1)), "
         "or place the layer with @ device(0), after its weights are shared"
     )
     fc.bias.put(device(2))
     with pytest.raises(DeviceError, match=r"the bias \(3,\) on device\(2\)"):
         fc(x.to(1))
-    with pytest.raises(DeviceError, match=r"\[add\] one input is on device\(1\), another on device\(0\)"):
+    with pytest.raises(
+        DeviceError, match=r"\[add\] one input is on device\(1\), another on device\(0\)"
+    ):
         x.to(1) + x
     with pytest.raises(DeviceError, match=r"\[multiply\] one input"):
         x * x.to(3)
@@ -153,7 +181,8 @@ def test_a_trainer_refuses_it_before_anything_runs():
     with pytest.raises(DeviceError) as caught:
         trainer.train_step(batch())
     assert str(caught.value) == (
-        "[linear] the input is on device(0), the weight 2.weight on device(1); move the input with .to(device(1)), "
+        "[linear] the input is on device(0), the weight 2.weight on device(1); move the input "
+        "with .to(device(1)), "
         "or place the layer with @ device(0), after its weights are shared"
     )
     assert trainer.weights_sha256() == before and trainer.steps == 0
@@ -165,7 +194,9 @@ def test_labels_are_fetched_where_the_model_ends():
             return F.cross_entropy(y.to(0), labels)
 
     trainer = DistributedTrainer(Back(), optim.SGD(lr=0.1))
-    with pytest.raises(DeviceError, match=r"the label tensor is on device\(1\), the input on device\(0\)"):
+    with pytest.raises(
+        DeviceError, match=r"the label tensor is on device\(1\), the input on device\(0\)"
+    ):
         trainer.train_step(batch())
     moved = Back()
     moved.loss = lambda y, labels: F.cross_entropy(y.to(0), labels.to(0))
@@ -196,7 +227,10 @@ ELSEWHERE = {
     "choices": lambda x: F.where(np.arange(8) % 2, x, 0.0) * (x == x[:, :1]) + x.clamp(-0.3, 0.4),
     "a norm": lambda x: x / (x.var(1, keepdim=True) + 1) + F.softmax(x),
 }
-WEIGHTED = {"classes": nn.CrossEntropyLoss(weight=[1, 2, 3]), "outputs": nn.BCEWithLogitsLoss(pos_weight=[1, 2, 3])}
+WEIGHTED = {
+    "classes": nn.CrossEntropyLoss(weight=[1, 2, 3]),
+    "outputs": nn.BCEWithLogitsLoss(pos_weight=[1, 2, 3]),
+}
 
 
 @pytest.mark.parametrize("name", [*ELSEWHERE, *WEIGHTED])
@@ -205,7 +239,11 @@ def test_an_op_elsewhere_has_the_bits_of_one_here(name):
         def __init__(self, place):
             super().__init__()
             nn.manual_seed(3)
-            self.place, self.fc1, self.fc2 = device(place), nn.Linear(16, 8) @ device(place), nn.Linear(8, 3)
+            self.place, self.fc1, self.fc2 = (
+                device(place),
+                nn.Linear(16, 8) @ device(place),
+                nn.Linear(8, 3),
+            )
             self.fc2.to(place)
 
         def forward(self, x):
@@ -213,7 +251,9 @@ def test_an_op_elsewhere_has_the_bits_of_one_here(name):
 
     def trained(comm, place):
         loss = WEIGHTED.get(name)
-        trainer = DistributedTrainer(Elsewhere(place), optim.SGD(lr=0.1), comm=comm, shard_size=5, loss=loss)
+        trainer = DistributedTrainer(
+            Elsewhere(place), optim.SGD(lr=0.1), comm=comm, shard_size=5, loss=loss
+        )
         samples = batch().dataset
         if name == "outputs":
             samples = data.arrays(samples.images, np.linspace(0, 1, 60).reshape(20, 3))
@@ -231,7 +271,11 @@ def test_every_record_says_where_it_runs_and_what_it_belongs_to(train, monkeypat
     forward = [r for r in records if r.phase == "forward"]
     backward = [r for r in records if r.phase == "backward"]
     assert records == forward + backward and bool(backward) == train
-    assert [(r.op, r.device) for r in forward if r.op not in ("relu_forward", "tanh_forward", "dropout_forward")] == [
+    assert [
+        (r.op, r.device)
+        for r in forward
+        if r.op not in ("relu_forward", "tanh_forward", "dropout_forward")
+    ] == [
         ("input", 0),
         ("linear_forward", 0),
         ("copy", 1),
@@ -251,7 +295,9 @@ def test_every_record_says_where_it_runs_and_what_it_belongs_to(train, monkeypat
     assert tags == sorted(tags) and len(set(tags)) == len(tags), "one record per forward op here"
 
 
-def test_a_record_of_the_backward_pass_is_where_its_op_was_and_a_copy_where_the_value_came_from(monkeypatch):
+def test_a_record_of_the_backward_pass_is_where_its_op_was_and_a_copy_where_the_value_came_from(
+    monkeypatch,
+):
     records = recorded(Split(), monkeypatch)
     of = {r.tag: r for r in records if r.phase == "forward"}
     maker = {}  # by slot
@@ -275,7 +321,9 @@ def test_a_record_of_the_backward_pass_is_where_its_op_was_and_a_copy_where_the_
 
 
 def test_only_copies_cross(monkeypatch):
-    """Whatever a record reads in memory of the workspace was made on its own place, unless it is a copy."""
+    """Whatever a record reads in memory of the workspace was made on its own place, unless it is
+    a copy.
+    """
     made: dict[int, int] = {}
     for r in recorded(Split(), monkeypatch):
         slots = [id(a) for a in r.args if type(a).__name__ == "Slot"]
@@ -287,7 +335,9 @@ def test_only_copies_cross(monkeypatch):
 
 @pytest.mark.parametrize("name", ["lenet5", "convnet", "mlp"])
 def test_the_backward_of_a_fused_op_belongs_to_what_it_is_part_of(name):
-    """Else a pipeline would not know the stage of a relu_backward whose relu_forward is part of a convolution."""
+    """Else a pipeline would not know the stage of a relu_backward whose relu_forward is part of
+    a convolution.
+    """
     nn.manual_seed(0)
     records = engine(nn.models.build(name)).record(32, Form.of_classes(1, 28, 28))
     forward = {r.tag: r.op for r in records if r.phase == "forward"}

@@ -1,5 +1,8 @@
-"""Plans: whoever computes the shards, the additions are those of one fixed tree. Simulated with nested pairs of shard
-numbers in place of gradients, so that an addition out of order is another value."""
+"""Plans: whoever computes the shards, the additions are those of one fixed tree.
+
+Simulated with nested pairs of shard numbers in place of gradients, so that an addition out of order
+is another value.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ def test_every_plan_computes_the_tree(shards):
         assert sorted(everywhere) == list(range(shards)), "every shard once, over all ranks"
 
         exchange = planning.exchange(shards, ranks, workers, 1000)
-        assert [n for ns in exchange.nodes for n in ns] == list(parts), "what is sent is what is expected"
+        assert [n for ns in exchange.nodes for n in ns] == list(parts), (
+            "what is sent is what is expected"
+        )
         received = list(parts.values())
         for action in exchange.adds:
             assert action.kind == "add"
@@ -68,7 +73,8 @@ def test_threads_share_no_buffer_and_there_are_no_more_than_asked_for(shards):
         for rank in range(ranks):
             plan = planning.make(shards, rank, ranks, workers, threads)
             used = [
-                {b for a in actions for b in ((a.b,) if a.kind == "run" else (a.a, a.b))} for actions in plan.threads
+                {b for a in actions for b in ((a.b,) if a.kind == "run" else (a.a, a.b))}
+                for actions in plan.threads
             ]
             assert 1 <= len(used) <= threads
             for one, other in itertools.combinations(used, 2):
@@ -77,7 +83,9 @@ def test_threads_share_no_buffer_and_there_are_no_more_than_asked_for(shards):
 
 
 def taken_by_whoever_is_free(plan: planning.Plan, rng: random.Random) -> dict:
-    """What is in the buffers after threads of any speed have taken the shards as the executor does, by its tables."""
+    """What is in the buffers after threads of any speed have taken the shards as the executor
+    does, by its tables.
+    """
     lo, shards, nodes, threads, pooled = (int(n) for n in plan.tables()[:5])
     rest = iter(plan.tables()[planning.LINE :])
     parent, left, right = ([next(rest) for _ in range(nodes)] for _ in range(3))
@@ -146,7 +154,24 @@ def test_share_cuts_into_equal_runs(n, parts):
 
 
 def test_split():
-    assert [planning.split(n) for n in range(2, 18)] == [1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 16]
+    assert [planning.split(n) for n in range(2, 18)] == [
+        1,
+        2,
+        2,
+        4,
+        4,
+        4,
+        4,
+        8,
+        8,
+        8,
+        8,
+        8,
+        8,
+        8,
+        8,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5, 8, 13, 32])
@@ -164,7 +189,9 @@ def test_nodes_are_the_largest_inside_a_run(shards):
     for lo, hi in itertools.combinations(range(shards + 1), 2):
         inside = {(a, n) for a, n in every if lo <= a and a + n <= hi}
         largest = [
-            (a, n) for a, n in inside if not any((b, m) != (a, n) and b <= a and a + n <= b + m for b, m in inside)
+            (a, n)
+            for a, n in inside
+            if not any((b, m) != (a, n) and b <= a and a + n <= b + m for b, m in inside)
         ]
         assert planning.nodes((lo, hi), shards) == sorted(largest)
     assert planning.nodes((0, 0), shards) == []
@@ -185,4 +212,10 @@ def test_shard_count():
 
 def test_a_plan_can_be_read():
     plan = planning.make(3, 0, 1, 1, 1)
-    assert [str(a) for a in plan.threads[0]] == ["b0 = shard 0", "b1 = shard 1", "b0 += b1", "b1 = shard 2", "b0 += b1"]
+    assert [str(a) for a in plan.threads[0]] == [
+        "b0 = shard 0",
+        "b1 = shard 1",
+        "b0 += b1",
+        "b1 = shard 2",
+        "b0 += b1",
+    ]

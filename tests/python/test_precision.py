@@ -22,7 +22,9 @@ def loader(samples=64, batch=32):
 
 def trainer(precision, model="mlp", **settings):
     settings = {"optimizer": optim.SGD(lr=0.05), "threads": 1, **settings}
-    return DistributedTrainer(nn.models.build(model, seed=1), precision=precision, backend="local", **settings)
+    return DistributedTrainer(
+        nn.models.build(model, seed=1), precision=precision, backend="local", **settings
+    )
 
 
 # --- the scale ------------------------------------------------------------------------------------
@@ -30,7 +32,13 @@ def trainer(precision, model="mlp", **settings):
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_the_interval():
     scaler = GradScaler(init_scale=1024, growth_interval=3)
-    assert [scaler.update(ok) for ok in (True, True, False, True, True)] == [True, True, False, True, True]
+    assert [scaler.update(ok) for ok in (True, True, False, True, True)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
     assert (scaler.value, scaler.skipped, scaler.good_steps) == (512, 1, 2)
     scaler.update(True)
     assert (scaler.value, scaler.good_steps) == (1024, 0)
@@ -39,7 +47,9 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_the_interval():
 def test_the_scale_does_not_fall_below_one():
     scaler = GradScaler(init_scale=2)
     assert scaler.update(False) is False and scaler.value == 1
-    with pytest.raises(NumericsError, match=r"\[precision\] .* loss scale 1, .*Lower the learning rate"):
+    with pytest.raises(
+        NumericsError, match=r"\[precision\] .* loss scale 1, .*Lower the learning rate"
+    ):
         scaler.update(False)
 
 
@@ -79,7 +89,7 @@ def test_settings_that_would_round_or_never_move(settings):
         GradScaler(**settings)
 
 
-# --- a loop of one's own ------------------------------------------------------------------------------
+# --- a loop of one's own --------------------------------------------------------------------------
 
 
 def own_loop(scaler, precision, steps=5):
@@ -126,7 +136,7 @@ def test_an_overflow_in_a_loop_of_ones_own():
     assert all(np.array_equal(before[k], after[k]) for k in before)
 
 
-# --- in a trainer -----------------------------------------------------------------------------------------
+# --- in a trainer ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("execution", ["replay", "eager"])
@@ -136,7 +146,10 @@ def test_an_overflow_changes_nothing_and_is_shown_once(capfd, execution):
     t.train_step(next(iter(loader())))
     assert t.weights_sha256() == hash_before and t.optimizer.steps == before
     assert (t.steps, t.scaler.skipped, t.scaler.value) == (1, 1, 2.0**25)
-    line = "odyssey: [precision] step 1 skipped: gradients overflowed at loss scale 67108864; scale is now 33554432\n"
+    line = (
+        "odyssey: [precision] step 1 skipped: gradients overflowed at loss scale 67108864; "
+        "scale is now 33554432\n"
+    )
     assert capfd.readouterr().err == line
 
 
@@ -180,7 +193,9 @@ def test_without_scaling_a_gradient_that_is_not_finite_is_an_error(precision):
 
 @pytest.mark.parametrize("model", ["mlp", "lenet5"])
 def test_all_precisions_train_to_nearly_the_same(model):
-    losses = {p: trainer(p, model).fit(loader(640), epochs=1).train_loss for p in ("fp32", "bf16", "fp16")}
+    losses = {
+        p: trainer(p, model).fit(loader(640), epochs=1).train_loss for p in ("fp32", "bf16", "fp16")
+    }
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=2e-3)
     assert len(set(losses.values())) == 3
@@ -212,9 +227,15 @@ def test_a_layer_can_be_taken_out_in_forward():
                 return self.b(x)
 
     def program(outer, inner):
-        t = DistributedTrainer(Model(inner), optim.SGD(), precision=outer, backend="local", threads=1)
+        t = DistributedTrainer(
+            Model(inner), optim.SGD(), precision=outer, backend="local", threads=1
+        )
         t.train_step(next(iter(loader())))
-        return [(r.op, r.dtype) for r in t._train.record(32, Form.of_classes(1, 28, 28)) if r.op.startswith("linear")]
+        return [
+            (r.op, r.dtype)
+            for r in t._train.record(32, Form.of_classes(1, 28, 28))
+            if r.op.startswith("linear")
+        ]
 
     assert program("bf16", "fp32") == [
         ("linear_forward", "bf16"),
@@ -234,7 +255,9 @@ def test_relu_is_fused_into_rounded_products():
 
 
 def test_an_unknown_precision():
-    with pytest.raises(ConfigError, match=r"precision is 'fp8'; choose from fp32, tf32, bf16, fp16"):
+    with pytest.raises(
+        ConfigError, match=r"precision is 'fp8'; choose from fp32, tf32, bf16, fp16"
+    ):
         trainer("fp8")
 
 

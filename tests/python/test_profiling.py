@@ -26,11 +26,16 @@ def test_timers_add_up_by_name(capsys):
         with monitor.timer("inner"):
             time.sleep(0.01)
         assert monitor.end_timer("outer") >= 0.01
-    s, times = monitor.summary(), list(zip(monitor.timings["inner"], monitor.timings["outer"], strict=True))
+    s, times = (
+        monitor.summary(),
+        list(zip(monitor.timings["inner"], monitor.timings["outer"], strict=True)),
+    )
     assert s["outer"]["count"] == s["inner"]["count"] == 3
     assert 0.03 <= s["inner"]["total"] <= s["outer"]["total"]
     assert s["inner"]["min"] <= s["inner"]["median"] <= s["inner"]["max"]
-    assert capsys.readouterr().out == "".join(f"inner: {i:.4f} s\nouter: {o:.4f} s\n" for i, o in times)
+    assert capsys.readouterr().out == "".join(
+        f"inner: {i:.4f} s\nouter: {o:.4f} s\n" for i, o in times
+    )
     monitor.start_timer("a")
     with pytest.raises(ConfigError, match="'a' is running already"):
         monitor.start_timer("a")
@@ -61,7 +66,9 @@ def test_a_training_is_monitored(capsys):
         def train_step(self, x, target):
             Own.seen += len(target)
 
-    assert monitor.monitor_training(Own(), [(X[:8], Y[:8])], num_steps=2)["samples"] == Own.seen == 16
+    assert (
+        monitor.monitor_training(Own(), [(X[:8], Y[:8])], num_steps=2)["samples"] == Own.seen == 16
+    )
     with pytest.raises(ConfigError, match="gives no batch"):
         monitor.monitor_training(Own(), [])
 
@@ -79,7 +86,12 @@ def test_communication_is_measured(operation, ranks, capsys):
     assert rows[0] == rows[-1]  # the slowest rank counts, on all of them
     for row, floats in zip(rows[0], (10, 3000), strict=True):
         whole = floats if operation in ("all_reduce", "broadcast") else -(-floats // ranks) * ranks
-        assert (row["floats"], row["bytes"], row["ranks"], row["backend"]) == (whole, 4 * whole, ranks, "mock")
+        assert (row["floats"], row["bytes"], row["ranks"], row["backend"]) == (
+            whole,
+            4 * whole,
+            ranks,
+            "mock",
+        )
         assert 0 < row["best"] <= row["seconds"]
         assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
         factor = {"all_reduce": 4 / 3, "broadcast": 1.0}.get(operation, 2 / 3) if ranks == 3 else 0
@@ -99,7 +111,7 @@ def test_what_cannot_be_measured():
     mock.run(1, work)
 
 
-# --- settings under other platforms' names ---------------------------------------------------------------------------
+# --- settings under other platforms' names --------------------------------------------------------
 
 
 def test_a_config_is_the_options_of_a_trainer():
@@ -124,11 +136,24 @@ def test_a_config_is_the_options_of_a_trainer():
     assert config.trainer_options(4)["num_gpus"] == 2
     nn.manual_seed(0)
     trainer = config.trainer(nn.LeNet5(), optim.SGD(), threads=1)
-    assert (trainer.workers, trainer.accumulation_steps, trainer.clip_norm, trainer.seed) == (8, 4, 1.0, 3)
+    assert (trainer.workers, trainer.accumulation_steps, trainer.clip_norm, trainer.seed) == (
+        8,
+        4,
+        1.0,
+        3,
+    )
     assert (trainer.precision, trainer.optimizer.lr) == ("bf16", 0.02)
-    assert DistributedConfig(batch_size=64, num_gpus=8, gradient_accumulation_steps=4).global_batch_size(1) == 2048
+    assert (
+        DistributedConfig(
+            batch_size=64, num_gpus=8, gradient_accumulation_steps=4
+        ).global_batch_size(1)
+        == 2048
+    )
     assert DistributedConfig(mixed_precision=True).trainer_options(2)["precision"] == "fp16"
-    assert DistributedConfig().trainer_options(2)["num_gpus"] is None and DistributedConfig().workers(2) == 2
+    assert (
+        DistributedConfig().trainer_options(2)["num_gpus"] is None
+        and DistributedConfig().workers(2) == 2
+    )
     assert repr(DistributedConfig(epochs=3)) == "DistributedConfig(epochs=3)"
 
 
@@ -138,7 +163,10 @@ def test_a_config_is_the_options_of_a_trainer():
         ({"compression": "fp8"}, "compression is 'fp8'"),
         ({"epoch": 3}, "unknown key 'epoch'; did you mean 'epochs'?"),
         ({"xyz": 3}, "unknown key 'xyz'; choose from num_gpus"),
-        ({"backend": "tensorflow"}, "another framework; a Keras model trains with KERAS_BACKEND=torch"),
+        (
+            {"backend": "tensorflow"},
+            "another framework; a Keras model trains with KERAS_BACKEND=torch",
+        ),
         ({"backend": "deepspeed"}, "another framework; use zero_stage"),
         ({"backend": "nccl"}, "say communication_backend='nccl'"),
         ({"backend": "x"}, "is unknown; choose from pytorch-ddp, horovod, ray"),

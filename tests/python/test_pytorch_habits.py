@@ -24,7 +24,9 @@ METHODS = {
     "view": lambda x: x.view(3, -1),
     "size": lambda x: x.view(x.size(0), -1) + x.size()[1] + x.size(-1),
     "flatten": lambda x: x.flatten(1, 2),
-    "squeeze": lambda x: x[:, :1].squeeze() + x[:1, :, :1].squeeze((0, 2)).mean() + x[:, :1].squeeze(1),
+    "squeeze": lambda x: (
+        x[:, :1].squeeze() + x[:1, :, :1].squeeze((0, 2)).mean() + x[:, :1].squeeze(1)
+    ),
     "softmax": lambda x: x.softmax(1) + x.log_softmax(dim=-1),
     "activations": lambda x: x.relu() + x.sigmoid() * x.tanh() - x.abs(),
     "matmul": lambda x: x.matmul(x.transpose(-2, -1)),
@@ -45,7 +47,9 @@ FUNCTIONS = {
     "normalize last": lambda F, x: F.normalize(x, p=2, dim=-1),
     "layer_norm": lambda F, x: F.layer_norm(x, (5,)),
     "gelu": lambda F, x: F.gelu(x, approximate="tanh"),
-    "inplace": lambda F, x: F.leaky_relu(F.silu(F.relu(x - 1, inplace=True) + x, inplace=True), 0.2, inplace=True),
+    "inplace": lambda F, x: F.leaky_relu(
+        F.silu(F.relu(x - 1, inplace=True) + x, inplace=True), 0.2, inplace=True
+    ),
     "max_pool2d": lambda F, x: F.max_pool2d(x, (3, 3), stride=(2, 2), padding=(1, 1)),
     "avg_pool2d": lambda F, x: F.avg_pool2d(x, (2, 1), (1, 1)),
 }
@@ -73,17 +77,27 @@ def test_functions(name):
 
 
 LAYERS = {
-    "Conv2d": lambda nn: nn.Conv2d(4, 6, (3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), padding_mode="zeros"),
+    "Conv2d": lambda nn: nn.Conv2d(
+        4, 6, (3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), padding_mode="zeros"
+    ),
     "same": lambda nn: nn.Conv2d(4, 6, (3, 5), padding="same", dilation=2, groups=2),
     "valid": lambda nn: nn.Conv2d(4, 6, 3, padding="valid"),
-    "pools": lambda nn: nn.Sequential(nn.MaxPool2d((3, 3), (2, 2), (1, 1)), nn.AvgPool2d(2, stride=1, padding=1)),
+    "pools": lambda nn: nn.Sequential(
+        nn.MaxPool2d((3, 3), (2, 2), (1, 1)), nn.AvgPool2d(2, stride=1, padding=1)
+    ),
     "LayerNorm": lambda nn: nn.LayerNorm((5,), eps=1e-3),
     "no weights": lambda nn: nn.LayerNorm(5, elementwise_affine=False),
     "activations": lambda nn: nn.Sequential(
-        nn.ReLU(inplace=True), nn.GELU(approximate="tanh"), nn.Softmax(dim=1), nn.LeakyReLU(0.3, True), nn.LogSoftmax(1)
+        nn.ReLU(inplace=True),
+        nn.GELU(approximate="tanh"),
+        nn.Softmax(dim=1),
+        nn.LeakyReLU(0.3, True),
+        nn.LogSoftmax(1),
     ),
     "named": lambda nn: nn.Sequential(OrderedDict([("act", nn.SiLU()), ("fc", nn.Linear(5, 2))])),
-    "shapes": lambda nn: nn.Sequential(nn.Identity(54, unused=True), nn.Flatten(1, 2), nn.Linear(5, 2), nn.Flatten()),
+    "shapes": lambda nn: nn.Sequential(
+        nn.Identity(54, unused=True), nn.Flatten(1, 2), nn.Linear(5, 2), nn.Flatten()
+    ),
     "Dropout2d": lambda nn: nn.Dropout2d(0.4).eval(),
 }
 
@@ -97,7 +111,11 @@ def test_layers(name):
 
 def test_settings_of_activations():
     ours = nn.LeakyReLU()
-    assert ours.negative_slope == 0.01 and nn.GELU("tanh").approximate == "tanh" and nn.GELU().approximate == "none"
+    assert (
+        ours.negative_slope == 0.01
+        and nn.GELU("tanh").approximate == "tanh"
+        and nn.GELU().approximate == "none"
+    )
     ours.negative_slope = 0.5
     same(ours(Tensor(X)), torch.nn.LeakyReLU(0.5)(torch.tensor(X)))
 
@@ -131,7 +149,9 @@ def test_one_hot_and_masks_of_ids():
 class Habits(nn.Module):
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 4, bias=False))})
+        self.parts = nn.ModuleDict(
+            {"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 4, bias=False))}
+        )
         self.gains = nn.ParameterList([nn.Parameter(np.ones(4)) for _ in range(2)])
         self.add_module("c", nn.Linear(4, 1))
 
@@ -143,13 +163,25 @@ class Habits(nn.Module):
 
 def test_modules():
     model, seen = Habits(), []
-    assert [name for name, _ in model.named_modules()] == ["", "parts", "parts.a", "parts.b", "parts.b.0", "gains", "c"]
+    assert [name for name, _ in model.named_modules()] == [
+        "",
+        "parts",
+        "parts.a",
+        "parts.b",
+        "parts.b.0",
+        "gains",
+        "c",
+    ]
     assert [type(m).__name__ for m in model.children()] == ["ModuleDict", "ParameterList", "Linear"]
     assert sorted(model.state_dict()) == [
         "c.bias", "c.weight", "gains.0", "gains.1", "parts.a.bias", "parts.a.weight", "parts.b.0.weight"
     ]  # fmt: skip
     assert model.apply(seen.append) is model and seen[-1] is model and len(seen) == 7
-    assert "a" in model.parts and len(model.parts) == len(model.gains) == 2 and model.parts.a is model.parts["a"]
+    assert (
+        "a" in model.parts
+        and len(model.parts) == len(model.gains) == 2
+        and model.parts.a is model.parts["a"]
+    )
     model.parts.requires_grad_(False)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 13
     model(Tensor(np.ones((2, 4)))).sum().backward()
@@ -164,7 +196,9 @@ def test_modules():
         lambda s, o: s.CosineAnnealingLR(o, 12, eta_min=0.01),
         lambda s, o: s.LinearLR(o, 0.1, total_iters=4),
         lambda s, o: s.LambdaLR(o, lambda step: 0.9**step),
-        lambda s, o: s.SequentialLR(o, [s.LinearLR(o, 0.1, total_iters=4), s.CosineAnnealingLR(o, 8)], [4]),
+        lambda s, o: s.SequentialLR(
+            o, [s.LinearLR(o, 0.1, total_iters=4), s.CosineAnnealingLR(o, 8)], [4]
+        ),
     ],
 )
 def test_schedulers(make):
@@ -172,7 +206,9 @@ def test_schedulers(make):
     theirs = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=0.2)
     a, b = make(optim.lr_scheduler, ours), make(torch.optim.lr_scheduler, theirs)
     for _ in range(12):
-        assert ours.lr == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-9) == a.get_last_lr()[0]
+        assert (
+            ours.lr == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-9) == a.get_last_lr()[0]
+        )
         theirs.step()
         a.step()
         b.step()
@@ -181,10 +217,16 @@ def test_schedulers(make):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: nn.Conv2d(1, 1, 3, stride=(2, 1)), r"stride is \(2, 1\); give one number .* y\[:, :, ::2\]"),
+        (
+            lambda: nn.Conv2d(1, 1, 3, stride=(2, 1)),
+            r"stride is \(2, 1\); give one number .* y\[:, :, ::2\]",
+        ),
         (lambda: F.max_pool2d(Tensor(X), 2, (1, 2)), r"stride is \(1, 2\); give one number"),
         (lambda: nn.Conv2d(1, 1, 4, padding="same"), "'same' for odd kernels of stride 1"),
-        (lambda: nn.Conv2d(1, 1, 3, padding_mode="reflect"), "padding_mode is 'reflect'; 'zeros' is supported"),
+        (
+            lambda: nn.Conv2d(1, 1, 3, padding_mode="reflect"),
+            "padding_mode is 'reflect'; 'zeros' is supported",
+        ),
         (lambda: nn.LayerNorm((6, 5)), r"shape \(6, 5\); give one number"),
         (lambda: F.layer_norm(Tensor(X), (6, 5)), "give the last axis"),
         (lambda: F.pad(Tensor(X), (1, 1), mode="reflect"), "F.cat of slices"),
@@ -197,8 +239,14 @@ def test_schedulers(make):
         (lambda: nn.ParameterList([nn.Linear(1, 1)]), "give parameters"),
         (lambda: Tensor(X).add_(1), r"nothing is changed in place: x = x.add\(...\)"),
         (lambda: Tensor(X).softplus(), r"use functional.softplus\(x\)"),
-        (lambda: Tensor(X) + (Tensor(X), None), r"one operand is a tuple of 2; give one of them, such as y\[0\]"),
-        (lambda: nn.Linear(5, 2)((Tensor(X), None)), "called with a tuple; give an array, or an odyssey.Tensor"),
+        (
+            lambda: Tensor(X) + (Tensor(X), None),
+            r"one operand is a tuple of 2; give one of them, such as y\[0\]",
+        ),
+        (
+            lambda: nn.Linear(5, 2)((Tensor(X), None)),
+            "called with a tuple; give an array, or an odyssey.Tensor",
+        ),
         (lambda: float(Tensor(X)), "needs one element"),
     ],
 )
@@ -209,7 +257,10 @@ def test_what_is_refused_says_what_to_use(call, said):
 
 
 def test_attention_is_called_in_pytorchs_ways():
-    attention, x = nn.MultiheadAttention(6, 2), Tensor(np.random.default_rng(0).normal(size=(2, 5, 6)))
+    attention, x = (
+        nn.MultiheadAttention(6, 2),
+        Tensor(np.random.default_rng(0).normal(size=(2, 5, 6))),
+    )
     y, weights = attention(x, x, x, need_weights=False)
     assert weights is None and (y.numpy() == attention(x).numpy()).all()
     assert (y.numpy() == attention(x, x.detach(), x)[0].numpy()).all()

@@ -1,5 +1,7 @@
-"""Replayed training against eager training: the same bits, whatever the model, the batch and the fusion; and the
-workspace of a recorded step, in which no two values that live at the same time may overlap."""
+"""Replayed training against eager training: the same bits, whatever the model, the batch and the
+fusion; and the workspace of a recorded step, in which no two values that live at the same
+time may overlap.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from odyssey.train.trainer import DistributedTrainer
 
 
 class Residual(nn.Module):
-    """Ops that the models of odyssey do not use, a value that goes two ways, and a loss of several ops."""
+    """Ops that the models of odyssey do not use, a value that goes two ways, and a loss of
+    several ops.
+    """
 
     def __init__(self, sample_shape=(1, 28, 28), classes=10) -> None:
         super().__init__()
@@ -59,7 +63,8 @@ class Tied(nn.Module):
         return self.last(x + F.relu(x))
 
 
-MODELS = {name: made for name, made in nn.models.MODELS.items() if not name.startswith("gpt")}  # which takes tokens
+# which takes tokens
+MODELS = {name: made for name, made in nn.models.MODELS.items() if not name.startswith("gpt")}
 MODELS |= {"residual": Residual, "tied": Tied}
 LARGE = ("convnet", "resnet18")  # a few samples take as long as hundreds of the others
 
@@ -67,7 +72,11 @@ LARGE = ("convnet", "resnet18")  # a few samples take as long as hundreds of the
 def images(n, seed=0):
     rng = np.random.default_rng(seed)
     return data.arrays(
-        rng.integers(0, 256, (n, 1, 28, 28), np.uint8), rng.integers(0, 10, n), classes=10, scale=1 / 255, shift=-0.3
+        rng.integers(0, 256, (n, 1, 28, 28), np.uint8),
+        rng.integers(0, 10, n),
+        classes=10,
+        scale=1 / 255,
+        shift=-0.3,
     )
 
 
@@ -79,7 +88,14 @@ def made(name):
 def sums(name, samples, *, train=True, step=3, **layout) -> bytes:
     """Gradients, loss and counts of one batch."""
     model = made(name)
-    settings = {"workers": 1, "threads": 1, "shard_size": 32, "reduction": "tree", "execution": "replay", **layout}
+    settings = {
+        "workers": 1,
+        "threads": 1,
+        "shard_size": 32,
+        "reduction": "tree",
+        "execution": "replay",
+        **layout,
+    }
     engine = Engine(
         model,
         getattr(model, "loss", None) or nn.CrossEntropyLoss(),
@@ -129,12 +145,16 @@ def test_fusion_changes_no_bit(name, monkeypatch):
     for samples in (2, 24):
         results = []
         for fuse in (True, False):
-            monkeypatch.setattr("odyssey.engine.engine.fuse", lambda records, fuse=fuse: noted(records, fuse))
+            monkeypatch.setattr(
+                "odyssey.engine.engine.fuse", lambda records, fuse=fuse: noted(records, fuse)
+            )
             results.append(sums(name, samples))
         assert results[0] == results[1]
         fused, plain = programs[-3], programs[-1]
         if name in ("lenet5", "mlp", "convnet"):
-            assert len(fused) < len(plain) and "relu_forward" not in fused, "these models have something to fuse"
+            assert len(fused) < len(plain) and "relu_forward" not in fused, (
+                "these models have something to fuse"
+            )
             assert "relu_forward" in plain
 
 
@@ -162,7 +182,9 @@ def test_dropout_depends_on_seed_and_step():
     batch = data.Batch(images(20), np.arange(20), 0, 0)
     seen = set()
     for seed in (1, 2):
-        engine = Engine(model, model.loss, Arena.of(model.named_parameters()), layout, train=True, seed=seed)
+        engine = Engine(
+            model, model.loss, Arena.of(model.named_parameters()), layout, train=True, seed=seed
+        )
         for step in (0, 1, 0):
             seen.add(raw(engine, batch, step))
     assert len(seen) == 4
@@ -177,7 +199,9 @@ def test_the_gradient_is_that_of_the_tape():
     loss = F.cross_entropy(model(Tensor(x)), labels, "sum")
     loss.backward()
     got = np.frombuffer(sums("lenet5", 70), np.float32)
-    np.testing.assert_allclose(got[: arena.size], arena.grads[: arena.size], atol=1e-5 * np.abs(got[:-32]).max())
+    np.testing.assert_allclose(
+        got[: arena.size], arena.grads[: arena.size], atol=1e-5 * np.abs(got[:-32]).max()
+    )
     assert got[-32] == pytest.approx(loss.item(), rel=1e-5)
     assert got[-30] == F.accuracy(model(Tensor(x)), labels) * 70
 
@@ -211,13 +235,18 @@ def test_values_that_live_at_the_same_time_do_not_overlap(name, samples, monkeyp
     for i, (one, first, last) in enumerate(slots):
         for other, begin, end in slots[:i]:
             if first <= end and begin <= last:
-                assert one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+                assert (
+                    one.offset + one.nbytes <= other.offset
+                    or other.offset + other.nbytes <= one.offset
+                )
     used = max(slot.offset + slot.nbytes for slot, _, _ in slots)
     assert used < sum(slot.nbytes for slot, _, _ in slots), "memory is used again"
 
 
 def first_fit(slots) -> int:
-    """The obvious version: gives each slot, in this order, the first place that is free while it lives."""
+    """The obvious version: gives each slot, in this order, the first place that is free while it
+    lives.
+    """
     placed: list = []
     total = 0
     for s in slots:
@@ -234,7 +263,9 @@ def first_fit(slots) -> int:
 
 
 def obvious_plan(slots) -> tuple[int, list[int]]:
-    """The bytes and offsets of `plan_memory` for slots in the order of their first use, as it first was."""
+    """The bytes and offsets of `plan_memory` for slots in the order of their first use, as it
+    first was.
+    """
     orders = (
         sorted(slots, key=lambda s: (-s.nbytes, s.first)),
         sorted(slots, key=lambda s: (s.first - s.last, -s.nbytes, s.first)),
@@ -245,7 +276,9 @@ def obvious_plan(slots) -> tuple[int, list[int]]:
 
 
 def random_program(random: Random) -> tuple[list[Record], list[Slot]]:
-    """Records that use slots of any sizes for any time, and the slots in the order of their first use."""
+    """Records that use slots of any sizes for any time, and the slots in the order of their
+    first use.
+    """
     length = random.choice([1, 2, 5, 40, 300])
     sizes = random.choice([[64], [0, 4, 64, 1000], [4 << k for k in range(20)], range(1, 5000)])
     used: list[list[Slot]] = [[] for _ in range(length)]
@@ -253,10 +286,15 @@ def random_program(random: Random) -> tuple[list[Record], list[Slot]]:
         slot = Slot(random.choice(sizes))
         first = random.randrange(length)
         stretch = random.choice([0, 2, length])
-        for at in {first, *(random.randint(first, min(first + stretch, length - 1)) for _ in range(2))}:
+        for at in {
+            first,
+            *(random.randint(first, min(first + stretch, length - 1)) for _ in range(2)),
+        }:
             used[at].append(slot)
     records = [Record("copy", [*slots, 7]) for slots in used]
-    slots = list({id(s): s for record in records for s in record.args if isinstance(s, Slot)}.values())
+    slots = list(
+        {id(s): s for record in records for s in record.args if isinstance(s, Slot)}.values()
+    )
     return records, slots
 
 
@@ -285,8 +323,12 @@ def planned(name, shape, size, **settings):
         dataset = data.arrays(ids, ids)
     else:
         model = nn.models.build(name, sample_shape=shape)
-        dataset = data.arrays(np.zeros((size, *shape), np.float32), np.zeros(size, np.int32), classes=10)
-    trainer = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=size, threads=1, metrics=[], **settings)
+        dataset = data.arrays(
+            np.zeros((size, *shape), np.float32), np.zeros(size, np.int32), classes=10
+        )
+    trainer = DistributedTrainer(
+        model, optim.SGD(lr=0.1), shard_size=size, threads=1, metrics=[], **settings
+    )
     records = recompute(trainer._train.record(size, dataset.form))
     return records, program.plan_memory(records)
 
@@ -317,8 +359,12 @@ def at_once(records) -> int:
     ids=str,
 )
 def test_the_workspace_of_models_has_a_budget(name, size, settings, budget):
-    """In MiB. Allocated at once by a step of PyTorch 2.13, gradients of parameters left out (benchmarks/models.py):
-    ResNet-18 with 32 images 155, bf16 107; GPT with 8 sequences, two shards here, 304."""
+    """In MiB.
+
+    Allocated at once by a step of PyTorch 2.13, gradients of parameters left out
+    (benchmarks/models.py): ResNet-18 with 32 images 155, bf16 107; GPT with 8 sequences, two shards
+    here, 304.
+    """
     if "precision" in settings and not native.library().bf16:
         pytest.skip("products of rounded copies need other scratch memory")
     records, total = planned(name, (3, 32, 32), size, **settings)
@@ -342,14 +388,24 @@ def test_what_is_computed_again_has_the_same_bits(samples, monkeypatch):
 def padded():
     """Convolutions that pad, and a norm by a batch's statistics."""
     nn.manual_seed(1)
-    parts = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()
+    parts = (
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 6, 3, padding=1),
+        nn.ReLU(),
+    )
     return nn.Sequential(*parts, nn.Flatten(), nn.Linear(6 * 64, 10))
 
 
 def trained_in_buckets(comm, **settings):
     rng = np.random.default_rng(0)
-    dataset = data.arrays(rng.normal(size=(32, 1, 8, 8)).astype(np.float32), rng.integers(0, 10, 32))
-    trainer = DistributedTrainer(padded(), optim.SGD(lr=0.1), comm=comm, threads=1, shard_size=8, **settings)
+    dataset = data.arrays(
+        rng.normal(size=(32, 1, 8, 8)).astype(np.float32), rng.integers(0, 10, 32)
+    )
+    trainer = DistributedTrainer(
+        padded(), optim.SGD(lr=0.1), comm=comm, threads=1, shard_size=8, **settings
+    )
     for batch in data.DataLoader(dataset, batch_size=16):
         trainer.train_step(batch)
     return trainer.weights_sha256()
@@ -358,7 +414,9 @@ def trained_in_buckets(comm, **settings):
 def test_what_is_computed_again_bucket_by_bucket_has_the_same_bits():
     alone = mock.run(1, trained_in_buckets)
     for settings in ({"bucket_size_mb": 1e-4}, {"bucket_size_mb": 1e-4, "zero": 2}):
-        assert set(mock.run(2, lambda comm, s=settings: trained_in_buckets(comm, **s))) == set(alone)
+        assert set(mock.run(2, lambda comm, s=settings: trained_in_buckets(comm, **s))) == set(
+            alone
+        )
 
 
 def test_only_what_is_there_anyway_is_computed_again():
@@ -406,26 +464,32 @@ def test_a_forward_may_print_what_it_is_given():
     batch = next(iter(data.DataLoader(images(20), batch_size=20)))
     seen = []
     DistributedTrainer(Looks(lambda y: seen.append(repr(y))), optim.SGD()).train_step(batch)
-    sizes = (1, 20, 20)  # one sample, for the rows of the default shard size; then twice: it must be the same
+    # one sample, for the rows of the default shard size; then twice: it must be the same
+    sizes = (1, 20, 20)
     assert seen == [f"Tensor(shape=({n}, 10), being recorded)" for n in sizes]
 
 
 @pytest.mark.parametrize("execution", ["replay", "eager"])
 def test_a_loss_per_sample_is_refused(execution):
-    trainer = DistributedTrainer(made("mlp"), optim.SGD(), loss=lambda y, labels: y, execution=execution)
+    trainer = DistributedTrainer(
+        made("mlp"), optim.SGD(), loss=lambda y, labels: y, execution=execution
+    )
     with pytest.raises(ConfigError, match="the loss has shape .20, 10.; it must be one number"):
         trainer.train_step(next(iter(data.DataLoader(images(20), batch_size=20))))
 
 
 @pytest.mark.parametrize("execution", ["replay", "eager"])
 def test_a_sum_over_something_else_than_the_samples_is_refused(execution):
-    """A penalty on the weights inside the loss: added once per shard and cut to the shard's samples, it would be
-    neither what is written nor the same for every shard size."""
+    """A penalty on the weights inside the loss: added once per shard and cut to the shard's
+    samples, it would be neither what is written nor the same for every shard size.
+    """
     model = made("mlp")
     trainer = DistributedTrainer(
         model,
         optim.SGD(),
-        loss=lambda y, labels: F.cross_entropy(y, labels) + (model.fc1.weight * model.fc1.weight).sum() * 1e-4,
+        loss=lambda y, labels: (
+            F.cross_entropy(y, labels) + (model.fc1.weight * model.fc1.weight).sum() * 1e-4
+        ),
         execution=execution,
     )
     with pytest.raises(ConfigError, match="weight_decay|samples"):

@@ -1,4 +1,6 @@
-"""Optimizers that are rules (core/rule.py): against NumPy, cut anywhere, while settings change; what is refused."""
+"""Optimizers that are rules (core/rule.py): against NumPy, cut anywhere, while settings change;
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ class Lion(optim.Optimizer):
 
     def rule(self, p, g, m):
         c = self.betas[0] * m + (1 - self.betas[0]) * g
-        return p - self.lr * (F.sign(c) + self.weight_decay * p), self.betas[1] * m + (1 - self.betas[1]) * g
+        return p - self.lr * (F.sign(c) + self.weight_decay * p), self.betas[1] * m + (
+            1 - self.betas[1]
+        ) * g
 
 
-# --- the formulas in NumPy, float64: (o, p, g, states) to the new p and states ---------------------------------------
+# --- the formulas in NumPy, float64: (o, p, g, states) to the new p and states --------------------
 
 
 def lion(o, p, g, m):
@@ -62,8 +66,16 @@ def made_up(o, p, g, fast, slow, before):
     return p - o.lr / math.sqrt(o.steps) * turn, fast, slow, g
 
 
-RULES = [(Lion, lion), (optim.Lion, lion), (AdamRule, adam), (optim.Adagrad, adagrad), (MadeUp, made_up)]
-named = pytest.mark.parametrize(("kind", "formula"), RULES, ids=lambda v: getattr(v, "__name__", ""))
+RULES = [
+    (Lion, lion),
+    (optim.Lion, lion),
+    (AdamRule, adam),
+    (optim.Adagrad, adagrad),
+    (MadeUp, made_up),
+]
+named = pytest.mark.parametrize(
+    ("kind", "formula"), RULES, ids=lambda v: getattr(v, "__name__", "")
+)
 
 
 @named
@@ -116,7 +128,9 @@ def test_where_a_run_is_cut_changes_no_bit_and_nothing_outside_of_it(kind, formu
         return np.stack(arrays)
 
     whole = updated([(3, 3900)])
-    assert np.array_equal(whole[:, :3], start[:, :3]) and np.array_equal(whole[:, 3900:], start[:, 3900:])
+    assert np.array_equal(whole[:, :3], start[:, :3]) and np.array_equal(
+        whole[:, 3900:], start[:, 3900:]
+    )
     for _ in range(20):
         places = sorted({3, 3900, *rng.integers(4, 3900, rng.integers(1, 9)).tolist()})
         assert updated(list(zip(places, places[1:], strict=False))).tobytes() == whole.tobytes()
@@ -129,14 +143,22 @@ class Sums(optim.Optimizer):
 
     def rule(self, p, g, a, b):
         c, d, e = a * b + 0.5 * p, a * a + b * b, 2.0 * (self.k * p) - g
-        q = 3.0 * c / (F.sqrt(self.k * (d * d)) + self.eps) - self.lr / (F.sqrt(F.abs(b)) + self.eps)
-        return p - self.lr * (q - e) + (-(0.25 * a)), self.k * a + (1 - self.k) * g * p, p + p - (b + d * d)
+        q = 3.0 * c / (F.sqrt(self.k * (d * d)) + self.eps) - self.lr / (
+            F.sqrt(F.abs(b)) + self.eps
+        )
+        return (
+            p - self.lr * (q - e) + (-(0.25 * a)),
+            self.k * a + (1 - self.k) * g * p,
+            p + p - (b + d * d),
+        )
 
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in RULES] + [Sums])
 def test_joined_ops_have_the_bits_of_their_ops(kind, monkeypatch):
     """Also of zeros with a sign, of subnormal numbers, and of what overflows or is no number."""
-    special = np.array([0, -0.0, 1e-45, -1e-39, 1e-20, 3e38, -3e38, np.inf, -np.inf, np.nan, 1, -1], np.float32)
+    special = np.array(
+        [0, -0.0, 1e-45, -1e-39, 1e-20, 3e38, -3e38, np.inf, -np.inf, np.nan, 1, -1], np.float32
+    )
 
     def updated():
         rng = np.random.default_rng(8)
@@ -152,7 +174,10 @@ def test_joined_ops_have_the_bits_of_their_ops(kind, monkeypatch):
             assert o.apply([Update(w, g, 0, 3000, 0, tuple(states))], divisor.ctypes.data, lr)
         (program,) = o._recorded._programs.values()
         codes = program.of(960)[0][:, 0]
-        joined = sum(np.count_nonzero(codes == native.library().codes[op]) for op in ("scaled_sum", "root_quotient"))
+        joined = sum(
+            np.count_nonzero(codes == native.library().codes[op])
+            for op in ("scaled_sum", "root_quotient")
+        )
         return joined, [np.where(np.isnan(a), np.float32(7), a).tobytes() for a in arrays]
 
     joined, found = updated()
@@ -177,7 +202,11 @@ def test_space_between_parameters_stays_zero():
 
 
 def test_frozen_parameters_are_left_out_and_gradients_that_are_not_finite_change_nothing():
-    parameters = [Parameter(np.arange(1, 20)), Parameter(np.arange(1, 5)), Parameter(np.arange(1, 30))]
+    parameters = [
+        Parameter(np.arange(1, 20)),
+        Parameter(np.arange(1, 5)),
+        Parameter(np.arange(1, 30)),
+    ]
     o = Lion(parameters, lr=0.1)
     parameters[1].requires_grad = False
     for p in parameters:
@@ -194,7 +223,9 @@ def test_frozen_parameters_are_left_out_and_gradients_that_are_not_finite_change
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.0625])
 def test_the_kernel_of_adam_is_its_rule_within_2_ulp_a_step(weight_decay):
-    """With betas whose 1 - beta is exact in float32: the kernel takes it there, a rule in float64."""
+    """With betas whose 1 - beta is exact in float32: the kernel takes it there, a rule in
+    float64.
+    """
     n, settings = 3008, {"lr": 1e-3, "betas": (0.875, 0.9990234375), "weight_decay": weight_decay}
     _compare(optim.Adam, AdamRule, n, settings)
 
@@ -220,7 +251,8 @@ def _compare(kernel, rule, n, settings):
     for _ in range(8):
         g = rng.standard_normal(n).astype(np.float32)
         one.grad.numpy()[...] = two.grad.numpy()[...] = g
-        scale = {name: np.abs(v) for name, v in a.state.items()}  # terms may cancel: ulp of the larger one
+        # terms may cancel: ulp of the larger one
+        scale = {name: np.abs(v) for name, v in a.state.items()}
         a.step()
         b.step()
         assert (np.abs(one.numpy() - two.numpy()) <= 2 * np.spacing(np.abs(one.numpy()))).all()
@@ -231,7 +263,7 @@ def _compare(kernel, rule, n, settings):
         two.numpy()[...] = one.numpy()
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def made(rule, states=("m",), **settings):
@@ -253,7 +285,10 @@ def made(rule, states=("m",), **settings):
         (lambda self, p, g, m: (p + np.float32([1]), m), "a tensor or array of its own"),
         (lambda self, p, g, m: p - g, "it must return the new p, m"),
         (lambda self, p, g, m: (p - g, 1.0), "it must return the new p, m"),
-        (lambda self, p, g, m: (p / (self.steps - 1), m), "steps = 1 cannot be computed: .*division by zero"),
+        (
+            lambda self, p, g, m: (p / (self.steps - 1), m),
+            "steps = 1 cannot be computed: .*division by zero",
+        ),
         (lambda self, p, g, m: (setattr(self, "lr", 1.0), (p, m))[1], "sets self.lr"),
     ],
 )
@@ -270,13 +305,19 @@ def test_a_subclass_without_a_rule_says_what_to_write():
     class Zork(optim.Optimizer):
         states = ("m", "v")
 
-    with pytest.raises(ConfigError, match=r"^\[Zork\] has no rule; write `def rule\(self, p, g, m, v\)`"):
+    with pytest.raises(
+        ConfigError, match=r"^\[Zork\] has no rule; write `def rule\(self, p, g, m, v\)`"
+    ):
         Zork(lr=0.1)
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({"betas": (0.9, 1.0)}, "beta2 is 1.0"), ({"k": math.nan}, "k is nan"), ({"k": [1, None]}, "k2 is None")],
+    [
+        ({"betas": (0.9, 1.0)}, "beta2 is 1.0"),
+        ({"k": math.nan}, "k is nan"),
+        ({"k": [1, None]}, "k2 is None"),
+    ],
 )
 def test_settings_of_a_rule_are_checked(settings, says):
     with pytest.raises(ConfigError, match=rf"\[Zork\] {says}"):
@@ -307,7 +348,13 @@ def test_a_setting_may_become_a_number_of_numpy(kind):
 
 def test_settings_are_kept_listed_and_restored():
     o = MadeUp(nn.Linear(3, 2).parameters())
-    assert o.settings == {"betas": (0.9, 0.5), "weight_decay": 0.0, "late": 3.0, "bounded": True, "lr": 0.01}
+    assert o.settings == {
+        "betas": (0.9, 0.5),
+        "weight_decay": 0.0,
+        "late": 3.0,
+        "bounded": True,
+        "lr": 0.01,
+    }
     o.param_groups[0]["betas"] = (0.1, 0.2)
     other = MadeUp(nn.Linear(3, 2).parameters())
     other.restore(o.settings, o.undecayed_names)

@@ -1,5 +1,7 @@
-"""Optimizers that are rules, in whole trainings: under a schedule, clipping and a callback that changes their betas
-they are right against NumPy, and have the bits of one process on every layout, also where they go on on another."""
+"""Optimizers that are rules, in whole trainings: under a schedule, clipping and a callback that
+changes their betas they are right against NumPy, and have the bits of one process on every
+layout, also where they go on on another.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +67,18 @@ def optimizer(kind):
 
 
 def trained(comm, kind, layout, folder, epochs=EPOCHS):
-    """What a rank has after the epochs: weights, states, settings. Checkpoints are in `folder`, where it goes on."""
-    layout = {**layout, **({"offload": str(folder / f"rank{comm.rank}")} if "offload" in layout else {})}
+    """What a rank has after the epochs: weights, states, settings.
+
+    Checkpoints are in `folder`, where it goes on.
+    """
+    layout = {
+        **layout,
+        **({"offload": str(folder / f"rank{comm.rank}")} if "offload" in layout else {}),
+    }
     settings = {"shard_size": 8, "clip_norm": CLIP, "schedule": schedule, "threads": 1, **layout}
-    trainer = DistributedTrainer(network(), optimizer(kind), comm=comm, device="cpu", loss=nn.MSELoss(), **settings)
+    trainer = DistributedTrainer(
+        network(), optimizer(kind), comm=comm, device="cpu", loss=nn.MSELoss(), **settings
+    )
     loader = data.DataLoader(data.arrays(X, Y), batch_size=BATCH)
     trainer.fit(
         loader,
@@ -79,7 +89,10 @@ def trained(comm, kind, layout, folder, epochs=EPOCHS):
         verbose=False,
     )
     assert trainer.optimizer.betas == (0.6, 0.8) and trainer.steps == epochs * SAMPLES // BATCH
-    return {**trainer.state_dict(), **{k: np.asarray(v) for k, v in trainer.optimizer_state().items()}}
+    return {
+        **trainer.state_dict(),
+        **{k: np.asarray(v) for k, v in trainer.optimizer_state().items()},
+    }
 
 
 def in_numpy(kind, formula):
@@ -100,7 +113,9 @@ def in_numpy(kind, formula):
         assert norm > CLIP
         for name, w in weights.items():
             o.lr, o.steps, o.weight_decay = 0.01 * schedule(step), step + 1, 0.1 * (w.ndim > 1)
-            weights[name], *states[name] = formula(o, w, gradients[name] * CLIP / norm, *states[name])
+            weights[name], *states[name] = formula(
+                o, w, gradients[name] * CLIP / norm, *states[name]
+            )
     return weights
 
 
@@ -138,4 +153,7 @@ def test_a_rule_goes_on_on_other_layouts(rule, tmp_path, small_files):
         folder = tmp_path / f"{before} {after}"
         mock.run(LAYOUTS[before][0], trained, kind, LAYOUTS[before][1], folder, 2)
         for values in mock.run(LAYOUTS[after][0], trained, kind, LAYOUTS[after][1], folder):
-            assert all(values[name].tobytes() == first[name].tobytes() for name in first), (before, after)
+            assert all(values[name].tobytes() == first[name].tobytes() for name in first), (
+                before,
+                after,
+            )

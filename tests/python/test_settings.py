@@ -42,7 +42,13 @@ def test_what_others_take_is_theirs():
         "the optimizer": [optim.SGD, optim.Adam],
         "optim.schedule()": [optim.schedule],
     }
-    own = {*declared(Training), *inspect.signature(DistributedTrainer).parameters, "self", "params", "name"}
+    own = {
+        *declared(Training),
+        *inspect.signature(DistributedTrainer).parameters,
+        "self",
+        "params",
+        "name",
+    }
     for who, functions in takes.items():
         names = {name for f in functions for name in inspect.signature(f).parameters} - own
         assert names == {*ELSEWHERE[who].split(), *(OF_FIT if who == "fit()" else ())} - own, who
@@ -54,7 +60,13 @@ class More(Training):
     """A training with one setting more: CONTRIBUTING.md."""
 
     tensor_fusion: int | None = setting(
-        RANKS, None, "tensors that are sent as one", "all", low=1, high=8, only=("reduction", "ring")
+        RANKS,
+        None,
+        "tensors that are sent as one",
+        "all",
+        low=1,
+        high=8,
+        only=("reduction", "ring"),
     )
 
 
@@ -73,7 +85,11 @@ def test_one_declaration_is_an_option_a_key_a_keyword_and_its_checks():
     assert made(More, {"tensor_fusion": 2, "reduction": "ring"}).tensor_fusion == 2
     for given, spell, says in (
         ({"tensor_fusion": 9}, option, r"--tensor-fusion is 9; it must be an integer from 1 to 8$"),
-        ({"tensor_fusion": 2}, option, "--tensor-fusion applies only to --reduction ring, not tree; remove it"),
+        (
+            {"tensor_fusion": 2},
+            option,
+            "--tensor-fusion applies only to --reduction ring, not tree; remove it",
+        ),
         ({"reduction": "mpi", "tensor_fusion": 2}, option, "ring, not mpi; remove it"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -91,7 +107,10 @@ def test_every_setting_has_a_section_and_a_default_that_is_allowed():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"acumulation_steps": 2}, "unknown setting 'acumulation_steps'; did you mean 'accumulation_steps'?"),
+        (
+            {"acumulation_steps": 2},
+            "unknown setting 'acumulation_steps'; did you mean 'accumulation_steps'?",
+        ),
         ({"model_name": "mlp"}, "unknown setting 'model_name'"),
         ({"checkpoint_dir": "kept"}, "unknown setting 'checkpoint_dir'; give it to fit()"),
         ({"batch_size": 128}, "unknown setting 'batch_size'; give it to data.DataLoader"),
@@ -109,12 +128,18 @@ def test_every_setting_has_a_section_and_a_default_that_is_allowed():
         ({"execution": "lazy"}, "execution is 'lazy'; choose from replay, eager"),
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore'; choose from stop, skip, rollback"),
         ({"precision": "fp8"}, "precision is 'fp8'; choose from fp32"),
-        ({"local_steps": 2}, "local_steps applies only to reduction='local_sgd', not tree; remove it"),
+        (
+            {"local_steps": 2},
+            "local_steps applies only to reduction='local_sgd', not tree; remove it",
+        ),
         (
             {"lr_scaling": "linear"},
             "lr_scaling='linear' needs the batch size that the rate is for; give base_batch_size",
         ),
-        ({"base_batch_size": 32}, "base_batch_size applies only to lr_scaling='sqrt' or 'linear', not none; remove it"),
+        (
+            {"base_batch_size": 32},
+            "base_batch_size applies only to lr_scaling='sqrt' or 'linear', not none; remove it",
+        ),
     ],
 )
 def test_a_trainer_refuses(given, says):
@@ -126,7 +151,10 @@ def test_a_trainer_refuses(given, says):
 def test_a_trainer_has_all_keywords_in_its_signature_and_documentation():
     parameters = inspect.signature(DistributedTrainer).parameters
     for name, s in declared(Training).items():
-        assert parameters[name].default == s.default and f"\n        {name}: " in DistributedTrainer.__doc__
+        assert (
+            parameters[name].default == s.default
+            and f"\n        {name}: " in DistributedTrainer.__doc__
+        )
     assert list(parameters)[:4] == ["model", "optimizer", "num_gpus", "backend"]
     assert "settings" not in parameters
 
@@ -146,7 +174,9 @@ def test_a_checkpoint_names_what_is_declared_for_it():
 
 
 def test_other_platforms_keys_are_declared_with_the_settings():
-    config = DistributedConfig(zero_stage=1, gradient_clipping=2.0, scaler_init_scale=1024.0, mixed_precision=True)
+    config = DistributedConfig(
+        zero_stage=1, gradient_clipping=2.0, scaler_init_scale=1024.0, mixed_precision=True
+    )
     options = config.trainer_options(2)
     assert (options["zero"], options["clip_norm"], options["scaler_init_scale"]) == (1, 2.0, 1024.0)
     assert set(options) <= set(declared(Training)) and config.fit_options()["epochs"] == 1
@@ -156,8 +186,10 @@ def test_other_platforms_keys_are_declared_with_the_settings():
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys\nfrom odyssey import cli\ntry:\n    cli.main(['train', '--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in ('numpy', 'mpi4py', 'odyssey.engine.engine', 'odyssey.comm') if m in sys.modules])"
+        "import sys\nfrom odyssey import cli\ntry:\n    cli.main(['train', '--help'])\nexcept "
+        "SystemExit: pass\n"
+        "print([m for m in ('numpy', 'mpi4py', 'odyssey.engine.engine', 'odyssey.comm') if m in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")

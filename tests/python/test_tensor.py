@@ -93,7 +93,12 @@ def test_other_orders_are_copied_into_rows():
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (17, 1), (3, 0)])
 def test_shapes_of_all_kinds_survive(shape):
     t = Tensor(np.zeros(shape, np.float32))
-    assert (t.shape, t.ndim, t.size, t.numpy().shape) == (shape, len(shape), int(np.prod(shape)), shape)
+    assert (t.shape, t.ndim, t.size, t.numpy().shape) == (
+        shape,
+        len(shape),
+        int(np.prod(shape)),
+        shape,
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 40])
@@ -165,10 +170,19 @@ ERRORS = {
         ["conv2d", "(1, 2, 5, 5)", "(4, 3, 3, 3)", "3 channels"],
     ),
     "conv axes": (lambda: nn.Conv2d(1, 1, 3)(image(5, 5)), ["conv2d", "(5, 5)", "(N, C, H, W)"]),
-    "conv kernel": (lambda: nn.Conv2d(1, 1, 6)(image(1, 1, 5, 7)), ["conv2d", "6 x 6", "5 x 7", "padding"]),
+    "conv kernel": (
+        lambda: nn.Conv2d(1, 1, 6)(image(1, 1, 5, 7)),
+        ["conv2d", "6 x 6", "5 x 7", "padding"],
+    ),
     "linear": (lambda: nn.Linear(3, 4)(image(2, 5)), ["linear", "(2, 5)", "(4, 3)"]),
-    "pool window": (lambda: F.max_pool2d(image(1, 1, 4, 4), 5), ["max_pool2d", "5 x 5", "(1, 1, 4, 4)"]),
-    "pool stride": (lambda: F.avg_pool2d(image(1, 1, 4, 4), (2, 3)), ["avg_pool2d", "2 x 3", "stride"]),
+    "pool window": (
+        lambda: F.max_pool2d(image(1, 1, 4, 4), 5),
+        ["max_pool2d", "5 x 5", "(1, 1, 4, 4)"],
+    ),
+    "pool stride": (
+        lambda: F.avg_pool2d(image(1, 1, 4, 4), (2, 3)),
+        ["avg_pool2d", "2 x 3", "stride"],
+    ),
     "pool places": (lambda: F.max_pool2d(image(1, 1, 20, 20), 17), ["max_pool2d", "289", "256"]),
     "dropout": (lambda: F.dropout(image(1, 2), 1.0), ["dropout", "1.0", "below 1"]),
     "softmax": (lambda: F.softmax(image(3)), ["softmax", "(3,)", "(N, ..., classes)"]),
@@ -176,8 +190,14 @@ ERRORS = {
     "take": (lambda: image(2, 3)[[0, 2]], ["index", "2 of 2 rows", "0 to 1"]),
     "take floats": (lambda: image(2, 3)[np.array([0.5])], ["index", "float64"]),
     "int32 of floats": (lambda: Tensor([0.5], dtype=np.int32), ["int32", "float64"]),
-    "loss axes": (lambda: F.cross_entropy(image(2), [0, 1]), ["cross_entropy", "(2,)", "(N, classes)"]),
-    "reduction": (lambda: F.nll_loss(image(1, 2), [0], "none"), ["nll", "'none'", "'mean'", "'sum'"]),
+    "loss axes": (
+        lambda: F.cross_entropy(image(2), [0, 1]),
+        ["cross_entropy", "(2,)", "(N, classes)"],
+    ),
+    "reduction": (
+        lambda: F.nll_loss(image(1, 2), [0], "none"),
+        ["nll", "'none'", "'mean'", "'sum'"],
+    ),
     "labels": (lambda: F.cross_entropy(image(2, 3), [0, 1, 2]), ["labels", "(3,)", "2 samples"]),
     "label too large": (lambda: F.cross_entropy(image(2, 3), [0, 3]), ["label 1", "3", "0 to 2"]),
     "label negative": (lambda: F.nll_loss(image(2, 3), [-1, 0]), ["label 0", "-1", "0 to 2"]),
@@ -187,10 +207,22 @@ ERRORS = {
         ["linear", "parameter"],
     ),
     # what the kernels would read or write beyond the end of an array
-    "conv bias": (lambda: F.conv2d(image(1, 1, 4, 4), image(5, 1, 3, 3), image(2)), ["conv2d", "bias", "(2,)"]),
-    "linear bias": (lambda: F.linear(image(1, 4), image(40, 4), image(3)), ["linear", "bias", "(3,)"]),
-    "conv stride": (lambda: F.conv2d(image(1, 1, 4, 4), image(1, 1, 3, 3), stride=0), ["conv2d", "stride", "0"]),
-    "pool stride 0": (lambda: F.max_pool2d(image(1, 1, 4, 4), 2, -1), ["max_pool2d", "stride", "-1"]),
+    "conv bias": (
+        lambda: F.conv2d(image(1, 1, 4, 4), image(5, 1, 3, 3), image(2)),
+        ["conv2d", "bias", "(2,)"],
+    ),
+    "linear bias": (
+        lambda: F.linear(image(1, 4), image(40, 4), image(3)),
+        ["linear", "bias", "(3,)"],
+    ),
+    "conv stride": (
+        lambda: F.conv2d(image(1, 1, 4, 4), image(1, 1, 3, 3), stride=0),
+        ["conv2d", "stride", "0"],
+    ),
+    "pool stride 0": (
+        lambda: F.max_pool2d(image(1, 1, 4, 4), 2, -1),
+        ["max_pool2d", "stride", "-1"],
+    ),
     "pool window 0": (lambda: F.avg_pool2d(image(1, 1, 4, 4), 0), ["avg_pool2d", "0 x 0"]),
     "reshape negative": (lambda: image(2, 3).reshape(-2, -3), ["reshape", "(2, 3)", "(-2, -3)"]),
 }
@@ -219,6 +251,8 @@ def test_small_powers_do_not_depend_on_their_place(n):
         row = np.full(n, a, np.float32)
         for b in (0.5, 1.5, 4.5):
             found = (Tensor(row) ** b).numpy()
-            assert (found == found[0]).all() and found[0] == pytest.approx(np.float32(a) ** b, rel=1e-4, abs=1.2e-38)
+            assert (found == found[0]).all() and found[0] == pytest.approx(
+                np.float32(a) ** b, rel=1e-4, abs=1.2e-38
+            )
         assert ((Tensor(row) ** 0.0).numpy() == 1).all()
     assert not F.exp(Tensor(np.full(n, -100, np.float32))).numpy().any()

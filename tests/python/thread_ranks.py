@@ -1,4 +1,6 @@
-"""What the tests of distributed/ and ddp.py share: ranks that are threads, samples, one backward pass."""
+"""What the tests of distributed/ and ddp.py share: ranks that are threads, samples, one backward
+pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run by test_pending.py under a launcher: calls of backend "odyssey" that are under way. Argument: the cases.
+"""Run by test_pending.py under a launcher: calls of backend "odyssey" that are under way.
+
+Argument: the cases.
 
 Ranks tell each other by files when to go on, so that nothing is measured by the clock.
 """
@@ -36,7 +38,9 @@ def hear(word: str) -> None:
 
 
 def pending() -> None:
-    """Works are made at once and complete when the others come, within a group in the order of the calls."""
+    """Works are made at once and complete when the others come, within a group in the order of
+    the calls.
+    """
     if RANK == 0:
         tensors = [torch.full((n,), 1.0) for n in (3, 70_000, 5)]
         works = [dist.all_reduce(t, async_op=True) for t in tensors]
@@ -74,7 +78,8 @@ def order() -> None:
             work.wait()
         for i, t in enumerate(tensors):
             assert (t == sum(i + r for r in EVERYONE)).all()
-    works = []  # a call that its own thread waits for, behind and between those that nobody waits for yet
+    # a call that its own thread waits for, behind and between those that nobody waits for yet
+    works = []
     for i in [0, 1] if RANK % 2 else [1, 0]:
         works.append(dist.barrier(group=groups[2], async_op=True))
         works.append(dist.all_reduce(torch.ones(1), group=groups[1 - i], async_op=True))
@@ -84,11 +89,18 @@ def order() -> None:
 
 
 def mixed() -> None:
-    """Calls that are waited for and calls that are not, in one group and several, random, checked by hand."""
+    """Calls that are waited for and calls that are not, in one group and several, random,
+    checked by hand.
+    """
     groups = [None, *(dist.new_group(EVERYONE) for _ in range(2))]
     open_works = []
     for k in range(150):
-        i, n, later, kind = draw.randrange(3), draw.choice([1, 1_000, 40_000]), draw.random() < 0.6, draw.random()
+        i, n, later, kind = (
+            draw.randrange(3),
+            draw.choice([1, 1_000, 40_000]),
+            draw.random() < 0.6,
+            draw.random(),
+        )
         t = torch.full((n,), float(RANK + k))
         if kind < 0.7:
             work = dist.all_reduce(t, group=groups[i], async_op=later)
@@ -116,7 +128,9 @@ def some_groups() -> list[list[int]]:
 
 
 def groups() -> None:
-    """Groups of the same and of overlapping ranks, made while calls of those before are under way."""
+    """Groups of the same and of overlapping ranks, made while calls of those before are under
+    way.
+    """
     own = random.Random(RANK)
     for _ in range(4):
         made, open_works = [(None, EVERYONE)], []
@@ -134,7 +148,9 @@ def groups() -> None:
 
 
 def threads() -> None:
-    """Threads of a program that each make calls in a group of their own, while another makes groups."""
+    """Threads of a program that each make calls in a group of their own, while another makes
+    groups.
+    """
     own, failed = [dist.new_group(EVERYONE) for _ in range(2)], []
 
     def calls(group: dist.ProcessGroup) -> None:
@@ -176,13 +192,19 @@ def again() -> None:
 
 def timeout() -> None:
     """Kept by group, and by wait; the error names who is missing, and the call's place."""
-    patient, hasty = dist.new_group(EVERYONE), dist.new_group(EVERYONE, timeout=datetime.timedelta(seconds=1))
+    patient, hasty = (
+        dist.new_group(EVERYONE),
+        dist.new_group(EVERYONE, timeout=datetime.timedelta(seconds=1)),
+    )
     again = dist.new_group(EVERYONE)
     if RANK < SIZE - 1:
         work = dist.all_reduce(torch.ones(3), group=patient, async_op=True)
         for call, named in (
             (lambda: dist.all_reduce(torch.ones(2), group=hasty), "all_reduce float32 (2,) sum"),
-            (dist.all_reduce(torch.ones(4), group=again, async_op=True), "all_reduce float32 (4,) sum"),
+            (
+                dist.all_reduce(torch.ones(4), group=again, async_op=True),
+                "all_reduce float32 (4,) sum",
+            ),
         ):
             begun = time.monotonic()
             try:
@@ -251,11 +273,15 @@ def sparse() -> None:
     table = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(10, 2, sparse=True))
     table(torch.tensor([RANK, 9])).sum().backward()
     grad = table.module.weight.grad.to_dense()
-    assert torch.allclose(grad[9], torch.ones(2)) and torch.allclose(grad[0], torch.full((2,), 1.0 / SIZE))
+    assert torch.allclose(grad[9], torch.ones(2)) and torch.allclose(
+        grad[0], torch.full((2,), 1.0 / SIZE)
+    )
 
 
 def device() -> None:
-    """What torch asks of the group beside calls: its device, and a checkpoint that is written behind the training."""
+    """What torch asks of the group beside calls: its device, and a checkpoint that is written
+    behind the training.
+    """
     import torch.distributed.checkpoint as dcp
 
     assert dist.distributed_c10d._get_pg_default_device() == torch.device("cpu")

@@ -1,4 +1,5 @@
-"""Run by test_c10d.py under a launcher: random collectives over backend odyssey, beside Gloo in the same processes.
+"""Run by test_c10d.py under a launcher: random collectives over backend odyssey, beside Gloo in
+the same processes.
 
     c10d_random.py SEED COUNT
 
@@ -19,8 +20,22 @@ import odyssey.torch  # noqa: F401  registers the backend
 SEED, COUNT = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("odyssey")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
-OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT, dist.ReduceOp.AVG]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+]
+OPS = [
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.PRODUCT,
+    dist.ReduceOp.AVG,
+]
 KINDS = """all_reduce broadcast reduce all_gather all_gather_into_tensor reduce_scatter reduce_scatter_tensor gather
 scatter all_to_all all_to_all_single uneven send objects scatter_objects""".split()
 draw = random.Random(SEED)  # the same on all ranks
@@ -57,7 +72,9 @@ def same(mine: object, other: object, what: str) -> None:
     for a, b in zip(mine, other, strict=True):
         if isinstance(a, torch.Tensor):
             a, b = a.double(), b.double()
-            assert torch.allclose(a, b, rtol=2e-7, atol=0) if "AVG" in what else torch.equal(a, b), (what, a, b)
+            assert (
+                torch.allclose(a, b, rtol=2e-7, atol=0) if "AVG" in what else torch.equal(a, b)
+            ), (what, a, b)
         else:
             assert a == b, (what, a, b)
 
@@ -113,7 +130,10 @@ def once(kind: str, members: list[int], group, gloo) -> None:
         wait(getattr(dist, kind)(a, given, op=op, **more))
         same(a, expected(op, gathered(full, n, gloo)).chunk(n)[me], what)
     elif kind == "gather":
-        a, b = ([torch.zeros(shape, dtype=dtype) for _ in members] if RANK == root else None for _ in range(2))
+        a, b = (
+            [torch.zeros(shape, dtype=dtype) for _ in members] if RANK == root else None
+            for _ in range(2)
+        )
         wait(dist.gather(t, a, dst=root, **more))
         dist.gather(t.contiguous(), b, dst=root, group=gloo)
         same(a or [], b or [], what)
@@ -121,7 +141,9 @@ def once(kind: str, members: list[int], group, gloo) -> None:
         rows = [numbers(shape, dtype) for _ in members]
         a, b = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         wait(dist.scatter(a, rows if RANK == root else None, src=root, **more))
-        dist.scatter(b, [r.contiguous() for r in rows] if RANK == root else None, src=root, group=gloo)
+        dist.scatter(
+            b, [r.contiguous() for r in rows] if RANK == root else None, src=root, group=gloo
+        )
         same(a, b, what)
     elif kind == "all_to_all":
         rows = [numbers(shape, dtype) for _ in members]
@@ -163,7 +185,9 @@ def once(kind: str, members: list[int], group, gloo) -> None:
         assert one == [("of", root)], what
     elif kind == "scatter_objects":
         out = [None]
-        dist.scatter_object_list(out, [f"to {m}" for m in members] if RANK == root else None, root, group=group)
+        dist.scatter_object_list(
+            out, [f"to {m}" for m in members] if RANK == root else None, root, group=group
+        )
         assert out == [f"to {RANK}"], what
 
 

@@ -1,4 +1,5 @@
-"""Run by test_c10d.py under a launcher: torch's own wrappers over backend odyssey, beside the same over Gloo.
+"""Run by test_c10d.py under a launcher: torch's own wrappers over backend odyssey, beside the
+same over Gloo.
 
 c10d_wrappers.py [plain]       plain: without `import odyssey.torch`, as a script that only names the backend
 """
@@ -28,7 +29,9 @@ GLOO = dist.new_group(list(range(SIZE)), backend="gloo")
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(1, 4, 3)
-    return torch.nn.Sequential(conv, torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 10))
+    return torch.nn.Sequential(
+        conv, torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+    )
 
 
 torch.manual_seed(1)
@@ -57,7 +60,12 @@ def alike(values: torch.Tensor) -> None:
 
 found = {}
 for group in (None, GLOO):
-    for how in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+    for how in (
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ):
         model = DistributedDataParallel(net(), process_group=group, **how)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         alike(weights(model))
@@ -95,7 +103,9 @@ if hasattr(torch.distributed, "fsdp"):
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
-mesh = init_device_mesh("cpu", (SIZE // 2, 2) if SIZE % 2 == 0 else (1, SIZE), mesh_dim_names=("data", "layers"))
+mesh = init_device_mesh(
+    "cpu", (SIZE // 2, 2) if SIZE % 2 == 0 else (1, SIZE), mesh_dim_names=("data", "layers")
+)
 torch.manual_seed(0)
 layers = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 8))
 alone = layers(torch.ones(4, 8))

@@ -1,10 +1,11 @@
-"""Horovod's own tests of its PyTorch interface (tests/third_party/horovod), over odyssey's, on two processes.
+"""Horovod's own tests of its PyTorch interface (tests/third_party/horovod), over odyssey's, on
+two processes.
 
     horovods_suite.py [NAME ...]        prints NAME OUTCOME, and behind it why
 
-Horovod runs them one after the other in the processes of one job, where a test that fails on one rank alone spoils
-those behind it. Here each gets two processes of its own, forked from one that has imported everything. Outcomes are
-passed, skipped and failed; on both ranks, or it has failed.
+Horovod runs them one after the other in the processes of one job, where a test that fails on one
+rank alone spoils those behind it. Here each gets two processes of its own, forked from one that has
+imported everything. Outcomes are passed, skipped and failed; on both ranks, or it has failed.
 """
 
 from __future__ import annotations
@@ -70,7 +71,11 @@ class Outcome(unittest.TestResult):
 
     def addFailure(self, test: unittest.TestCase, error: tuple) -> None:
         if not self.line.startswith("failed"):
-            lines = [f.lineno for f in traceback.extract_tb(error[2]) if f.filename.endswith("test_torch.py")]
+            lines = [
+                f.lineno
+                for f in traceback.extract_tb(error[2])
+                if f.filename.endswith("test_torch.py")
+            ]
             text = " ".join(str(error[1]).split())[:400]
             self.line = f"failed {error[0].__name__} at line {lines[-1] if lines else 0}: {text}"
 
@@ -79,7 +84,11 @@ class Outcome(unittest.TestResult):
 
 def rank(test: unittest.TestCase, number: int, port: int, out: int) -> None:
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the ranks' watch says that they are killed
     outcome = Outcome()
     test.run(outcome)
@@ -116,8 +125,8 @@ def outcome(test: unittest.TestCase) -> str:
     return failed[0] if failed else lines[0]
 
 
-# Three tests try all optimizers of torch.optim, but those that do not take their model's vectors, by name: Muon, which
-# is newer than they are, is one of these.
+# Three tests try all optimizers of torch.optim, but those that do not take their model's vectors,
+# by name: Muon, which is newer than they are, is one of these.
 if hasattr(torch.optim, "Muon"):
     torch.optim.Muon.__module__ = "torch"
 

@@ -1,4 +1,6 @@
-"""A training by Lightning on two ranks: BACKEND of the group, and how its launcher starts them (popen, spawn, fork)."""
+"""A training by Lightning on two ranks: BACKEND of the group, and how its launcher starts them
+(popen, spawn, fork).
+"""
 
 import sys
 
@@ -13,7 +15,9 @@ import odyssey.torch  # noqa: F401 (its backend)
 class Net(LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)
+        )
 
     def training_step(self, batch, index):
         return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
@@ -29,7 +33,12 @@ def main(backend, start):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     strategy = DDPStrategy(process_group_backend=backend, start_method=start)
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, enable_model_summary=False, **quiet
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        enable_model_summary=False,
+        **quiet,
     )
     net = Net()
     trainer.fit(net, torch.utils.data.DataLoader(samples, batch_size=20))

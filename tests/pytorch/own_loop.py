@@ -1,4 +1,6 @@
-"""Run by test_ddp.py alone and under mpirun: loops of one's own; prints a hash of all weights and buffers per loop."""
+"""Run by test_ddp.py alone and under mpirun: loops of one's own; prints a hash of all weights
+and buffers per loop.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ class Noisy(torch.utils.data.Dataset):
 def cnn() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 5)
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(144, 5),
     )
 
 
@@ -41,13 +48,20 @@ def digest(module: nn.Module) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()[:12]
 
 
-def loop(workers: int, *, accumulate: int = 1, channels_last: bool = False, autocast: bool = False) -> str:
+def loop(
+    workers: int, *, accumulate: int = 1, channels_last: bool = False, autocast: bool = False
+) -> str:
     data, module = Noisy(), cnn()
     if channels_last:
         module = module.to(memory_format=torch.channels_last)
     net = DistributedDataParallel(module, seed=5)
-    loader = DataLoader(data, batch_size=20, shuffle=True, seed=1, shard_size=4, num_workers=workers)
-    optimizers = [torch.optim.AdamW(module[0].parameters(), 1e-2), torch.optim.SGD(module[1:].parameters(), 0.1, 0.9)]
+    loader = DataLoader(
+        data, batch_size=20, shuffle=True, seed=1, shard_size=4, num_workers=workers
+    )
+    optimizers = [
+        torch.optim.AdamW(module[0].parameters(), 1e-2),
+        torch.optim.SGD(module[1:].parameters(), 0.1, 0.9),
+    ]
     steps = 0
     for _ in range(2):
         for k, batch in enumerate(loader, 1):
@@ -67,7 +81,9 @@ def loop(workers: int, *, accumulate: int = 1, channels_last: bool = False, auto
 
 
 def whole_batches() -> str:
-    """A batch that all ranks have, a default shard size, no zero_grad: a step uses a gradient up."""
+    """A batch that all ranks have, a default shard size, no zero_grad: a step uses a gradient
+    up.
+    """
     module = cnn()
     net = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
@@ -95,6 +111,13 @@ def is_the_mean() -> None:
 
 
 is_the_mean()
-found = [loop(0), loop(2), loop(0, accumulate=3), loop(0, channels_last=True), loop(0, autocast=True), whole_batches()]
+found = [
+    loop(0),
+    loop(2),
+    loop(0, accumulate=3),
+    loop(0, channels_last=True),
+    loop(0, autocast=True),
+    whole_batches(),
+]
 assert found[0] == found[1]
 print(*found, flush=True)

@@ -1,4 +1,5 @@
-"""Run by test_rendezvous.py: the ways in which processes of torch.distributed meet, without a launcher of MPI.
+"""Run by test_rendezvous.py: the ways in which processes of torch.distributed meet, without a
+launcher of MPI.
 
     rendezvous.py meet|late RANKS FOLDER    started by torch.multiprocessing
     rendezvous.py launched FOLDER [RANK]    by torchrun; RANK ends at its first attempt, after a collective
@@ -24,7 +25,9 @@ from odyssey.base.launcher import free_port
 
 
 def train(rank: int, size: int, again: bool = False) -> None:
-    """As PyTorch's "Getting Started with Distributed Data Parallel"; equal weights on all ranks after it."""
+    """As PyTorch's "Getting Started with Distributed Data Parallel"; equal weights on all ranks
+    after it.
+    """
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
     torch.manual_seed(0)
     model = DistributedDataParallel(
@@ -45,7 +48,8 @@ def train(rank: int, size: int, again: bool = False) -> None:
     dist.send(torch.full((3,), float(rank)), (rank + 1) % size)
     work.wait()
     assert ring.tolist() == [(rank - 1) % size] * 3
-    for group in [dist.new_group(list(range(size))) for _ in range(3)]:  # the same ranks, each apart from the others
+    # the same ranks, each apart from the others
+    for group in [dist.new_group(list(range(size))) for _ in range(3)]:
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total.item() == size

@@ -7,5 +7,6 @@ import sys
 import vision  # noqa: F401
 
 sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as for a program that Python is given
+# as for a program that Python is given
+sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
 runpy.run_path(sys.argv[0], run_name="__main__")

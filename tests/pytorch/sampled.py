@@ -1,4 +1,7 @@
-"""A training whose sampler has a generator of its own: sampled.py [MARK]. Rank 1 is killed once, at its sixth step."""
+"""A training whose sampler has a generator of its own: sampled.py [MARK].
+
+Rank 1 is killed once, at its sixth step.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""The backend of torch.distributed: beside Gloo, under each launcher, and what is said of wrong calls."""
+"""The backend of torch.distributed: beside Gloo, under each launcher, and what is said of wrong
+calls.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,27 @@ def test_random_collectives_are_those_of_gloo(launch, ranks):
 
 @pytest.mark.long
 def test_random_collectives_under_torchrun(launch):
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", HERE / "c10d_random.py", 3, 60)
+    command = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        HERE / "c10d_random.py",
+        3,
+        60,
+    )
     done = launch.python("-W", "ignore", *command)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("compared", "compared ").split() == ["compared"] * 2  # of two processes on one pipe
+    # of two processes on one pipe
+    assert done.stdout.replace("compared", "compared ").split() == ["compared"] * 2
 
 
 @pytest.mark.parametrize(
-    "launcher", ["mpirun", *(pytest.param(other, marks=pytest.mark.long) for other in ("odyssey launch", "torchrun"))]
+    "launcher",
+    [
+        "mpirun",
+        *(pytest.param(other, marks=pytest.mark.long) for other in ("odyssey launch", "torchrun")),
+    ],
 )
 def test_ddp_fsdp_and_zero_train_as_over_gloo(launch, launcher):
     program = [HERE / "c10d_wrappers.py"]
@@ -76,12 +91,16 @@ print(*registered, dist.get_backend())
 
 
 def test_two_installations_register_the_backend_once(launch):
-    """An editable installation under the old name and a wheel under the new one: torch calls both entry points."""
+    """An editable installation under the old name and a wheel under the new one: torch calls
+    both entry points.
+    """
     for name in ("odyssey", "ml-odyssey"):
         info = launch.folder / "site" / f"{name.replace('-', '_')}-0.2.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.2.0\n")
-        (info / "entry_points.txt").write_text("[torch.backends]\nodyssey = odyssey_c10d:register\n")
+        (info / "entry_points.txt").write_text(
+            "[torch.backends]\nodyssey = odyssey_c10d:register\n"
+        )
     paths = [launch.folder / "site", Path(odyssey.__file__).parents[1]]
     launch.environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     launch.environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the program counts
@@ -91,7 +110,8 @@ def test_two_installations_register_the_backend_once(launch):
 
 
 START = (
-    "import odyssey.torch, torch, torch.distributed as dist\ndist.init_process_group('odyssey')\nR = dist.get_rank()\n"
+    "import odyssey.torch, torch, torch.distributed as "
+    "dist\ndist.init_process_group('odyssey')\nR = dist.get_rank()\n"
 )
 
 
@@ -159,14 +179,18 @@ REFUSED = {
     "dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)": "cannot combine torch.float32 by BXOR",
     "dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))": "cannot combine torch.float8_e5m2",
     "dist.broadcast(torch.ones(2).to_sparse(), 0)": "takes dense tensors",
-    "dist.all_reduce(torch.ones(2).to_sparse(), op=dist.ReduceOp.MAX)": "adds sparse tensors, and combines them in no",
+    "dist.all_reduce(torch.ones(2).to_sparse(), "
+    "op=dist.ReduceOp.MAX)": "adds sparse tensors, and combines them in no",
 }
 
 
 def test_what_is_not_there_is_refused_in_a_line(launch):
-    code = "".join(f"try:\n    {call}\nexcept Exception as e:\n    print('said:', e)\n" for call in REFUSED)
+    code = "".join(
+        f"try:\n    {call}\nexcept Exception as e:\n    print('said:', e)\n" for call in REFUSED
+    )
     done = ranks_of(launch, code + "raise SystemExit(3)\n")
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("said: "))[::2]  # two ranks
+    # two ranks
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("said: "))[::2]
     assert len(said) == len(REFUSED), (done.stdout, done.stderr)
     for message in REFUSED.values():
         assert any(re.search(message, line) for line in said), (message, said)
@@ -181,11 +205,17 @@ def test_own_collectives_take_tensors_of_any_dtype_and_strides():
         assert dist.all_reduce(flags) is flags and flags.tolist() == [[True, False], [True, True]]
         assert dist.all_reduce(torch.tensor(comm.rank == 0), "prod").item() is False
         half = torch.full((2, 3), comm.rank + 0.5, dtype=torch.bfloat16, requires_grad=True)
-        assert dist.all_reduce(half) is half and half.dtype is torch.bfloat16 and half.tolist() == [[2.0] * 3] * 2
+        assert (
+            dist.all_reduce(half) is half
+            and half.dtype is torch.bfloat16
+            and half.tolist() == [[2.0] * 3] * 2
+        )
         parts = dist.all_gather(torch.tensor(1j * comm.rank))
         assert [p.item() for p in parts] == [0, 1j] and parts[0].dtype is torch.complex64
         wide = torch.zeros(3, 4, dtype=torch.complex128).t()
-        dist.all_gather_into_tensor(wide, torch.full((2, 3), 1j + comm.rank, dtype=torch.complex128))
+        dist.all_gather_into_tensor(
+            wide, torch.full((2, 3), 1j + comm.rank, dtype=torch.complex128)
+        )
         assert wide[:, 0].tolist() == [1j, 1j, 1 + 1j, 1 + 1j]
         with pytest.raises(ConfigError, match="all_reduce cannot combine torch.complex64 by sum"):
             dist.all_reduce(torch.ones(1, dtype=torch.complex64))
@@ -198,4 +228,7 @@ def test_own_collectives_take_tensors_of_any_dtype_and_strides():
 
 def test_importing_odyssey_does_not_import_torch(launch):
     code = "import odyssey, sys\nassert 'torch' not in sys.modules\nimport torch\n"
-    assert launch(sys.executable, "-c", code + "assert 'odyssey.torch' not in sys.modules").returncode == 0
+    assert (
+        launch(sys.executable, "-c", code + "assert 'odyssey.torch' not in sys.modules").returncode
+        == 0
+    )

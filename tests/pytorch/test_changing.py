@@ -1,4 +1,6 @@
-"""What callbacks change of a torch module while it is trained: applied, kept in checkpoints, the same on any ranks."""
+"""What callbacks change of a torch module while it is trained: applied, kept in checkpoints, the
+same on any ranks.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +47,21 @@ class Changes(callbacks.Callback):
         self.after(context.trainer, context.steps)
 
 
-def made(frozen: tuple[str, ...] = (), parameters=lambda m: m.parameters(), **settings) -> DistributedTrainer:
+def made(
+    frozen: tuple[str, ...] = (), parameters=lambda m: m.parameters(), **settings
+) -> DistributedTrainer:
     torch.manual_seed(0)
     module = Net()
     for name, p in module.named_parameters():
         p.requires_grad_(name not in frozen)
-    return DistributedTrainer(module, torch.optim.SGD(parameters(module), 0.1, momentum=0.9), shard_size=4, **settings)
+    return DistributedTrainer(
+        module, torch.optim.SGD(parameters(module), 0.1, momentum=0.9), shard_size=4, **settings
+    )
 
 
-def fitted(after, stop: int | None = None, frozen: tuple[str, ...] = (), more=None, **fit) -> DistributedTrainer:
+def fitted(
+    after, stop: int | None = None, frozen: tuple[str, ...] = (), more=None, **fit
+) -> DistributedTrainer:
     trainer = made(frozen, **(more or {}))
     trainer.fit(BATCHES, epochs=3, steps=stop, callbacks=[Changes(after)], verbose=False, **fit)
     return trainer
@@ -102,7 +110,17 @@ def clip(trainer, module) -> None:
     trainer.clip_norm = 0.01
 
 
-CHANGES = [set_drop, set_momentum, set_gain, set_scales, evaluate_norm, freeze, unfreeze, set_rate, clip]
+CHANGES = [
+    set_drop,
+    set_momentum,
+    set_gain,
+    set_scales,
+    evaluate_norm,
+    freeze,
+    unfreeze,
+    set_rate,
+    clip,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -148,7 +166,10 @@ def test_a_group_that_is_added_goes_on(tmp_path):
     assert len(whole.optimizer.param_groups) == 2
     saving = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
     fitted(at(4, add), 5, ("first.weight",), more, **saving)
-    assert fitted(at(4, add), None, ("first.weight",), more, **saving).weights_sha256() == whole.weights_sha256()
+    assert (
+        fitted(at(4, add), None, ("first.weight",), more, **saving).weights_sha256()
+        == whole.weights_sha256()
+    )
 
 
 def test_what_forward_leaves_behind_is_no_setting(tmp_path):
@@ -175,9 +196,18 @@ def test_a_forward_that_counts_its_calls_is_refused():
     ("change", "says"),
     [
         (lambda t, m: setattr(m, "more", nn.Linear(2, 2)), "the submodule more is new since"),
-        (lambda t, m: setattr(m, "last", nn.Linear(5, 3)), "the submodule last is another one since"),
-        (lambda t, m: m.register_parameter("bias", nn.Parameter(torch.zeros(3))), "the parameter bias is new since"),
-        (lambda t, m: setattr(m.last, "bias", nn.Parameter(torch.zeros(3))), "the parameter last.bias is another one"),
+        (
+            lambda t, m: setattr(m, "last", nn.Linear(5, 3)),
+            "the submodule last is another one since",
+        ),
+        (
+            lambda t, m: m.register_parameter("bias", nn.Parameter(torch.zeros(3))),
+            "the parameter bias is new since",
+        ),
+        (
+            lambda t, m: setattr(m.last, "bias", nn.Parameter(torch.zeros(3))),
+            "the parameter last.bias is another one",
+        ),
     ],
 )
 def test_another_structure_is_refused_by_name(change, says):

@@ -1,4 +1,6 @@
-"""odyssey.torch.DistributedDataParallel, DataLoader: the same bits on any number of ranks; wrong loops are refused."""
+"""odyssey.torch.DistributedDataParallel, DataLoader: the same bits on any number of ranks; wrong
+loops are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ def test_loops_have_the_same_bits_on_any_number_of_ranks(launch):
 def test_a_gan_as_documented_has_the_same_bits_on_any_number_of_ranks(launch):
     """The block of docs/pytorch.md, two optimizers over one net, as it is written there."""
     text = (HERE.parents[1] / "docs" / "pytorch.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "of_G, of_D" in block)
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "of_G, of_D" in block
+    )
     ends = (
         "\nimport hashlib\n"
-        "state = [*net.state_dict().values(), *(s['exp_avg'] for o in (of_G, of_D) for s in o.state.values())]\n"
-        "print(len(state), hashlib.sha256(b''.join(t.numpy().tobytes() for t in state)).hexdigest())\n"
+        "state = [*net.state_dict().values(), *(s['exp_avg'] for o in (of_G, of_D) for s in "
+        "o.state.values())]\n"
+        "print(len(state), hashlib.sha256(b''.join(t.numpy().tobytes() for t in "
+        "state)).hexdigest())\n"
     )
     hashes = set()
     for ranks in (0, 2, 4):
@@ -60,7 +68,9 @@ def test_a_step_inside_the_loop(net, batch):
     import torch
 
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with pytest.raises(Exception, match=r"optimizer.step\(\) before the loop over shards\(\) has ended"):
+    with pytest.raises(
+        Exception, match=r"optimizer.step\(\) before the loop over shards\(\) has ended"
+    ):
         for (x,) in net.shards(batch):
             net(x).sum().backward()
             optimizer.step()
@@ -110,7 +120,9 @@ def test_what_is_refused(net):
     from odyssey.errors import ConfigError
     from odyssey.torch import DataLoader, DistributedDataParallel
 
-    with pytest.raises(ConfigError, match="weight is float64 on cpu; float32 on the CPU is allowed"):
+    with pytest.raises(
+        ConfigError, match="weight is float64 on cpu; float32 on the CPU is allowed"
+    ):
         DistributedDataParallel(torch.nn.Linear(2, 2).double())
     with pytest.raises(ConfigError, match="ReLU has no parameter that requires a gradient"):
         DistributedDataParallel(torch.nn.ReLU())
@@ -132,7 +144,9 @@ def test_another_net_within_the_loop(net, batch, learns):
 
     other = DistributedDataParallel(torch.nn.BatchNorm1d(2)).requires_grad_(learns)
     says = (
-        "reaches the parameters of another: set requires_grad_" if learns else "move the running statistics of another"
+        "reaches the parameters of another: set requires_grad_"
+        if learns
+        else "move the running statistics of another"
     )
     with pytest.raises(Exception, match=says):
         for (x,) in net.shards(batch):
@@ -157,7 +171,9 @@ def test_a_module_that_was_moved_and_a_batch_in_a_plain_loop(net, batch):
 
 def test_ranks_with_other_modules_are_told(launch):
     code = "import torch, odyssey.torch\nfrom odyssey import comm\nn = 2 + comm.world().rank\n"
-    done = launch.python("-c", code + "odyssey.torch.DistributedDataParallel(torch.nn.Linear(n, 1))", ranks=2)
+    done = launch.python(
+        "-c", code + "odyssey.torch.DistributedDataParallel(torch.nn.Linear(n, 1))", ranks=2
+    )
     assert done.returncode == 64
     assert "the parameters of rank 1 differs from that of rank 0" in done.stderr
 
@@ -194,4 +210,6 @@ def test_the_mean_of_a_loss_is_the_same_on_any_number_of_ranks(launch):
         lines |= {line for line in done.stdout.splitlines() if line}
     assert len(lines) == 2
     found = [[float(word) for word in line.split()] for line in lines]
-    assert min(abs(mean / whole - 1) for mean, whole, _ in found) < 1e-5 and all(none != none for *_, none in found)
+    assert min(abs(mean / whole - 1) for mean, whole, _ in found) < 1e-5 and all(
+        none != none for *_, none in found
+    )

@@ -1,4 +1,6 @@
-"""Batches that are dicts, as Hugging Face's loaders give them, in odyssey.torch.DistributedTrainer."""
+"""Batches that are dicts, as Hugging Face's loaders give them, in
+odyssey.torch.DistributedTrainer.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,15 @@ def test_a_loss_and_metrics_of_ones_own():
     def halved(out: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(out.logits, batch["labels"]) / 2
 
-    trainer = made(Classifier(), shard_size=8, metrics={"top5": "top5", "own": lambda out, batch: out.loss})
-    twice = made(Classifier(), loss=halved, shard_size=8, metrics={"first": lambda out, batch: batch["values"][:, 0]})
+    trainer = made(
+        Classifier(), shard_size=8, metrics={"top5": "top5", "own": lambda out, batch: out.loss}
+    )
+    twice = made(
+        Classifier(),
+        loss=halved,
+        shard_size=8,
+        metrics={"first": lambda out, batch: batch["values"][:, 0]},
+    )
     found, half = trainer.evaluate(WHOLE), twice.evaluate(WHOLE)
     assert half.loss == pytest.approx(found.loss / 2)
     assert half.metrics["first"] == pytest.approx(float(X[:, 0].mean()), rel=1e-5)
@@ -105,7 +114,8 @@ def test_one_number_per_sample_is_compared_with_labels_of_the_same_shape():
         (
             Classifier(None),
             {},
-            "the output, a Tensor, has no loss; give batches with the labels .* or the trainer loss",
+            "the output, a Tensor, has no loss; give batches with the labels .* or the trainer "
+            "loss",
         ),
         (Classifier(), {}, "the output, a SimpleNamespace, has no loss"),
         (Classifier(dict), {}, "the output, a dict, has no loss"),
@@ -133,7 +143,10 @@ def test_predictions_of_several_lengths_are_refused():
             return SimpleNamespace(logits=values * self.scale)
 
     trainer = made(Tokens())
-    with pytest.raises(ConfigError, match=r"outputs have the shapes \[\(3,\), \(6,\)\]; pad all batches to one length"):
+    with pytest.raises(
+        ConfigError,
+        match=r"outputs have the shapes \[\(3,\), \(6,\)\]; pad all batches to one length",
+    ):
         trainer.predict([{"values": X}, {"values": X[:, :3]}])
 
 
@@ -142,7 +155,13 @@ def test_predictions_of_several_lengths_are_refused():
 
 @pytest.mark.parametrize(
     ("trainers", "loaders", "validations", "size"),
-    [(8, None, None, 8), (None, 5, None, 5), (None, None, None, 32), (None, None, 4, 4), (8, 8, None, 8)],
+    [
+        (8, None, None, 8),
+        (None, 5, None, 5),
+        (None, None, None, 32),
+        (None, None, 4, 4),
+        (8, 8, None, 8),
+    ],
 )
 def test_the_shard_size_that_was_given_is_that_of_both(trainers, loaders, validations, size):
     trainer = made(Classifier(), shard_size=trainers)
@@ -176,7 +195,9 @@ def test_two_shard_sizes_that_were_given_are_refused():
         with pytest.raises(ConfigError, match=says):
             fit(made(Classifier(), shard_size=8), DataLoader(SAMPLES, 20, shard_size=5))
     with pytest.raises(ConfigError, match="the loader's shard_size is 4, the trainer's 5"):
-        made(Classifier()).fit(DataLoader(SAMPLES, 20, shard_size=5), DataLoader(SAMPLES, 20, shard_size=4))
+        made(Classifier()).fit(
+            DataLoader(SAMPLES, 20, shard_size=5), DataLoader(SAMPLES, 20, shard_size=4)
+        )
 
 
 def test_float64_stays_float64():

@@ -1,4 +1,6 @@
-"""Losses that look across the batch: found on the first batch, and computed over the outputs of all shards."""
+"""Losses that look across the batch: found on the first batch, and computed over the outputs of
+all shards.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.find_spec("torch").origin is None:
+if (
+    not hasattr(importlib.util.find_spec("torch"), "origin")
+    or importlib.util.find_spec("torch").origin is None
+):
     pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
 
 import torch
@@ -173,11 +178,31 @@ LOOKING = {
     "hard triplets": (rows(), X, Y, triplet),
     "dice of the batch": (rows(), X, Y == 1, dice),
     "logarithm of the mean": (rows(out=10), X, GROWING, lambda o, y: (o - y).square().mean().log()),
-    "exponential of the mean": (rows(out=10), X, GROWING / 32, lambda o, y: (o - y).square().mean().exp()),
-    "deviation over the batch": (rows(), X, Y, lambda o, y: F.cross_entropy(o, y) + F.relu(1 - o.std(0)).mean()),
-    "autocast in forward(), contrastive": (Inside(nn.Linear(8, 4), torch.bfloat16), PAIRS, Y, info_nce),
+    "exponential of the mean": (
+        rows(out=10),
+        X,
+        GROWING / 32,
+        lambda o, y: (o - y).square().mean().exp(),
+    ),
+    "deviation over the batch": (
+        rows(),
+        X,
+        Y,
+        lambda o, y: F.cross_entropy(o, y) + F.relu(1 - o.std(0)).mean(),
+    ),
+    "autocast in forward(), contrastive": (
+        Inside(nn.Linear(8, 4), torch.bfloat16),
+        PAIRS,
+        Y,
+        info_nce,
+    ),
     "root of the mean": (rows(out=10), X, GROWING, lambda o, y: (o - y).square().mean().sqrt()),
-    "contrastive, with batch norm and dropout": (rows(nn.BatchNorm1d(8), nn.Dropout(), out=4), X, Y, triplet),
+    "contrastive, with batch norm and dropout": (
+        rows(nn.BatchNorm1d(8), nn.Dropout(), out=4),
+        X,
+        Y,
+        triplet,
+    ),
 }
 
 
@@ -200,7 +225,10 @@ def test_a_mean_of_samples_is_let_be(capsys, kind, precision):
 @pytest.mark.parametrize("kind", LOOKING)
 def test_a_loss_that_looks_across_the_batch_is_told(capsys, kind, precision):
     (line,) = lines(capsys, *LOOKING[kind], precision=precision)
-    assert "In shards of 16 it is another loss than that of the batch of 32: give shard_size=32" in line
+    assert (
+        "In shards of 16 it is another loss than that of the batch of 32: give shard_size=32"
+        in line
+    )
     assert "or gather=True" in line
     assert lines(capsys, *LOOKING[kind], shard_size=32) == []  # that is the batch
     assert lines(capsys, *LOOKING[kind], gather=True) == []
@@ -218,13 +246,17 @@ def test_a_balance_of_experts_is_told(capsys, factor, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_sum_that_does_not_say_so_is_told(capsys, precision):
-    (line,) = lines(capsys, rows(out=10), X, X, lambda o, y: (o - y).square().sum(), precision=precision)
+    (line,) = lines(
+        capsys, rows(out=10), X, X, lambda o, y: (o - y).square().sum(), precision=precision
+    )
     assert "the loss is a sum over samples" in line and "set its `reduction`" in line
     assert lines(capsys, rows(out=10), X, X, nn.MSELoss(reduction="sum"), precision=precision) == []
 
 
 class Keeper(nn.Module):
-    """Has everything that a look at the loss could change: drops, draws, statistics, buffers, attributes, lists."""
+    """Has everything that a look at the loss could change: drops, draws, statistics, buffers,
+    attributes, lists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +284,11 @@ def test_looking_changes_nothing(monkeypatch):
         np.random.standard_normal(), random.gauss(0, 1)
         module = Keeper()
         trainer = DistributedTrainer(
-            module, torch.optim.Adam(module.parameters()), shard_size=5, metrics={}, deterministic="warn"
+            module,
+            torch.optim.Adam(module.parameters()),
+            shard_size=5,
+            metrics={},
+            deterministic="warn",
         )
         trainer.fit([(X, Y)] * 2, epochs=2, verbose=False)
         drawn = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
@@ -298,7 +334,9 @@ def clip(out: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shard", [1, 3, 8, 11, 16])
-@pytest.mark.parametrize("kind", ["contrastive", "ranking", "hard triplets", "dice of the batch", "towers", "summed"])
+@pytest.mark.parametrize(
+    "kind", ["contrastive", "ranking", "hard triplets", "dice of the batch", "towers", "summed"]
+)
 def test_gathered_it_is_the_loss_of_the_whole_batch(kind, shard):
     module, x, y, loss = {
         **LOOKING,
@@ -311,15 +349,24 @@ def test_gathered_it_is_the_loss_of_the_whole_batch(kind, shard):
     expected = {name: p.grad / n for name, p in module.named_parameters() if p.grad is not None}
     for given in ([(x, y)], DataLoader(torch.utils.data.TensorDataset(x, y), 32, shard_size=shard)):
         trainer = DistributedTrainer(
-            module, torch.optim.SGD(module.parameters(), 0.0), loss, metrics={}, shard_size=shard, gather=True
+            module,
+            torch.optim.SGD(module.parameters(), 0.0),
+            loss,
+            metrics={},
+            shard_size=shard,
+            gather=True,
         )
         trainer.fit(given, epochs=1, verbose=False)
-        assert trainer.last.loss / 32 * n == pytest.approx(float(value.detach()) / (32 / n if n > 1 else 1), rel=1e-5)
+        assert trainer.last.loss / 32 * n == pytest.approx(
+            float(value.detach()) / (32 / n if n > 1 else 1), rel=1e-5
+        )
         found = trainer.last_gradients()
         largest = max(float(gradient.abs().max()) for gradient in expected.values())
         for name, gradient in expected.items():
             assert np.abs(found[name] - gradient.numpy()).max() <= 1e-5 * largest, name
-        assert trainer.evaluate(given).loss == pytest.approx(float(loss(module.eval()(x), y).detach()) / n, rel=1e-5)
+        assert trainer.evaluate(given).loss == pytest.approx(
+            float(loss(module.eval()(x), y).detach()) / n, rel=1e-5
+        )
         module.train()
 
 
@@ -333,15 +380,29 @@ def test_what_cannot_be_gathered_is_refused_by_name():
             return self.linear(x) * random.random()
 
     cases = [
-        (Speech(), torch.randn(32, 9, 6), torch.randint(1, 5, (32, 3)), ctc, "joins outputs and targets along"),
+        (
+            Speech(),
+            torch.randn(32, 9, 6),
+            torch.randint(1, 5, (32, 3)),
+            ctc,
+            "joins outputs and targets along",
+        ),
         (Other(), X, Y, triplet, "gives other outputs when it runs again"),
-        (rows(), X, Y, lambda o, y: torch.ones((), requires_grad=True) * 2, "does not depend on the outputs"),
+        (
+            rows(),
+            X,
+            Y,
+            lambda o, y: torch.ones((), requires_grad=True) * 2,
+            "does not depend on the outputs",
+        ),
         (rows(), X, Y, lambda o, y: o[:, 0], "the loss of a shard is"),
     ]
     for module, x, y, loss, says in cases:
         with pytest.raises(ConfigError, match=says):
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            DistributedTrainer(module, optimizer, loss, metrics={}, shard_size=8, gather=True).fit([(x, y)])
+            DistributedTrainer(module, optimizer, loss, metrics={}, shard_size=8, gather=True).fit(
+                [(x, y)]
+            )
 
 
 PROGRAM = """
@@ -383,7 +444,9 @@ def test_gathered_bits_on_1_to_4_ranks(launch):
         assert done.returncode == 0, done.stderr
         assert "the loss is no mean" not in done.stderr
         printed.append(done.stdout)
-    assert len(set(printed)) == 1 and len(set(printed[0].splitlines())) == 1 and len(printed[0]) > 100
+    assert (
+        len(set(printed)) == 1 and len(set(printed[0].splitlines())) == 1 and len(printed[0]) > 100
+    )
 
 
 FAILS = """

@@ -1,4 +1,6 @@
-"""Samplers with generators of their own: a training that goes on has the order of one that was never stopped."""
+"""Samplers with generators of their own: a training that goes on has the order of one that was
+never stopped.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,18 @@ PROGRAM = Path(__file__).with_name("sampled.py")
 
 
 def sha(launch, run: str, *mark: object) -> str:
-    words = [sys.executable, "-m", "odyssey", "launch", "-n", 2, "--run-dir", launch.folder / run, PROGRAM, *mark]
+    words = [
+        sys.executable,
+        "-m",
+        "odyssey",
+        "launch",
+        "-n",
+        2,
+        "--run-dir",
+        launch.folder / run,
+        PROGRAM,
+        *mark,
+    ]
     done = launch(*words, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("restarting from step" in done.stderr) == bool(mark), done.stderr
@@ -61,16 +74,26 @@ def seeded() -> torch.Generator:
 
 WEIGHTS = torch.linspace(0.1, 1, 40)
 LOADERS = {
-    "weighted": lambda d: data.DataLoader(d, 8, sampler=data.WeightedRandomSampler(WEIGHTS, 40, generator=seeded())),
-    "replacement": lambda d: data.DataLoader(d, 8, sampler=data.RandomSampler(d, True, 50, generator=seeded())),
-    "subset": lambda d: data.DataLoader(d, 8, sampler=data.SubsetRandomSampler(range(5, 37), generator=seeded())),
+    "weighted": lambda d: data.DataLoader(
+        d, 8, sampler=data.WeightedRandomSampler(WEIGHTS, 40, generator=seeded())
+    ),
+    "replacement": lambda d: data.DataLoader(
+        d, 8, sampler=data.RandomSampler(d, True, 50, generator=seeded())
+    ),
+    "subset": lambda d: data.DataLoader(
+        d, 8, sampler=data.SubsetRandomSampler(range(5, 37), generator=seeded())
+    ),
     "loader": lambda d: data.DataLoader(d, 8, shuffle=True, generator=seeded()),
     "batches": lambda d: data.DataLoader(
         d, batch_sampler=data.BatchSampler(data.RandomSampler(d, generator=seeded()), 8, True)
     ),
     "workers": lambda d: data.DataLoader(d, 8, shuffle=True, generator=seeded(), num_workers=1),
-    "numpy": lambda d: data.DataLoader(d, 8, sampler=Own(lambda g: g.permutation(40), np.random.default_rng(7))),
-    "state": lambda d: data.DataLoader(d, 8, sampler=Own(lambda g: g.permutation(40), np.random.RandomState(7))),
+    "numpy": lambda d: data.DataLoader(
+        d, 8, sampler=Own(lambda g: g.permutation(40), np.random.default_rng(7))
+    ),
+    "state": lambda d: data.DataLoader(
+        d, 8, sampler=Own(lambda g: g.permutation(40), np.random.RandomState(7))
+    ),
     "python": lambda d: data.DataLoader(d, 8, sampler=Own(shuffled, random.Random(7))),
 }
 
@@ -99,11 +122,16 @@ def test_a_training_that_goes_on_draws_what_it_would_have_drawn(tmp_path, kind, 
 @pytest.mark.parametrize("size", [40, 20])
 def test_a_sampler_that_draws_once_more_at_its_end_goes_on(tmp_path, size):
     """RandomSampler does; stopped at the end of an epoch, of one batch or of two."""
-    whole = trained(lambda d: data.DataLoader(d, size, sampler=data.RandomSampler(d, generator=seeded())), epochs=3)
+    whole = trained(
+        lambda d: data.DataLoader(d, size, sampler=data.RandomSampler(d, generator=seeded())),
+        epochs=3,
+    )
     saving = {"epochs": 3, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
     for stop in (40 // size, 80 // size, None):
         found = trained(
-            lambda d: data.DataLoader(d, size, sampler=data.RandomSampler(d, generator=seeded())), steps=stop, **saving
+            lambda d: data.DataLoader(d, size, sampler=data.RandomSampler(d, generator=seeded())),
+            steps=stop,
+            **saving,
         )
     assert found == whole
 
@@ -149,14 +177,25 @@ def test_states_that_a_file_still_holds_are_read():
         other = Orders(make(list(range(40))))
         other.load({key: Stored(state) for key, state in saved.items()}, "step_00000001")
         found = other.state()
-        assert found.keys() == saved.keys() and all(np.array_equal(found[key], saved[key]) for key in saved)
+        assert found.keys() == saved.keys() and all(
+            np.array_equal(found[key], saved[key]) for key in saved
+        )
 
 
 def test_states_are_put_back():
-    for generator in (seeded(), np.random.default_rng(1), np.random.RandomState(1), random.Random(1)):
+    for generator in (
+        seeded(),
+        np.random.default_rng(1),
+        np.random.RandomState(1),
+        random.Random(1),
+    ):
 
         def draw(g=generator):
-            return torch.rand(3, generator=g).tolist() if isinstance(g, torch.Generator) else g.random()
+            return (
+                torch.rand(3, generator=g).tolist()
+                if isinstance(g, torch.Generator)
+                else g.random()
+            )
 
         state = state_of(generator)
         first = draw()

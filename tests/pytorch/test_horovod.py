@@ -1,4 +1,6 @@
-"""odyssey.torch.horovod: Horovod's calls, its own examples with the import changed, a job that is started anew."""
+"""odyssey.torch.horovod: Horovod's calls, its own examples with the import changed, a job that
+is started anew.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
 )
 needs_torchvision = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("torchvision", "PIL", "filelock", "packaging")),
+    not all(
+        importlib.util.find_spec(name) for name in ("torchvision", "PIL", "filelock", "packaging")
+    ),
     reason="torchvision, pillow, filelock or packaging is not installed",
 )
 
@@ -40,7 +44,19 @@ def example(launch, name: str) -> Path:
 def test_horovods_mnist_examples(launch, name):
     program = example(launch, name)
     done = launch.python(
-        "-W", "ignore", RUN, program, "--epochs", 2, "--batch-size", 16, "--lr", 0.05, "--data-dir", "data", ranks=2
+        "-W",
+        "ignore",
+        RUN,
+        program,
+        "--epochs",
+        2,
+        "--batch-size",
+        16,
+        "--lr",
+        0.05,
+        "--data-dir",
+        "data",
+        ranks=2,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Test set: Average loss") == (2 if name == "pytorch_mnist.py" else 1)
@@ -51,8 +67,18 @@ def test_horovods_mnist_examples(launch, name):
 @needs_torchvision
 def test_horovods_synthetic_benchmark(launch):
     program = example(launch, "pytorch_synthetic_benchmark.py")
-    few = ("--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 1, "--fp16-allreduce")
-    done = launch.python("-W", "ignore", RUN, program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2)
+    few = (
+        "--num-warmup-batches",
+        1,
+        "--num-batches-per-iter",
+        1,
+        "--num-iters",
+        1,
+        "--fp16-allreduce",
+    )
+    done = launch.python(
+        "-W", "ignore", RUN, program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2
+    )
     assert done.returncode == 0, done.stderr
     assert "Total img/sec on 2 CPU(s)" in done.stdout
 
@@ -83,4 +109,7 @@ def test_a_job_that_lost_a_rank_goes_on_from_its_last_commit(launch):
     (launch.folder / "elastic.py").write_text(ELASTIC)
     done = launch.python("-m", "odyssey", "launch", "-n", 2, "--run-dir", "run", "elastic.py")
     assert done.returncode == 0, done.stderr
-    assert "went from 4 to 6" in done.stdout or "went from 3 to 6" in done.stdout, (done.stdout, done.stderr)
+    assert "went from 4 to 6" in done.stdout or "went from 3 to 6" in done.stdout, (
+        done.stdout,
+        done.stderr,
+    )

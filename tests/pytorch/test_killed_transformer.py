@@ -1,4 +1,6 @@
-"""The README's demonstration: a transformer is killed, goes on with another number of ranks, and has the same bits."""
+"""The README's demonstration: a transformer is killed, goes on with another number of ranks, and
+has the same bits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "killed_transformer
 
 def test_a_killed_transformer(launch):
     def train(ranks: int, run: str, *words: object) -> str:
-        base = ("-m", "odyssey", "launch", "--allow-root", "-n", ranks, "--run-dir", launch.folder / run)
+        base = (
+            "-m",
+            "odyssey",
+            "launch",
+            "--allow-root",
+            "-n",
+            ranks,
+            "--run-dir",
+            launch.folder / run,
+        )
         done = launch.python(*base, *words, EXAMPLE)
         return done.stdout + done.stderr
 

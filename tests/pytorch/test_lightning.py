@@ -1,4 +1,6 @@
-"""Lightning's own launchers: processes of a command line, of multiprocessing's spawn, and of a notebook (fork)."""
+"""Lightning's own launchers: processes of a command line, of multiprocessing's spawn, and of a
+notebook (fork).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="lightning is not installed (extra [published])"
+    importlib.util.find_spec("lightning") is None,
+    reason="lightning is not installed (extra [published])",
 )
 
 PROGRAM = Path(__file__).with_name("lightning_launchers.py")

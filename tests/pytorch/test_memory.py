@@ -1,4 +1,6 @@
-"""Buffers and parameters that share memory: they go on sharing it, as in a plain PyTorch loop, or are refused."""
+"""Buffers and parameters that share memory: they go on sharing it, as in a plain PyTorch loop,
+or are refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from odyssey.torch import DistributedDataParallel, DistributedTrainer  # noqa: E
 
 MAKING = threading.Lock()  # ranks are threads here, and torch has one generator
 G = torch.Generator().manual_seed(3)
-BATCHES = [(torch.randn(16, 6, generator=G), torch.randint(0, 3, (16,), generator=G)) for _ in range(4)]
+BATCHES = [
+    (torch.randn(16, 6, generator=G), torch.randint(0, 3, (16,), generator=G)) for _ in range(4)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +158,17 @@ OF_PARAMETERS = [
     frozen,
     disjoint,
 ]
-OTHERS = [the_parameter, statistics, one_statistic, counter, attribute, differentiable, two_norms, interleaved, apart]
+OTHERS = [
+    the_parameter,
+    statistics,
+    one_statistic,
+    counter,
+    attribute,
+    differentiable,
+    two_norms,
+    interleaved,
+    apart,
+]
 
 
 def new(share: Callable[[Net], None]) -> Net:
@@ -183,9 +197,17 @@ def unfreeze(net: Net) -> None:
         p.requires_grad_(True)
 
 
-def trained(comm: Any, net: Net, shard: int = 6, zero: int = 0, **fit: Any) -> dict[str, np.ndarray]:
+def trained(
+    comm: Any, net: Net, shard: int = 6, zero: int = 0, **fit: Any
+) -> dict[str, np.ndarray]:
     trainer = DistributedTrainer(
-        net, optimizer_of(net), nn.CrossEntropyLoss(), shard_size=shard, zero=zero, comm=comm, clip_norm=100.0
+        net,
+        optimizer_of(net),
+        nn.CrossEntropyLoss(),
+        shard_size=shard,
+        zero=zero,
+        comm=comm,
+        clip_norm=100.0,
     )
     trainer.fit(BATCHES, epochs=1, verbose=False, **fit)
     with trainer.gathered():
@@ -225,7 +247,9 @@ def test_any_layout_whole_and_resumed(share, tmp_path):
     fit: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "steps": 2}
     mock.run(stopped[0], lambda comm: trained(comm, new(share), zero=stopped[1], **fit))
     del fit["steps"]
-    for found in mock.run(resumed[0], lambda comm: trained(comm, new(share), zero=resumed[1], **fit)):
+    for found in mock.run(
+        resumed[0], lambda comm: trained(comm, new(share), zero=resumed[1], **fit)
+    ):
         same(found, right)
 
 
@@ -256,7 +280,9 @@ def test_a_buffer_moves_with_a_parameter_that_is_unfrozen():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_views_are_those_of_a_plain_loop(seed):
-    """Buffers that are random slices, transposes and strides of random parameters, and views of views."""
+    """Buffers that are random slices, transposes and strides of random parameters, and views of
+    views.
+    """
     r = random.Random(seed)
     choices = [r.random() for _ in range(40)]
 
@@ -357,12 +383,22 @@ def statistics_of_a_parameter(net: Net) -> None:
 
 
 REFUSED = [
-    (tied, "the parameters extra and first.weight share memory|the parameters first.weight and extra share memory"),
+    (
+        tied,
+        "the parameters extra and first.weight share memory|the parameters first.weight and "
+        "extra share memory",
+    ),
     (tied_transposed, "extra and first.weight share memory|first.weight and extra share memory"),
     (tied_in_part, "extra and first.weight share memory|first.weight and extra share memory"),
     (tied_frozen, "first.weight and extra share memory"),
-    (tied_by_numpy, "share memory, and each needs a place of its own; use one nn.Parameter in both"),
-    (flat, "extra shares memory with the parameters (first.weight and second|second and first.weight)"),
+    (
+        tied_by_numpy,
+        "share memory, and each needs a place of its own; use one nn.Parameter in both",
+    ),
+    (
+        flat,
+        "extra shares memory with the parameters (first.weight and second|second and first.weight)",
+    ),
     (larger, "extra shares memory with the parameters first.weight"),
     (other_type, "extra shares memory with the parameters first.weight"),
     (of_gaps, "extra shares memory with the parameters first.weight"),
@@ -384,7 +420,10 @@ def test_what_cannot_go_on_sharing_is_refused_by_name(share, says):
 @pytest.mark.parametrize("share", OF_PARAMETERS)
 def test_parameters_in_parts_share_nothing(share):
     def rank(comm: Any) -> None:
-        with pytest.raises(ConfigError, match="the buffer extra shares memory with a parameter, which zero=3 has in"):
+        with pytest.raises(
+            ConfigError,
+            match="the buffer extra shares memory with a parameter, which zero=3 has in",
+        ):
             trained(comm, new(share), zero=3)
 
     mock.run(2, rank)

@@ -1,4 +1,6 @@
-"""Models that people use: rows of the table of scripts/verify-torch, and a fault on one rank that names it."""
+"""Models that people use: rows of the table of scripts/verify-torch, and a fault on one rank
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def test_a_model_has_the_same_bits_everywhere(model, precision, tmp_path):
 def test_ranks_that_hold_other_weights_are_told_which(launch):
     done = launch.python(torch_models.PROGRAM[1], "--bug", "--check", 1, ranks=3)
     assert done.returncode != 0
-    assert "rank 1" in done.stderr and "weights" in done.stderr and "step 2" in done.stderr, done.stderr
+    assert "rank 1" in done.stderr and "weights" in done.stderr and "step 2" in done.stderr, (
+        done.stderr
+    )
 
 
 SLEEPS = """
@@ -46,4 +50,6 @@ def test_a_sleeping_rank_is_named_with_its_own_line(launch):
     done = launch.python(*words, launch.folder / "run", script)
     assert done.returncode != 0
     assert "rank 1 did not come to call" in done.stderr
-    assert f"in data at {script.parent.name}/sleeps.py:{number} in batches" in done.stderr, done.stderr
+    assert f"in data at {script.parent.name}/sleeps.py:{number} in batches" in done.stderr, (
+        done.stderr
+    )

@@ -1,4 +1,6 @@
-"""Statistics of normalisations that a program writes between steps: they count, as in a plain PyTorch loop."""
+"""Statistics of normalisations that a program writes between steps: they count, as in a plain
+PyTorch loop.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from odyssey.torch import DistributedDataParallel, DistributedTrainer  # noqa: E
 
 MAKING = threading.Lock()  # ranks are threads here, and torch has one generator
 G = torch.Generator().manual_seed(3)
-BATCHES = [(torch.randn(16, 4, 6, generator=G), torch.randint(0, 3, (16,), generator=G)) for _ in range(6)]
+BATCHES = [
+    (torch.randn(16, 4, 6, generator=G), torch.randint(0, 3, (16,), generator=G)) for _ in range(6)
+]
 OTHERS = torch.randn(20, 4, 6, generator=G) * 3 + 1
 WRITTEN_AFTER = 2
 
@@ -35,13 +39,20 @@ def _as_a_trainer_sets_it():
 
 
 class Net(nn.Module):
-    """A module with normalisations of all kinds that keep statistics. frozen: these normalise with the kept ones."""
+    """A module with normalisations of all kinds that keep statistics. frozen: these normalise
+    with the kept ones.
+    """
 
     def __init__(self, momentum: float | None = 0.1, frozen: bool = False) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv1d(4, 5, 1), nn.BatchNorm1d(5, momentum=momentum)
-        self.instance = nn.InstanceNorm1d(5, momentum=momentum or 0.2, affine=True, track_running_stats=True)
-        self.plain, self.last = nn.BatchNorm1d(30, affine=False, momentum=momentum), nn.Linear(30, 3)
+        self.instance = nn.InstanceNorm1d(
+            5, momentum=momentum or 0.2, affine=True, track_running_stats=True
+        )
+        self.plain, self.last = (
+            nn.BatchNorm1d(30, affine=False, momentum=momentum),
+            nn.Linear(30, 3),
+        )
         self.frozen = frozen
         self.train()
 
@@ -78,7 +89,9 @@ def load(net: Net) -> None:
 
 
 def load_statistics(net: Net) -> None:
-    net.load_state_dict({k: v for k, v in donor().state_dict().items() if "running" in k}, strict=False)
+    net.load_state_dict(
+        {k: v for k, v in donor().state_dict().items() if "running" in k}, strict=False
+    )
 
 
 def update_bn(net: Net) -> None:
@@ -114,7 +127,11 @@ def assign(net: Net) -> None:
 
 
 def assign_from_a_dict(net: Net) -> None:
-    buffers = {name: b for name, b in donor().state_dict().items() if "running" in name or "tracked" in name}
+    buffers = {
+        name: b
+        for name, b in donor().state_dict().items()
+        if "running" in name or "tracked" in name
+    }
     net.load_state_dict(buffers, strict=False, assign=True)
 
 
@@ -123,7 +140,18 @@ def set_data(net: Net) -> None:
     net.norm.num_batches_tracked.data = torch.tensor(3)
 
 
-WAYS = [load, load_statistics, update_bn, reset, write, not_a_number, run_forward, assign, assign_from_a_dict, set_data]
+WAYS = [
+    load,
+    load_statistics,
+    update_bn,
+    reset,
+    write,
+    not_a_number,
+    run_forward,
+    assign,
+    assign_from_a_dict,
+    set_data,
+]
 
 
 class Writes(callbacks.Callback):
@@ -159,7 +187,9 @@ def trained(
     comm: Any, way: Callable[[Net], None], net: Net, shard: int = 6, zero: int = 0, **fit: Any
 ) -> dict[str, np.ndarray]:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    trainer = DistributedTrainer(net, optimizer, nn.CrossEntropyLoss(), shard_size=shard, zero=zero, comm=comm)
+    trainer = DistributedTrainer(
+        net, optimizer, nn.CrossEntropyLoss(), shard_size=shard, zero=zero, comm=comm
+    )
     trainer.fit(BATCHES, epochs=1, callbacks=[Writes(way)], verbose=False, **fit)
     return trainer.state_dict()
 
@@ -187,23 +217,36 @@ def test_one_shard_is_a_plain_loop(way, frozen, momentum):
 LAYOUTS = [(2, 0), (3, 1), (2, 2), (3, 3), (4, 0)]  # ranks and ZeRO
 
 
-@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 5))])
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 5))]
+)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("way", WAYS)
 def test_any_layout_whole_and_resumed(way, momentum, turn, tmp_path):
-    """Shards of 6, 6 and 4; whole on one layout, stopped at the step after which it is written on the next one, and
-    resumed on the one after that."""
+    """Shards of 6, 6 and 4; whole on one layout, stopped at the step after which it is written
+    on the next one, and resumed on the one after that.
+    """
     turn += WAYS.index(way) + (0 if momentum else 2)
     whole, stopped, resumed = (LAYOUTS[(turn + k) % 5] for k in range(3))
     (right,) = mock.run(1, lambda comm: trained(comm, way, new(momentum, True)))
     unwritten = trained(None, lambda net: None, new(momentum, True))
     assert any(not np.array_equal(right[name], value) for name, value in unwritten.items())
-    for found in mock.run(whole[0], lambda comm: trained(comm, way, new(momentum, True), zero=whole[1])):
+    for found in mock.run(
+        whole[0], lambda comm: trained(comm, way, new(momentum, True), zero=whole[1])
+    ):
         same(found, right)
-    fit: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "steps": WRITTEN_AFTER}
-    mock.run(stopped[0], lambda comm: trained(comm, way, new(momentum, True), zero=stopped[1], **fit))
+    fit: dict[str, Any] = {
+        "checkpoint_dir": tmp_path,
+        "checkpoint_every": 1,
+        "steps": WRITTEN_AFTER,
+    }
+    mock.run(
+        stopped[0], lambda comm: trained(comm, way, new(momentum, True), zero=stopped[1], **fit)
+    )
     del fit["steps"]
-    for found in mock.run(resumed[0], lambda comm: trained(comm, way, new(momentum, True), zero=resumed[1], **fit)):
+    for found in mock.run(
+        resumed[0], lambda comm: trained(comm, way, new(momentum, True), zero=resumed[1], **fit)
+    ):
         same(found, right)
 
 
@@ -225,7 +268,10 @@ def print_loops() -> None:
 
 
 def test_a_loop_of_ones_own_on_any_ranks(launch):
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import {Path(__file__).stem} as t"
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import "
+        f"{Path(__file__).stem} as t"
+    )
     lines = []
     for ranks in (0, 3):
         done = launch.python("-W", "ignore", "-c", f"{code}; t.print_loops()", ranks=ranks)
@@ -243,7 +289,9 @@ def test_before_the_first_step(tmp_path):
         if first:
             load(net)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        trainer = DistributedTrainer(net, optimizer, nn.CrossEntropyLoss(), shard_size=6, zero=zero, comm=comm)
+        trainer = DistributedTrainer(
+            net, optimizer, nn.CrossEntropyLoss(), shard_size=6, zero=zero, comm=comm
+        )
         if not first:
             with trainer.gathered():
                 load(net)
@@ -262,12 +310,17 @@ def test_before_the_first_step(tmp_path):
         (write, "values written into instance.num_batches_tracked between steps"),
         (run_forward, "values written into instance.running_mean between steps"),
         (assign, "values written into norm.running_mean between steps"),
-        (lambda net: net.plain.num_batches_tracked.zero_(), "written into plain.num_batches_tracked between steps"),
+        (
+            lambda net: net.plain.num_batches_tracked.zero_(),
+            "written into plain.num_batches_tracked between steps",
+        ),
     ],
 )
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_that_write_other_values_are_refused_by_name(way, says, zero):
-    """The next step merges what they wrote, so that all have the same again: no comparison of values would find it."""
+    """The next step merges what they wrote, so that all have the same again: no comparison of
+    values would find it.
+    """
 
     def rank(comm: Any) -> None:
         trained(comm, lambda net: way(net) if comm.rank == 1 else None, new(), zero=zero)
@@ -342,7 +395,9 @@ def test_a_loop_of_ones_own_that_is_left_leaves_the_statistics_of_before_it():
 def test_a_step_without_effect_keeps_what_was_written():
     """A batch with NaN is skipped; the values written before it stay."""
     net = new()
-    trainer = DistributedTrainer(net, torch.optim.SGD(net.parameters(), 0.1), shard_size=6, nonfinite="skip")
+    trainer = DistributedTrainer(
+        net, torch.optim.SGD(net.parameters(), 0.1), shard_size=6, nonfinite="skip"
+    )
     trainer.fit(BATCHES[:1], epochs=1, verbose=False)
     write(net)
     written = {name: b.clone() for name, b in net.named_buffers()}
@@ -354,16 +409,28 @@ def test_a_step_without_effect_keeps_what_was_written():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda net: setattr(net.norm, "running_mean", None), "the buffer norm.running_mean is gone"),
-        (lambda net: setattr(net.norm, "running_mean", torch.zeros(7)), r"norm.running_mean has shape \(7,\)"),
-        (lambda net: setattr(net.norm, "running_mean", torch.zeros(5).long()), "norm.running_mean is int64"),
+        (
+            lambda net: setattr(net.norm, "running_mean", None),
+            "the buffer norm.running_mean is gone",
+        ),
+        (
+            lambda net: setattr(net.norm, "running_mean", torch.zeros(7)),
+            r"norm.running_mean has shape \(7,\)",
+        ),
+        (
+            lambda net: setattr(net.norm, "running_mean", torch.zeros(5).long()),
+            "norm.running_mean is int64",
+        ),
     ],
 )
 def test_a_buffer_that_cannot_be_merged_any_more_is_refused_by_name(change, says):
     with pytest.raises(ConfigError, match=says):
         trained(None, change, new())
     with pytest.raises(ConfigError, match=says):  # on both ranks, although only one has changed it
-        mock.run(2, lambda comm: trained(comm, lambda net: change(net) if comm.rank == 1 else None, new()))
+        mock.run(
+            2,
+            lambda comm: trained(comm, lambda net: change(net) if comm.rank == 1 else None, new()),
+        )
     net = new()
     loop = DistributedDataParallel(net, shard_size=6)
     change(net)
@@ -410,7 +477,9 @@ def test_the_advice_for_a_replaced_parameter_works():
 
 
 def test_the_repro_of_pretrained_statistics_in_both_orders():
-    """A frozen BatchNorm normalises with the loaded statistics, whichever came first, the trainer or the load."""
+    """A frozen BatchNorm normalises with the loaded statistics, whichever came first, the
+    trainer or the load.
+    """
     source = donor()
     assert float(source.norm.running_mean.abs().max()) > 0.1
     hashes = []

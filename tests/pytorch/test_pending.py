@@ -1,4 +1,6 @@
-"""Calls of backend "odyssey" that are under way, over each transport: c10d_pending.py says what is asked."""
+"""Calls of backend "odyssey" that are under way, over each transport: c10d_pending.py says what
+is asked.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.skipif(
 
 def as_expected(done, ranks: int, code: int = 0) -> None:
     assert done.returncode == code, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(f"{case} as expected" for case in CASES * ranks), done.stdout
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"{case} as expected" for case in CASES * ranks
+    ), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -32,9 +36,13 @@ def as_expected(done, ranks: int, code: int = 0) -> None:
     ],
 )
 def test_works_under_mpirun(launch, ranks, backend):
-    """A rank that gave up waiting for another does not end MPI in order: the job's code is that of the error."""
+    """A rank that gave up waiting for another does not end MPI in order: the job's code is that
+    of the error.
+    """
     launch.environment["ODYSSEY_BACKEND"] = backend
-    as_expected(launch.python("-W", "ignore", PROGRAM, launch.folder, *CASES, ranks=ranks), ranks, 76)
+    as_expected(
+        launch.python("-W", "ignore", PROGRAM, launch.folder, *CASES, ranks=ranks), ranks, 76
+    )
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("", marks=pytest.mark.long)])

@@ -1,4 +1,6 @@
-"""Programs as other projects publish them, over backend odyssey: only imports, the backend's name and paths changed."""
+"""Programs as other projects publish them, over backend odyssey: only imports, the backend's
+name and paths changed.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,22 @@ def test_accelerates_cv_example(launch):
     for i in range(5):
         pixels = np.random.default_rng(i).integers(0, 256, (40, 40, 3), np.uint8)
         Image.fromarray(pixels).save(launch.folder / "pets" / f"{('cat', 'dog')[i % 2]}_{i}.jpg")
-    launch.environment.update(HF_HUB_CACHE=str(launch.folder / "hub"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    # under torchrun ranks are connected by Gloo: who waits leaves the cores to the workers that load pictures
+    launch.environment.update(
+        HF_HUB_CACHE=str(launch.folder / "hub"), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"
+    )
+    # under torchrun ranks are connected by Gloo: who waits leaves the cores to the workers that
+    # load pictures
     torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     done = launch.python(*torchrun, RUN, example, "--data_dir", "pets", "--cpu", timeout=600)
     (launch.folder / "hub").rename(launch.folder / "read")
     for path in (launch.folder / "read").rglob("*.safetensors"):
         path.unlink()  # 50 MB
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "epoch 0",
+        "epoch 1",
+        "epoch 2",
+    ]
 
 
 @pytest.mark.long
@@ -69,12 +78,17 @@ def test_fabrics_image_classifier(launch):
             "from lightning.fabric import Fabric, seed_everything\n"
             "from lightning.fabric.strategies import DDPStrategy\nimport odyssey.torch\n",
         ),
-        ("fabric = Fabric()", 'fabric = Fabric(strategy=DDPStrategy(process_group_backend="odyssey"))'),
+        (
+            "fabric = Fabric()",
+            'fabric = Fabric(strategy=DDPStrategy(process_group_backend="odyssey"))',
+        ),
         ('path.join(path.dirname(__file__), "..", "..", "..", "Datasets")', '"data"'),
     )
     mnist(launch.folder / "data")
     # what `fabric run --accelerator=cpu --devices=2` sets
-    launch.environment.update(LT_CLI_USED="1", LT_ACCELERATOR="cpu", LT_DEVICES="2", OMP_NUM_THREADS="1")
+    launch.environment.update(
+        LT_CLI_USED="1", LT_ACCELERATOR="cpu", LT_DEVICES="2", OMP_NUM_THREADS="1"
+    )
     done = launch.python("-W", "ignore", RUN, example, "--epochs", 2, "--batch-size", 16, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "distributed_backend=odyssey" in done.stderr

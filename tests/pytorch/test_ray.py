@@ -1,4 +1,6 @@
-"""odyssey.ray on a local Ray: ranks as actors, a rank that fails, RayTrainer with the bits of one process."""
+"""odyssey.ray on a local Ray: ranks as actors, a rank that fails, RayTrainer with the bits of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import importlib.util
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("ray", "torch")), reason="ray is not installed (extra [ray])"
+    not all(importlib.util.find_spec(name) for name in ("ray", "torch")),
+    reason="ray is not installed (extra [ray])",
 )
 
 PROGRAM = """

@@ -1,4 +1,6 @@
-"""ResNet-18 beside torchvision's: its safetensors load by name; outputs, gradients, running statistics agree."""
+"""ResNet-18 beside torchvision's: its safetensors load by name; outputs, gradients, running
+statistics agree.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from odyssey import Tensor, nn
 from odyssey import functional as F
 
 pytestmark = pytest.mark.skipif(  # not imported here: every worker would wait for it
-    not all(importlib.util.find_spec(name) for name in ("torch", "torchvision")), reason="torchvision is not installed"
+    not all(importlib.util.find_spec(name) for name in ("torch", "torchvision")),
+    reason="torchvision is not installed",
 )
 
 
@@ -41,14 +44,18 @@ def test_against_torchvision(size, n, tmp_path):
     a, labels = rng.standard_normal((n, 3, size, size)).astype(np.float32), rng.integers(0, 7, n)
     other.double()
     x, t = Tensor(a), torch.tensor(a.astype(np.float64))
-    loss, wanted = F.cross_entropy(model(x), labels), torch.nn.functional.cross_entropy(other(t), torch.tensor(labels))
+    loss, wanted = (
+        F.cross_entropy(model(x), labels),
+        torch.nn.functional.cross_entropy(other(t), torch.tensor(labels)),
+    )
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-4)
     loss.backward()
     wanted.backward()
     gradients = {name: p.grad.numpy() for name, p in other.named_parameters()}
     for name, p in model.named_parameters():
         error = np.linalg.norm(p.grad.data - gradients[name]) / np.linalg.norm(gradients[name])
-        assert error < 1e-4, (name, error)  # where no ReLU has an input so near 0 that its rounding decides
+        # where no ReLU has an input so near 0 that its rounding decides
+        assert error < 1e-4, (name, error)
     state = model.state_dict()
     for name, value in other.state_dict().items():
         np.testing.assert_allclose(state[name], value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)

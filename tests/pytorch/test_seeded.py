@@ -1,4 +1,6 @@
-"""Random draws of a data set: a function of (seed, epoch, sample), whatever else is read, and by whom."""
+"""Random draws of a data set: a function of (seed, epoch, sample), whatever else is read, and by
+whom.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.find_spec("torch").origin is None:
+if (
+    not hasattr(importlib.util.find_spec("torch"), "origin")
+    or importlib.util.find_spec("torch").origin is None
+):
     pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
 
 import torch
@@ -38,7 +43,9 @@ class Sometimes(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         kind, times = self.kinds.get(i, ("", 0))
-        return torch.tensor([DRAWS[kind]() for _ in range(times)] + [0.0] * (3 - times), dtype=torch.float64), i
+        return torch.tensor(
+            [DRAWS[kind]() for _ in range(times)] + [0.0] * (3 - times), dtype=torch.float64
+        ), i
 
 
 def expected(dataset: Sometimes, seed: int, epoch: int, i: int) -> torch.Tensor:
@@ -61,8 +68,14 @@ def test_a_samples_draws_depend_on_nothing_else(case):
     share = r.choice([0, 0.02, 0.1, 0.5, 1])
     kinds = {i: (r.choice([*DRAWS]), r.randint(1, 3)) for i in range(samples) if r.random() < share}
     dataset = Sometimes(kinds, samples)
-    workers = {"num_workers": r.choice([1, 2]), "persistent_workers": r.random() < 0.5} if case % 10 == 0 else {}
-    loader = DataLoader(dataset, r.randint(1, 40), r.random() < 0.7, seed, shard_size=r.randint(1, 9), **workers)
+    workers = (
+        {"num_workers": r.choice([1, 2]), "persistent_workers": r.random() < 0.5}
+        if case % 10 == 0
+        else {}
+    )
+    loader = DataLoader(
+        dataset, r.randint(1, 40), r.random() < 0.7, seed, shard_size=r.randint(1, 9), **workers
+    )
     torch.manual_seed(case)
     random.seed(case)
     np.random.seed(case)
@@ -96,10 +109,18 @@ def test_generators_of_other_kinds_and_after_an_error():
     try:
         np.random.set_bit_generator(np.random.Philox(3))
         loader = DataLoader(Breaks({3: ("numpy", 1)}, 8), 4, shard_size=2)
-        kept = repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist(), random.getstate()
+        kept = (
+            repr(np.random.get_state(legacy=False)),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+        )
         with pytest.raises(KeyError):
             list(loader)
-        assert kept == (repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist(), random.getstate())
+        assert kept == (
+            repr(np.random.get_state(legacy=False)),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+        )
     finally:
         np.random.set_bit_generator(twister)
 
@@ -118,15 +139,27 @@ def test_a_data_set_that_does_not_draw_is_read_once():
 
 def test_tables_are_read_as_they_would_be_collated():
     g = torch.Generator().manual_seed(0)
-    tensors = torch.randn(40, 2, 3, 4, generator=g).permute(0, 3, 1, 2), torch.arange(40).bool(), torch.arange(40)
+    tensors = (
+        torch.randn(40, 2, 3, 4, generator=g).permute(0, 3, 1, 2),
+        torch.arange(40).bool(),
+        torch.arange(40),
+    )
     table = torch.utils.data.TensorDataset(*tensors)
-    part = torch.utils.data.Subset(torch.utils.data.Subset(table, range(3, 40, 2)), [5, 2, 2, 9, -1])
+    part = torch.utils.data.Subset(
+        torch.utils.data.Subset(table, range(3, 40, 2)), [5, 2, 2, 9, -1]
+    )
     for dataset in (table, part):
         fast = DataLoader(dataset, 7, True, shard_size=3)
-        plain = DataLoader(dataset, 7, True, shard_size=3, collate_fn=torch.utils.data.default_collate)
+        plain = DataLoader(
+            dataset, 7, True, shard_size=3, collate_fn=torch.utils.data.default_collate
+        )
         for _ in range(2):
             for a, b in zip(fast, plain, strict=True):
                 for s, shard in b.dataset.shards.items():
                     for one, two in zip(a.dataset.shards[s], shard, strict=True):
-                        assert torch.equal(one, two) and one.dtype == two.dtype and one.stride() == two.stride()
+                        assert (
+                            torch.equal(one, two)
+                            and one.dtype == two.dtype
+                            and one.stride() == two.stride()
+                        )
                         assert type(a.dataset.shards[s]) is type(shard)

@@ -1,6 +1,8 @@
-"""Other projects' own tests over odyssey: PyTorch's, Horovod's, Accelerate's; which of them fail, and why.
+"""Other projects' own tests over odyssey: PyTorch's, Horovod's, Accelerate's; which of them
+fail, and why.
 
-What is not listed passes or is skipped by the test itself. A listed one that passes fails here as well.
+What is not listed passes or is skipped by the test itself. A listed one that passes fails here as
+well.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import pytest
 HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
+    ),
 ]
 
 PYTORCH = {
@@ -24,7 +28,8 @@ PYTORCH = {
 }
 
 BY_ORDER = (
-    "calls are matched by their order, not by names: no name is there twice, and who makes one call more is named"
+    "calls are matched by their order, not by names: no name is there twice, and who "
+    "makes one call more is named"
 )
 JOINED = "what a joined rank cannot take part in is an error on all ranks, not on the caller alone"
 HOROVOD = {
@@ -34,11 +39,15 @@ HOROVOD = {
     "test_horovod_reducescatter_duplicate_name_error": BY_ORDER,
     "test_horovod_join_allgather": JOINED,
     "test_horovod_join_broadcast": JOINED,
-    "test_horovod_allgather_async_fused": "allgather_async has gathered when it returns, as ranks may have any rows",
-    "test_horovod_reducescatter_adasum": "Adasum is refused, with a ValueError where this test wants a RuntimeError",
-    "test_broadcast_state_no_grad": "broadcast_optimizer_state makes no gradients; Horovod takes a step of zeros",
+    "test_horovod_allgather_async_fused": "allgather_async has gathered when it returns, as "
+    "ranks may have any rows",
+    "test_horovod_reducescatter_adasum": "Adasum is refused, with a ValueError where this test "
+    "wants a RuntimeError",
+    "test_broadcast_state_no_grad": "broadcast_optimizer_state makes no gradients; Horovod takes "
+    "a step of zeros",
     "test_optimizer_no_named_parameters": "it reads Horovod's private _parameter_names",
-    "test_sparse_embeddings": "its second part gives dense gradients to SparseAdam, which torch refuses by now",
+    "test_sparse_embeddings": "its second part gives dense gradients to SparseAdam, which torch "
+    "refuses by now",
 }
 
 ACCELERATE = {
@@ -62,7 +71,9 @@ def compared(found: dict[str, tuple[str, str]], expected: dict[str, str]) -> Cou
     """How many passed, failed and were skipped. Fails: others failed than those expected to."""
     failed = {name: why for name, (outcome, why) in found.items() if outcome == "failed"}
     assert not {name: why for name, why in failed.items() if name not in expected}
-    assert not [name for name in expected if name not in failed], "they pass now: take them off the list"
+    assert not [name for name in expected if name not in failed], (
+        "they pass now: take them off the list"
+    )
     counts = Counter(outcome for outcome, _ in found.values())
     print(dict(counts))
     return counts
@@ -72,7 +83,11 @@ def test_torchs_tests_of_collectives_and_ddp(launch):
     suite = HERE / "torchs_suite.py"
     found = outcomes(launch, suite, "odyssey")
     assert len(found) > 250
-    for_gloo = [name for name, (outcome, why) in found.items() if outcome == "skipped" and "gloo" in why.lower()]
+    for_gloo = [
+        name
+        for name, (outcome, why) in found.items()
+        if outcome == "skipped" and "gloo" in why.lower()
+    ]
     counts = compared({**found, **outcomes(launch, suite, "alias", *for_gloo)}, PYTORCH)
     assert counts["passed"] + counts["failed"] >= 90
 
@@ -83,12 +98,16 @@ def test_horovods_tests(launch):
     assert counts["passed"] + counts["failed"] >= 103
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
+)
 @pytest.mark.parametrize("script", ACCELERATE)
 def test_accelerates_scripts(launch, script):
-    """Three of them fail on CPUs whatever the back end is: one joins uneven inputs, which Accelerate does on GPUs alone
-    (Gloo's ranks then wait for each other until torch's timeout), one gives DDP the number of a GPU, one wants FSDP's
-    settings from a configuration."""
+    """Three of them fail on CPUs whatever the back end is: one joins uneven inputs, which
+    Accelerate does on GPUs alone (Gloo's ranks then wait for each other until torch's
+    timeout), one gives DDP the number of a GPU, one wants FSDP's settings from a
+    configuration.
+    """
     torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     done = launch.python(*torchrun, HERE / "accelerates_suite.py", "odyssey", script, timeout=900)
     if ACCELERATE[script]:

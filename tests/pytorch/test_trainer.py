@@ -1,4 +1,6 @@
-"""odyssey.torch.DistributedTrainer: the same bits on every number of ranks, across restarts, and what is refused."""
+"""odyssey.torch.DistributedTrainer: the same bits on every number of ranks, across restarts, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.find_spec("torch").origin is None:
+if (
+    not hasattr(importlib.util.find_spec("torch"), "origin")
+    or importlib.util.find_spec("torch").origin is None
+):
     pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
 
 import safetensors.torch
@@ -26,7 +31,13 @@ from torch import nn
 import odyssey
 from odyssey import data
 from odyssey.errors import ConfigError, NumericsError
-from odyssey.torch import DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
+from odyssey.torch import (
+    DistributedTrainer,
+    HorovodTrainer,
+    PyTorchDDPTrainer,
+    load_torch,
+    to_torch,
+)
 from odyssey.torch import horovod as hvd
 
 HERE = Path(__file__).parent
@@ -38,12 +49,16 @@ def test_random_modules_have_the_same_bits_on_any_ranks(launch, seed):
     """Whole on one layout; stopped, and gone on with on others."""
     done = launch.python(RANDOM, "--torch", "--count", 8, "--seed", seed, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 same (" in done.stdout and "0 refused, 0 differ, 0 crashed" in done.stdout, done.stdout
+    assert "8 same (" in done.stdout and "0 refused, 0 differ, 0 crashed" in done.stdout, (
+        done.stdout
+    )
 
 
 @pytest.mark.long
 def test_a_killed_rank_costs_time_only(launch):
-    """kill -9 of a rank under odyssey launch: the bytes of a training on one rank that was never disturbed."""
+    """kill -9 of a rank under odyssey launch: the bytes of a training on one rank that was never
+    disturbed.
+    """
     plain = launch.python(TRAINING, 120)
     assert plain.returncode == 0, plain.stderr
     run = launch.folder / "run"
@@ -60,7 +75,9 @@ def test_a_killed_rank_costs_time_only(launch):
         "120",
         "--every",
     ]
-    job = subprocess.Popen(words, env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        words, env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True
+    )
     until = time.monotonic() + 120
     while not list((run / "checkpoints").glob("step_*")):
         assert time.monotonic() < until and job.poll() is None
@@ -81,7 +98,9 @@ def test_verify_compares_and_names_a_fault(launch):
     done = launch.python(*verify, "dp=3,zero=1")
     assert done.returncode == 0 and done.stdout.count("same bits") == 1, done.stdout + done.stderr
     done = launch.python(*verify, "dp=2", "--bug")
-    assert done.returncode != 0 and "DIFFERS" in done.stdout and "step 1" in done.stdout, done.stdout + done.stderr
+    assert done.returncode != 0 and "DIFFERS" in done.stdout and "step 1" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
 def test_the_example_has_the_same_bits_on_two_ranks(launch):
@@ -129,18 +148,26 @@ def test_callbacks_and_loggers_have_the_same_bits_on_any_ranks_and_after_a_stop(
     program = launch.folder / "called.py"
     program.write_text(CALLED)
     alone = launch.python(program, "a", 0)
-    assert alone.stdout.startswith("13 ") and "0.1, 0.010000000000000002, 0.001" in alone.stdout, alone.stderr
+    assert alone.stdout.startswith("13 ") and "0.1, 0.010000000000000002, 0.001" in alone.stdout, (
+        alone.stderr
+    )
     assert launch.python(program, "b", 7, ranks=3).returncode == 75
     assert launch.python(program, "b", 0, ranks=2).stdout == alone.stdout
-    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3))
-    with pytest.raises(ConfigError, match="of a PyTorch module, Sequential; build it and give odyssey.load"):
+    module = nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3)
+    )
+    with pytest.raises(
+        ConfigError, match="of a PyTorch module, Sequential; build it and give odyssey.load"
+    ):
         odyssey.load(launch.folder / "a" / "last")
     weights = load_file(launch.folder / "a" / "last" / "parameters.safetensors")
     odyssey.load(launch.folder / "a" / "last", module)
-    assert all(np.array_equal(p.detach().numpy(), weights[name]) for name, p in module.named_parameters())
+    assert all(
+        np.array_equal(p.detach().numpy(), weights[name]) for name, p in module.named_parameters()
+    )
 
 
-# --- in one process ---------------------------------------------------------------------------------------------------
+# --- in one process -------------------------------------------------------------------------------
 
 
 def net() -> nn.Module:
@@ -149,7 +176,9 @@ def net() -> nn.Module:
 
 
 def made(module: nn.Module, **settings) -> DistributedTrainer:
-    return DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), **settings)
+    return DistributedTrainer(
+        module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), **settings
+    )
 
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -173,7 +202,10 @@ def test_one_shard_has_the_bits_of_torch_alone():
         ours, optimizer, shard_size=16, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2)
     )
     trainer.fit([(X[:16], Y[:16]), (X[16:32], Y[16:32])], epochs=3)
-    assert all(torch.equal(a, b) for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True)
+    )
     assert trainer.rate == scheduler.get_last_lr()[0]
 
 
@@ -187,7 +219,9 @@ def test_evaluate_and_predict():
     module.eval()
     with torch.no_grad():
         assert torch.allclose(out, module(X), atol=1e-6)
-        assert found.loss == pytest.approx(float(nn.functional.cross_entropy(module(X), Y)), rel=1e-5)
+        assert found.loss == pytest.approx(
+            float(nn.functional.cross_entropy(module(X), Y)), rel=1e-5
+        )
         assert found.accuracy == pytest.approx(float((module(X).argmax(1) == Y).float().mean()))
 
 
@@ -199,7 +233,12 @@ def test_inputs_are_left_as_they_are_and_bits_do_not_depend_on_where_they_lie():
         module = nn.Sequential(nn.ReLU(inplace=True), *net())
         trainer = made(module, shard_size=7)
         trainer.fit([(x[:21], Y[:21]), (x[21:], Y[21:])], epochs=2)
-        hashes.add((trainer.weights_sha256(), hashlib.sha256(trainer.predict(x).numpy().tobytes()).hexdigest()))
+        hashes.add(
+            (
+                trainer.weights_sha256(),
+                hashlib.sha256(trainer.predict(x).numpy().tobytes()).hexdigest(),
+            )
+        )
         assert torch.equal(x, X)
     assert len(hashes) == 1
 
@@ -252,7 +291,9 @@ def test_a_parameter_that_forward_changes_is_refused():
     with pytest.raises(ConfigError, match="forward.. changes the parameter 0.weight"):
         made(module).fit([(torch.arange(16).view(8, 2) % 9, Y[:8])])
     module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
-    with pytest.raises(ConfigError, match="forward.. changes the buffer 0.parametrizations.weight.0._u"):
+    with pytest.raises(
+        ConfigError, match="forward.. changes the buffer 0.parametrizations.weight.0._u"
+    ):
         made(module).fit([(X, Y)])
 
 
@@ -271,7 +312,9 @@ def test_a_scheduler_of_figures_is_refused():
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a figure"):
-        DistributedTrainer(module, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+        DistributedTrainer(
+            module, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        )
 
 
 class Put(nn.Linear):
@@ -282,7 +325,9 @@ class Put(nn.Linear):
 
 
 def test_an_operation_without_a_deterministic_form_is_refused_or_told():
-    with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation; use another") as found:
+    with pytest.raises(
+        ConfigError, match="put_ does not have a deterministic implementation; use another"
+    ) as found:
         made(Put(6, 3)).fit([(X, Y)])
     assert "\n" not in str(found.value)
     with pytest.warns(UserWarning, match="put_ does not have"):
@@ -294,25 +339,65 @@ def test_an_operation_without_a_deterministic_form_is_refused_or_told():
     [
         (lambda: nn.Linear(6, 3).double(), torch.optim.SGD, {}, "weight is float64 on cpu"),
         (lambda: nn.Linear(6, 3).half(), torch.optim.SGD, {}, "weight is float16 on cpu"),
-        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), torch.optim.SGD, {}, "0 .Embedding. has sparse"),
-        (lambda: nn.Sequential(nn.SyncBatchNorm(3)), torch.optim.SGD, {}, "0 .SyncBatchNorm. talks to other ranks"),
-        (lambda: nn.Linear(6, 3).bfloat16(), torch.optim.SGD, {}, "weight is bfloat16 on cpu; float32 on the CPU"),
-        (nn.ReLU, lambda *_, **__: torch.optim.SGD([torch.zeros(1)]), {}, "parameters that are not the module's"),
+        (
+            lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)),
+            torch.optim.SGD,
+            {},
+            "0 .Embedding. has sparse",
+        ),
+        (
+            lambda: nn.Sequential(nn.SyncBatchNorm(3)),
+            torch.optim.SGD,
+            {},
+            "0 .SyncBatchNorm. talks to other ranks",
+        ),
+        (
+            lambda: nn.Linear(6, 3).bfloat16(),
+            torch.optim.SGD,
+            {},
+            "weight is bfloat16 on cpu; float32 on the CPU",
+        ),
+        (
+            nn.ReLU,
+            lambda *_, **__: torch.optim.SGD([torch.zeros(1)]),
+            {},
+            "parameters that are not the module's",
+        ),
         (lambda: nn.LazyLinear(3), torch.optim.SGD, {}, "weight has no shape yet"),
         (net, torch.optim.LBFGS, {}, "LBFGS runs the model several times"),
         (net, torch.optim.SparseAdam, {}, "SparseAdam needs sparse gradients"),
         (net, lambda p, lr: torch.optim.SGD(p, torch.tensor(lr)), {}, "SGD's lr is a tensor"),
         (net, type("Own", (torch.optim.SGD,), {}), {"zero": 1}, "zero=1 with Own"),
         (net, type("Own", (torch.optim.SGD,), {}), {"zero": 3}, "zero=3 with Own"),
-        (net, torch.optim.SGD, {"zero": 2, "reduction": "ring"}, "zero=2 has sums of its own along the tree"),
-        (net, torch.optim.SGD, {"zero": 3, "compression": "bf16"}, "zero=3 has sums of its own along the tree"),
+        (
+            net,
+            torch.optim.SGD,
+            {"zero": 2, "reduction": "ring"},
+            "zero=2 has sums of its own along the tree",
+        ),
+        (
+            net,
+            torch.optim.SGD,
+            {"zero": 3, "compression": "bf16"},
+            "zero=3 has sums of its own along the tree",
+        ),
         (net, torch.optim.SGD, {"zero": 2, "rebalance": True}, "zero=2 takes shards in rounds"),
-        (lambda: torch.compile(net()), torch.optim.SGD, {"zero": 3}, "zero=3 looks at each operation"),
+        (
+            lambda: torch.compile(net()),
+            torch.optim.SGD,
+            {"zero": 3},
+            "zero=3 looks at each operation",
+        ),
         (net, torch.optim.SGD, {"num_gpus": 2}, "num_gpus=2 is a setting of our own models"),
         (net, torch.optim.SGD, {"reduction": "local_sgd"}, "ranks take every step together"),
         (net, torch.optim.SGD, {"deterministic": "no"}, "choose from error, warn"),
         (net, torch.optim.SGD, {"precision": "fp16"}, "precision is 'fp16'"),
-        (net, torch.optim.SGD, {"loss": "mse"}, "loss is 'mse'; give a function of .output, target. or an object"),
+        (
+            net,
+            torch.optim.SGD,
+            {"loss": "mse"},
+            "loss is 'mse'; give a function of .output, target. or an object",
+        ),
         (net, torch.optim.SGD, {"loss": nn.MSELoss}, "loss is <class .*MSELoss'>; give a function"),
         (net, torch.optim.SGD, {"shard_sise": 2}, "did you mean 'shard_size'"),
     ],
@@ -326,13 +411,18 @@ def test_what_cannot_be_held_is_refused_in_a_line(module, optimizer, settings, s
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     made(net(), shard_size=8).fit([(X, Y)], checkpoint_dir=tmp_path)
-    for settings, says in (({"shard_size": 4}, "shard size 8"), ({"shard_size": 8, "threads": 2}, "torch threads 1")):
+    for settings, says in (
+        ({"shard_size": 4}, "shard size 8"),
+        ({"shard_size": 8, "threads": 2}, "torch threads 1"),
+    ):
         with pytest.raises(ConfigError, match=says):
             made(net(), **settings).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
 
 
 def test_what_torch_is_told_is_of_the_configuration(tmp_path, monkeypatch):
-    """oneDNN, the precision of products, channels-last and torch.compile change bits: a checkpoint knows them."""
+    """oneDNN, the precision of products, channels-last and torch.compile change bits: a
+    checkpoint knows them.
+    """
     made(net(), shard_size=8).fit([(X, Y)], checkpoint_dir=tmp_path)
     with torch.backends.mkldnn.flags(enabled=False), pytest.raises(ConfigError, match="oneDNN"):
         made(net(), shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
@@ -345,7 +435,9 @@ def test_what_torch_is_told_is_of_the_configuration(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="made with torch.compile false, this training has true"):
         made(compiled, shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
     with pytest.raises(ConfigError, match="deterministic algorithms"):
-        made(net(), shard_size=8, deterministic="warn").fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+        made(net(), shard_size=8, deterministic="warn").fit(
+            [(X, Y)], epochs=2, checkpoint_dir=tmp_path
+        )
 
 
 def test_ranks_with_other_settings_of_torch_are_refused(launch):
@@ -360,9 +452,12 @@ def test_ranks_with_other_settings_of_torch_are_refused(launch):
 
 def test_batch_norm_of_a_shard_of_one_sample_is_refused_in_a_line():
     with pytest.raises(
-        ConfigError, match="BatchNorm has one sample, as the last shard of a batch has one; use another"
+        ConfigError,
+        match="BatchNorm has one sample, as the last shard of a batch has one; use another",
     ):
-        made(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), shard_size=16).fit([(X[:33], Y[:33])])
+        made(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), shard_size=16).fit(
+            [(X[:33], Y[:33])]
+        )
 
 
 def test_other_platforms_names(capsys, tmp_path):
@@ -376,8 +471,16 @@ def test_other_platforms_names(capsys, tmp_path):
     history = trainer.fit(loader, pairs, checkpoint_dir=tmp_path / "checkpoints", max_steps=3)
     assert history.steps == 3 and history.best_accuracy > 0 and history.total_time > 0
     assert "odyssey launch -n 4" in capsys.readouterr().err
-    assert type(trainer.optimizer) is torch.optim.Adam and trainer.rate == 0.01 and trainer.precision == "bf16"
-    settings = {"checkpoint_frequency": 2, "checkpoint_dir": tmp_path / "all", "gradient_clipping": 1e-3}
+    assert (
+        type(trainer.optimizer) is torch.optim.Adam
+        and trainer.rate == 0.01
+        and trainer.precision == "bf16"
+    )
+    settings = {
+        "checkpoint_frequency": 2,
+        "checkpoint_dir": tmp_path / "all",
+        "gradient_clipping": 1e-3,
+    }
     settings |= {"gradient_accumulation_steps": 2, "find_unused_parameters": False}
     found = [PyTorchDDPTrainer(net(), epochs=n, **settings).fit(loader, pairs) for n in (2, 4)]
     assert [h.steps for h in found] == [2, 4], "resumed"
@@ -389,14 +492,23 @@ def test_other_platforms_names(capsys, tmp_path):
     norm = torch.cat([p.grad.flatten() for p in quiet.module.parameters()]).norm()
     assert record["grad_norm"] == pytest.approx(float(norm))
     assert quiet.metric_average(0.5, name="accuracy") == 0.5 and capsys.readouterr().err == ""
-    assert HorovodTrainer(model=net(), compression=hvd.Compression.fp16).strategy.compression == "fp16"
+    assert (
+        HorovodTrainer(model=net(), compression=hvd.Compression.fp16).strategy.compression == "fp16"
+    )
 
 
 LENET = {"conv1": "0", "conv2": "3", "fc1": "7", "fc2": "9", "fc3": "11"}
 
 
 def lenet() -> nn.Module:
-    first = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    first = [
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
     last = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
     return nn.Sequential(*first, nn.Flatten(), *last)
 
@@ -411,11 +523,15 @@ def test_weights_both_ways(tmp_path):
     assert np.allclose(out, theirs(torch.from_numpy(x)).detach().numpy(), atol=1e-5)
     again = lenet()
     to_torch(ours, again, LENET)
-    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_one_model_trains_on_either_engine():
-    """The same weights, data and settings: losses that agree to float32's precision, and not bit for bit."""
+    """The same weights, data and settings: losses that agree to float32's precision, and not bit
+    for bit.
+    """
     theirs, ours = lenet(), odyssey.nn.LeNet5()
     load_torch(ours, theirs, LENET)
     some = data.load("mnist", train=True).take(96)
@@ -428,7 +544,10 @@ def test_one_model_trains_on_either_engine():
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     again = lenet()
     to_torch(ours, again, LENET)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-4)
+        for a, b in zip(theirs.parameters(), again.parameters(), strict=True)
+    )
 
 
 @pytest.mark.long
@@ -454,11 +573,15 @@ if trainer.comm.rank == 0:
 """
     (launch.folder / "program.py").write_text(program)
     said = [launch.python("program.py", ranks=ranks) for ranks in (0, 3)]
-    assert len({done.stdout for done in said}) == 1 and said[0].stdout.count("0x") == 6, [done.stderr for done in said]
+    assert len({done.stdout for done in said}) == 1 and said[0].stdout.count("0x") == 6, [
+        done.stderr for done in said
+    ]
 
 
 def test_metrics_that_cannot_be_summed_are_refused():
-    with pytest.raises(ConfigError, match="accuracy and top5 are of targets that are class numbers"):
+    with pytest.raises(
+        ConfigError, match="accuracy and top5 are of targets that are class numbers"
+    ):
         made(net(), loss=nn.MSELoss(), metrics=["top5"]).fit([(X, X[:, :3])])
     with pytest.raises(ConfigError, match="must give a value of each sample"):
         made(net(), metrics={"wrong": lambda out, y: out[:3]}).fit([(X, Y)])
@@ -469,8 +592,12 @@ def test_metrics_that_cannot_be_summed_are_refused():
 def test_a_regression_has_no_accuracy():
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 1)
-    trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1), loss=torch.nn.MSELoss())
+    trainer = DistributedTrainer(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), loss=torch.nn.MSELoss()
+    )
     batches = [(torch.ones(4, 3), torch.zeros(4, 1))]
     (record,) = trainer.fit(batches, batches, verbose=False).records
-    assert {"train_loss", "test_loss"} == {name for name in record if name.startswith(("train_", "test_"))}
+    assert {"train_loss", "test_loss"} == {
+        name for name in record if name.startswith(("train_", "test_"))
+    }
     assert trainer.evaluate(batches).accuracy is None

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.find_spec("torch").origin is None:
+if (
+    not hasattr(importlib.util.find_spec("torch"), "origin")
+    or importlib.util.find_spec("torch").origin is None
+):
     pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
 
 import torch
@@ -26,7 +29,9 @@ def net() -> nn.Module:
 
 
 def made(module: nn.Module, **settings) -> DistributedTrainer:
-    return DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), **settings)
+    return DistributedTrainer(
+        module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), **settings
+    )
 
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -34,7 +39,9 @@ Y = torch.arange(40) % 3
 
 
 class Counted(torch.utils.data.Dataset):
-    """Samples made one by one, which counts them; on some numbers it is asked for more than once."""
+    """Samples made one by one, which counts them; on some numbers it is asked for more than
+    once.
+    """
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -51,14 +58,25 @@ def test_what_is_no_loader_of_pairs_is_refused_in_a_line():
     pairs = torch.utils.data.TensorDataset(X, Y)
     sampler = torch.utils.data.DistributedSampler(pairs, num_replicas=2, rank=0)
     for loader, says in (
-        (torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), 20), "the loader gave a list of 1; give"),
-        (DataLoader(torch.utils.data.TensorDataset(X, Y, Y), 20), "the loader gave a list of 3; give batches of"),
-        (torch.utils.data.DataLoader(pairs, 20, sampler=sampler), "DistributedSampler gives each rank other samples"),
+        (
+            torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), 20),
+            "the loader gave a list of 1; give",
+        ),
+        (
+            DataLoader(torch.utils.data.TensorDataset(X, Y, Y), 20),
+            "the loader gave a list of 3; give batches of",
+        ),
+        (
+            torch.utils.data.DataLoader(pairs, 20, sampler=sampler),
+            "DistributedSampler gives each rank other samples",
+        ),
         (pairs, "give data.DataLoader.your TensorDataset"),
     ):
         with pytest.raises(ConfigError, match=says):
             made(net()).fit(loader)
-    with pytest.raises(ConfigError, match="resume is True; give 'auto', 'never', 'weights' or the path"):
+    with pytest.raises(
+        ConfigError, match="resume is True; give 'auto', 'never', 'weights' or the path"
+    ):
         made(net()).fit([(X, Y)], resume=True)
 
 
@@ -71,7 +89,13 @@ def test_data_sets_inputs_alone_and_streams():
     trainer = made(net(), shard_size=7)
     trainer.fit(sets.DataLoader(Stream(), 20), sets.TensorDataset(X, Y))
     whole = trainer.predict([(X, Y)])
-    for given in (X, sets.TensorDataset(X), sets.TensorDataset(X, Y), [X], DataLoader(X, 40, shard_size=7)):
+    for given in (
+        X,
+        sets.TensorDataset(X),
+        sets.TensorDataset(X, Y),
+        [X],
+        DataLoader(X, 40, shard_size=7),
+    ):
         assert torch.equal(trainer.predict(given), whole)
     assert trainer.evaluate(sets.TensorDataset(X, Y)) == trainer.evaluate([(X, Y)])
 
@@ -94,13 +118,17 @@ def test_samples_that_are_drawn_are_the_same_in_each_evaluation():
     trainer = made(net(), shard_size=5)
     noisy = DataLoader(Noisy(), 20, shard_size=5)
     assert trainer.evaluate(noisy) == trainer.evaluate(noisy) != trainer.evaluate([(X, Y)])
-    first, second = (torch.cat([b.dataset.shards[s][0] for b in noisy for s in range(4)]) for _ in range(2))
+    first, second = (
+        torch.cat([b.dataset.shards[s][0] for b in noisy for s in range(4)]) for _ in range(2)
+    )
     assert not torch.equal(first, second), "epochs have other noise"
 
 
 def test_only_a_sampler_that_cannot_be_repeated_is_told_of(tmp_path, capsys):
     pairs = torch.utils.data.TensorDataset(X, Y)
-    made(net()).fit(torch.utils.data.DataLoader(pairs, 20, shuffle=True), checkpoint_dir=tmp_path / "a")
+    made(net()).fit(
+        torch.utils.data.DataLoader(pairs, 20, shuffle=True), checkpoint_dir=tmp_path / "a"
+    )
     assert "set_epoch" not in capsys.readouterr().err
     own = torch.utils.data.DataLoader(pairs, 20, shuffle=True, generator=torch.Generator())
     made(net()).fit(own, checkpoint_dir=tmp_path / "b")
@@ -113,15 +141,21 @@ def test_only_a_sampler_that_cannot_be_repeated_is_told_of(tmp_path, capsys):
         def __len__(self) -> int:
             return len(X)
 
-    made(net()).fit(torch.utils.data.DataLoader(pairs, 20, sampler=Drawn()), checkpoint_dir=tmp_path / "c")
+    made(net()).fit(
+        torch.utils.data.DataLoader(pairs, 20, sampler=Drawn()), checkpoint_dir=tmp_path / "c"
+    )
     assert "Drawn has no set_epoch" in capsys.readouterr().err
 
 
 def test_batches_of_which_a_rank_has_its_shards(tmp_path):
-    """As whole batches, also joined and gone on with within an epoch; a loader of other shards is refused."""
+    """As whole batches, also joined and gone on with within an epoch; a loader of other shards
+    is refused.
+    """
 
     def loader(size: int = 20) -> DataLoader:
-        return DataLoader(torch.utils.data.TensorDataset(X, Y), size, shuffle=True, seed=3, shard_size=5)
+        return DataLoader(
+            torch.utils.data.TensorDataset(X, Y), size, shuffle=True, seed=3, shard_size=5
+        )
 
     order = data.sampler.permutation(40, 3, 0).tolist()
     whole = [(X[order[at : at + 20]], Y[order[at : at + 20]]) for at in (0, 20)]
@@ -163,7 +197,11 @@ def test_inputs_of_several_tensors_from_every_loader(kind):
     pairs = [(inputs(i), Y[i]) for i in range(40)]
     whole = [(inputs(slice(at, at + 20)), Y[at : at + 20]) for at in (0, 20)]
     hashes = set()
-    for loader in (whole, torch.utils.data.DataLoader(pairs, 20), DataLoader(pairs, 20, shard_size=8)):
+    for loader in (
+        whole,
+        torch.utils.data.DataLoader(pairs, 20),
+        DataLoader(pairs, 20, shard_size=8),
+    ):
         torch.manual_seed(1)
         trainer = made(Two(), shard_size=8)
         trainer.fit(loader)
@@ -171,14 +209,21 @@ def test_inputs_of_several_tensors_from_every_loader(kind):
         hashes.add(trainer.weights_sha256())
         torch.manual_seed(1)
         module = Two()
-        net, optimizer = DistributedDataParallel(module, 8), torch.optim.SGD(module.parameters(), 0.1, 0.9)
+        net, optimizer = (
+            DistributedDataParallel(module, 8),
+            torch.optim.SGD(module.parameters(), 0.1, 0.9),
+        )
         for batch in loader:
             for x, y in net.shards(batch):
-                nn.functional.cross_entropy(net(*x) if isinstance(x, (tuple, list)) else net(**x), y).backward()
+                nn.functional.cross_entropy(
+                    net(*x) if isinstance(x, (tuple, list)) else net(**x), y
+                ).backward()
             optimizer.step()
         hashes.add(
             hashlib.sha256(
-                b"".join(p.detach().numpy().tobytes() for p in (module.line.bias, module.line.weight))
+                b"".join(
+                    p.detach().numpy().tobytes() for p in (module.line.bias, module.line.weight)
+                )
             ).hexdigest()
         )
     assert len(hashes) == 1
@@ -187,5 +232,7 @@ def test_inputs_of_several_tensors_from_every_loader(kind):
 def test_our_loader_and_torchs():
     module = net()
     trainer = made(module)
-    history = trainer.fit(data.DataLoader(data.arrays(X.numpy(), Y.numpy()), batch_size=10, shuffle=True))
+    history = trainer.fit(
+        data.DataLoader(data.arrays(X.numpy(), Y.numpy()), batch_size=10, shuffle=True)
+    )
     assert history.steps == 4 and history.train_loss > 0

@@ -1,4 +1,6 @@
-"""ZeRO 1 to 3 of torch modules: random modules have the bits of one process, whole and gone on with; memory."""
+"""ZeRO 1 to 3 of torch modules: random modules have the bits of one process, whole and gone on
+with; memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WIDTH, CLASSES, SAMPLES = 6, 4, 22
 
 
 class Nested(nn.Module):
-    """Parts that are nested, shared, called twice, used by name outside of their own forward(), or not at all."""
+    """Parts that are nested, shared, called twice, used by name outside of their own forward(),
+    or not at all.
+    """
 
     def __init__(self, r: random.Random) -> None:
         super().__init__()
@@ -32,16 +36,31 @@ class Nested(nn.Module):
         self.layers = nn.ModuleList()
         for _ in range(r.randint(1, 4)):
             kind = r.choice(
-                ["linear", "shared", "deep", "norm", "lstm", "attention", "branch", "other", "scale", "block"]
+                [
+                    "linear",
+                    "shared",
+                    "deep",
+                    "norm",
+                    "lstm",
+                    "attention",
+                    "branch",
+                    "other",
+                    "scale",
+                    "block",
+                ]
             )
             made = {
                 "linear": lambda: nn.Linear(WIDTH, WIDTH, bias=r.random() < 0.5),
                 "shared": lambda: nn.Sequential(shared, nn.Tanh(), shared),
-                "deep": lambda: nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH)), nn.Linear(2 * WIDTH, WIDTH)),
+                "deep": lambda: nn.Sequential(
+                    nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH)), nn.Linear(2 * WIDTH, WIDTH)
+                ),
                 "norm": lambda: nn.BatchNorm1d(WIDTH),
                 "lstm": lambda: nn.LSTM(WIDTH, WIDTH, r.randint(1, 2), batch_first=True),
                 "attention": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-                "block": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True),
+                "block": lambda: nn.TransformerEncoderLayer(
+                    WIDTH, 2, 8, dropout=0.0, batch_first=True
+                ),
                 "branch": lambda: Branch(),
                 "other": lambda: Other(shared),
                 "scale": lambda: Scale(),
@@ -70,7 +89,9 @@ class Nested(nn.Module):
 
 
 class Branch(nn.Module):
-    """Parts of which a shard takes one, in an order that depends on it: ranks need other parameters."""
+    """Parts of which a shard takes one, in an order that depends on it: ranks need other
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +134,8 @@ def trained(comm, number: int, zero: int, steps: int = 4, folder=None, load: boo
     kind = r.choice([torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.Adafactor])
     given = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = kind([p for p in net.parameters() if p.requires_grad], lr=0.02, **given)
-    # no bf16: autocast holds a lock of the process while it reads a parameter, and here ranks are threads of one
+    # no bf16: autocast holds a lock of the process while it reads a parameter, and here ranks are
+    # threads of one
     settings = {"clip_norm": r.choice([None, 0.5])}
     shard, gather = r.choice([2, 4, 5]), r.random() < 0.2
     if gather:
@@ -138,12 +160,16 @@ def trained(comm, number: int, zero: int, steps: int = 4, folder=None, load: boo
 
 
 def test_bytes_of_a_rank(launch):
-    """At rest, and at most while a step is taken, with 4 ranks: of what memory() says, and of what there is."""
+    """At rest, and at most while a step is taken, with 4 ranks: of what memory() says, and of
+    what there is.
+    """
     found = {}
     for zero in range(4):
         done = launch.python(Path(__file__).parent / "zero_memory.py", zero, ranks=4, timeout=200)
         assert done.returncode == 0, done.stderr
-        found[zero] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        found[zero] = [
+            json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")
+        ]
         assert len(found[zero]) == 4
     assert len({rank["sha256"] for ranks in found.values() for rank in ranks}) == 1
     for zero, ranks in found.items():
@@ -178,14 +204,24 @@ def check(number: int, folder) -> None:
         same(found, one)
         assert own == sha
     if zero > 1:
-        assert tuple(sum(parts) % 2**64 for parts in zip(*(p for _, p, _ in everyone), strict=True)) == prints
+        assert (
+            tuple(sum(parts) % 2**64 for parts in zip(*(p for _, p, _ in everyone), strict=True))
+            == prints
+        )
     mock.run(r.randint(1, 5), trained, number, r.randint(0, 3), 2, folder)
-    for found, _, own in mock.run(r.randint(1, 5), trained, number, r.randint(0, 3), 2, folder, True):
-        same({k: v for k, v in found.items() if k != "loss"}, {k: v for k, v in one.items() if k != "loss"})
+    for found, _, own in mock.run(
+        r.randint(1, 5), trained, number, r.randint(0, 3), 2, folder, True
+    ):
+        same(
+            {k: v for k, v in found.items() if k != "loss"},
+            {k: v for k, v in one.items() if k != "loss"},
+        )
         assert own == sha
 
 
-@pytest.mark.parametrize("number", [*range(12), *(pytest.param(n, marks=pytest.mark.long) for n in range(12, 300))])
+@pytest.mark.parametrize(
+    "number", [*range(12), *(pytest.param(n, marks=pytest.mark.long) for n in range(12, 300))]
+)
 def test_random_modules_have_the_bits_of_one_process(number, tmp_path):
     check(number, tmp_path)
 
@@ -194,7 +230,11 @@ def little(comm, zero: int, module=None, optimizer=torch.optim.SGD, **settings):
     """A trainer of a small module, and batches for it."""
     with MAKING:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES)) if module is None else module()
+        net = (
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+            if module is None
+            else module()
+        )
     x = torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
     made = ot.DistributedTrainer(
         net, optimizer(net.parameters(), lr=0.1), comm=comm, zero=zero, shard_size=2, **settings
@@ -226,7 +266,11 @@ def test_parameters_are_away_outside_of_gathered():
             module[0].weight.mul_(2)
         assert made.evaluate(batches).loss != loss
         assert np.array_equal(made.state_dict()["0.weight"], 2 * before["0.weight"].numpy())
-        says.append(raised(ot.DistributedTrainer, made.module, torch.optim.SGD(made.module.parameters(), 0.1)))
+        says.append(
+            raised(
+                ot.DistributedTrainer, made.module, torch.optim.SGD(made.module.parameters(), 0.1)
+            )
+        )
         with torch.no_grad():
             says.append(raised(weight.mul_, 2))
         return says
@@ -243,7 +287,9 @@ def test_a_later_trainer_takes_the_module_over():
         made, batches = little(comm, 3)
         made.fit(batches, verbose=False)
         with made.gathered() as module:
-            later = ot.DistributedTrainer(module, torch.optim.SGD(module.parameters(), 0.1), comm=comm, shard_size=2)
+            later = ot.DistributedTrainer(
+                module, torch.optim.SGD(module.parameters(), 0.1), comm=comm, shard_size=2
+            )
         later.fit(batches, verbose=False)
         assert "is not where it was" in raised(made.fit, batches)
         return later.state_dict() | {"own": module.state_dict()["0.weight"].numpy()}
@@ -303,7 +349,10 @@ def test_a_gradient_that_comes_twice_and_numpy_in_forward_are_refused():
     class Numbers(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.layers = nn.Linear(WIDTH, WIDTH), nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+            self.a, self.layers = (
+                nn.Linear(WIDTH, WIDTH),
+                nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))),
+            )
 
         def forward(self, x):
             return self.layers(x * float(self.a.weight.detach().numpy().sum()) + self.a(x))
@@ -313,6 +362,8 @@ def test_a_gradient_that_comes_twice_and_numpy_in_forward_are_refused():
         return raised(made.fit, batches)
 
     for says in mock.run(2, rank, lambda: Twice(WIDTH, WIDTH), 2):
-        assert " twice, as in checkpoint(use_reentrant=True), and zero=2 has sent its gradient" in says, says
+        assert (
+            " twice, as in checkpoint(use_reentrant=True), and zero=2 has sent its gradient" in says
+        ), says
     for says in mock.run(2, rank, Numbers, 3):
         assert "forward() makes NumPy arrays of parameters" in says, says

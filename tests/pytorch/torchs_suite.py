@@ -1,9 +1,11 @@
-"""PyTorch's own tests of its collectives and of DDP, as its wheel brings them, over backend "odyssey" on two processes.
+"""PyTorch's own tests of its collectives and of DDP, as its wheel brings them, over backend
+"odyssey" on two processes.
 
     torchs_suite.py odyssey|gloo|alias [NAME ...]      prints NAME OUTCOME, and behind it why
 
-odyssey: the tests as they are, with the backend's name among those that have DDP and subgroups. alias: those that ask
-for Gloo by name get a group of odyssey for it. gloo: Gloo's own. Outcomes are passed, skipped and failed.
+odyssey: the tests as they are, with the backend's name among those that have DDP and subgroups.
+alias: those that ask for Gloo by name get a group of odyssey for it. gloo: Gloo's own. Outcomes are
+passed, skipped and failed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ os.environ |= {"BACKEND": "odyssey" if HOW == "odyssey" else "gloo", "WORLD_SIZE
 os.environ |= {"TEMP_DIR": tempfile.mkdtemp(), "MASTER_ADDR": "localhost"}
 
 # Of this package torch's tests take the base class alone, and it is installed with nothing else.
-sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).__dict__.setdefault("TestCase", unittest.TestCase)
+sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).__dict__.setdefault(
+    "TestCase", unittest.TestCase
+)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -1,5 +1,8 @@
-"""torchvision. One that was built for GPUs does not find its compiled operators beside a torch for CPUs, and then its
-import fails for want of names that nothing here uses: they are declared."""
+"""torchvision.
+
+One that was built for GPUs does not find its compiled operators beside a torch for CPUs, and then
+its import fails for want of names that nothing here uses: they are declared.
+"""
 
 import sys
 

@@ -1,7 +1,9 @@
-"""Run by test_zero.py on 4 ranks: live bytes of a rank with ZeRO 0 to 3, of an untied transformer of 4 layers.
+"""Run by test_zero.py on 4 ranks: live bytes of a rank with ZeRO 0 to 3, of an untied
+transformer of 4 layers.
 
-Counted at every meeting of the ranks: the memory of all tensors that there are in the process, each once, and NumPy's
-arrays of sums that no tensor sees. What autograd keeps has no Python object, so activations are not among them.
+Counted at every meeting of the ranks: the memory of all tensors that there are in the process, each
+once, and NumPy's arrays of sums that no tensor sees. What autograd keeps has no Python object, so
+activations are not among them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(4)
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(4)
         )
         self.out = nn.Linear(WIDTH, WORDS)
 
@@ -68,17 +71,27 @@ if __name__ == "__main__":
     zero = int(sys.argv[1])
     x = torch.randint(0, WORDS, (8, LENGTH))
     gc.collect()
-    gc.freeze()  # what was imported is not looked through at every meeting: 39 s of processor time otherwise
+    # what was imported is not looked through at every meeting: 39 s of processor time otherwise
+    gc.freeze()
     before = tensors()
     model = Model()
     size = sum(p.numel() for p in model.parameters())
-    trainer = DistributedTrainer(model, torch.optim.Adam(model.parameters(), lr=1e-3), zero=zero, shard_size=2)
-    trainer.fit([(x, x)], verbose=False)  # at the first step rank 0 looks at the loss, with gradients of its own
+    trainer = DistributedTrainer(
+        model, torch.optim.Adam(model.parameters(), lr=1e-3), zero=zero, shard_size=2
+    )
+    # at the first step rank 0 looks at the loss, with gradients of its own
+    trainer.fit([(x, x)], verbose=False)
     Spread._meet = watched(Spread._meet)
     trainer.fit([(x, x)] * 2, verbose=False)
     trainer.optimizer.zero_grad()
-    at_rest = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    kept = {b.flat.data_ptr(): b.flat.untyped_storage().nbytes() for b in trainer.shards.buckets} if zero == 3 else {}
+    at_rest = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+    }
+    kept = (
+        {b.flat.data_ptr(): b.flat.untyped_storage().nbytes() for b in trainer.shards.buckets}
+        if zero == 3
+        else {}
+    )
     found = {
         "parameters": size,
         "largest": max(p.numel() for p in model.parameters()),

@@ -1,7 +1,8 @@
-"""Ranks whose memory is measured while a checkpoint is written, read and digested; see test_checkpoint_parts.py.
+"""Ranks whose memory is measured while a checkpoint is written, read and digested; see
+test_checkpoint_parts.py.
 
-`python memory_ranks.py FOLDER FLOATS LAYOUT` prints JSON: by what is done, MB of each rank's peak above what it had in
-steps (VmHWM, which Linux sets back when it is asked to).
+`python memory_ranks.py FOLDER FLOATS LAYOUT` prints JSON: by what is done, MB of each rank's peak
+above what it had in steps (VmHWM, which Linux sets back when it is asked to).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from odyssey import DistributedTrainer, comm, data, nn, optim
 
 def resident(what: str) -> float:
     """MB of this process: "VmRSS" now, "VmHWM" at most since `reset`."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -34,7 +37,14 @@ def main() -> None:
         nn.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(10)))
         return DistributedTrainer(
-            model, optim.Adam(), comm=world, shard_size=1, threads=1, check_every=0, bucket_size_mb=1, **layout
+            model,
+            optim.Adam(),
+            comm=world,
+            shard_size=1,
+            threads=1,
+            check_every=0,
+            bucket_size_mb=1,
+            **layout,
         )
 
     trainer = made()
@@ -63,7 +73,10 @@ def main() -> None:
     rows = world.all_gather(np.array(list(found.values())))
     if world.rank == 0:
         print(
-            json.dumps({name: [round(v, 1) for v in rows[:, i].tolist()] for i, name in enumerate(found)}), flush=True
+            json.dumps(
+                {name: [round(v, 1) for v in rows[:, i].tolist()] for i, name in enumerate(found)}
+            ),
+            flush=True,
         )
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints in parts: saved on one layout and loaded on another, random ones; damage; who sees which files."""
+"""Checkpoints in parts: saved on one layout and loaded on another, random ones; damage; who sees
+which files.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def batch(samples: int = 44) -> data.Batch:
 
 
 def network() -> nn.Module:
-    """Sizes that are no multiples of anything; one layer that several stages could share no further."""
+    """Sizes that are no multiples of anything; one layer that several stages could share no
+    further.
+    """
     return nn.Sequential(
         nn.Linear(20, 33),
         nn.ReLU(),
@@ -54,9 +58,16 @@ def layout(dice: random.Random) -> tuple[int, dict]:
         return dice.choice([2, 3, 8]), buckets
     if kind == "zero":
         return dice.choice([2, 3, 4, 5, 8]), {"zero": dice.choice([1, 2, 3]), **buckets}
-    pp, tp = {"pp": (2, 1), "tp": (1, dice.choice([2, 4])), "both": (2, 2)}.get(kind, dice.choice([(2, 1), (1, 2)]))
+    pp, tp = {"pp": (2, 1), "tp": (1, dice.choice([2, 4])), "both": (2, 2)}.get(
+        kind, dice.choice([(2, 1), (1, 2)])
+    )
     dp = min(dp, 8 // (pp * tp))
-    return dp * pp * tp, {"dp": dp, "pp": pp, "tp": tp, **({"zero": 1} if kind == "zero 1" and dp > 1 else {})}
+    return dp * pp * tp, {
+        "dp": dp,
+        "pp": pp,
+        "tp": tp,
+        **({"zero": 1} if kind == "zero 1" and dp > 1 else {}),
+    }
 
 
 def mesh_of(given: dict) -> dict:
@@ -80,7 +91,9 @@ def saved(comm, folder, given, steps: int, optimizer=optim.Adam) -> tuple[dict, 
 
 
 def loaded(comm, path, given, begun: bool, optimizer=optim.Adam) -> tuple[str, dict, str]:
-    """What a trainer, which had taken a step of its own if `begun`, has of a checkpoint, and a step later."""
+    """What a trainer, which had taken a step of its own if `begun`, has of a checkpoint, and a
+    step later.
+    """
     made = trainer(comm, optimizer, **mesh_of(given))
     if begun:
         made.train_step(batch())
@@ -104,25 +117,35 @@ def test_any_layout_to_any_other(tmp_path, case):
     for name, value in state.items():
         stem, _, tensor = name.partition(" ")
         key = tensor if stem == "weight" else "/".join(reversed(tensor.split(" of ")[::-1]))
-        assert np.array_equal(whole.arrays["parameters" if stem == "weight" else "optimizer"][key], value), name
+        assert np.array_equal(
+            whole.arrays["parameters" if stem == "weight" else "optimizer"][key], value
+        ), name
     in_parts = json.loads((path / "manifest.json").read_text())["version"] == 2
-    assert in_parts == (ranks > 1 and bool(given.get("zero") or given.get("pp", 1) * given.get("tp", 1) > 1))
+    assert in_parts == (
+        ranks > 1 and bool(given.get("zero") or given.get("pp", 1) * given.get("tp", 1) > 1)
+    )
     assert len(list(path.glob("*.safetensors"))) <= max(ranks, 2)
 
     (one,) = mock.run(1, loaded, path, {}, False, optimizer)
-    for rank, (its, later, after) in enumerate(mock.run(others, loaded, path, now, begun, optimizer)):
+    for rank, (its, later, after) in enumerate(
+        mock.run(others, loaded, path, now, begun, optimizer)
+    ):
         assert its == digest, rank
         assert same(later, one[1]) and after == one[2], (rank, given, now)
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def test_no_rank_needs_more_than_it_has(launch):
-    """12 MB of parameters, 36 MB of state: without parts each of them would be somewhere once more."""
+    """12 MB of parameters, 36 MB of state: without parts each of them would be somewhere once
+    more.
+    """
     script = Path(__file__).with_name("memory_ranks.py")
     for number, settings in enumerate([{"zero": 3}, {"zero": 1}]):
-        done = launch.python(script, launch.folder / str(number), 3_000_000, json.dumps(settings), ranks=2)
+        done = launch.python(
+            script, launch.folder / str(number), 3_000_000, json.dumps(settings), ranks=2
+        )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert set(found) == {"save", "digest", "load", "load into a new one"}
@@ -130,7 +153,7 @@ def test_no_rank_needs_more_than_it_has(launch):
         assert max(found["digest"]) < 14, found  # windows of 4 MB, and what an all-reduce takes
 
 
-# --- damage and failures ---------------------------------------------------------------------------------------------
+# --- damage and failures --------------------------------------------------------------------------
 
 ZERO = {"zero": 3, "bucket_size_mb": 1e-3}
 
@@ -172,7 +195,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks(tmp_path, monkeypa
 
     def fails(folder, stem, *rest):
         if stem == "rank-00002":
-            raise OutputError("[checkpoint] step_00000002 cannot be saved: rank-00002.safetensors: No space left")
+            raise OutputError(
+                "[checkpoint] step_00000002 cannot be saved: rank-00002.safetensors: No space left"
+            )
         return write(folder, stem, *rest)
 
     def run(comm):
@@ -228,7 +253,9 @@ def test_where_not_all_ranks_see_the_directory_rank_0_reads_and_writes(tmp_path,
         return found
 
     monkeypatch.setattr(reader, "opened", blind)
-    monkeypatch.setattr(Path, "is_dir", lambda path: threading.current_thread() not in others and is_dir(path))
+    monkeypatch.setattr(
+        Path, "is_dir", lambda path: threading.current_thread() not in others and is_dir(path)
+    )
     for one, its in mock.run(3, run):
         assert same(one, state) and its == digest
     monkeypatch.undo()
@@ -247,7 +274,8 @@ def test_a_checkpoint_that_changes_after_it_was_verified_ends_all_ranks(tmp_path
         comm.barrier()
         if comm.rank == 0:
             for file in path.glob("rank-*"):
-                flip(file, 8 + int.from_bytes(file.read_bytes()[:8], "little"))  # the first tensor of the optimizer
+                # the first tensor of the optimizer
+                flip(file, 8 + int.from_bytes(file.read_bytes()[:8], "little"))
         comm.barrier()
         with pytest.raises(CheckpointError, match="does not match its SHA-256"):
             made.train_step(batch())
@@ -255,7 +283,7 @@ def test_a_checkpoint_that_changes_after_it_was_verified_ends_all_ranks(tmp_path
     mock.run(2, run)
 
 
-# --- manifests that somebody made ------------------------------------------------------------------------------------
+# --- manifests that somebody made -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,9 +302,19 @@ def test_a_checkpoint_that_changes_after_it_was_verified_ends_all_ranks(tmp_path
 def test_parts_fill_their_tensor(runs, said):
     def entry(number, run):
         shape = [run[1] * run[3]]
-        tensor = {"name": f"p/w/{run[0]}", "dtype": "F32", "shape": shape, "data_offsets": [0, 4 * shape[0]]}
+        tensor = {
+            "name": f"p/w/{run[0]}",
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [0, 4 * shape[0]],
+        }
         tensors = [{**tensor, "sha256": "0" * 64, "whole": [3, 4], "run": list(run)}]
-        return {"name": f"rank-{number}.safetensors", "size": 100, "header_sha256": "0" * 64, "tensors": tensors}
+        return {
+            "name": f"rank-{number}.safetensors",
+            "size": 100,
+            "header_sha256": "0" * 64,
+            "tensors": tensors,
+        }
 
     def parsed():
         files = tuple(manifest.file_of(entry(number, run)) for number, run in enumerate(runs))

@@ -1,4 +1,6 @@
-"""A training goes on only with data that repeat themselves: the last batch before a checkpoint is read again."""
+"""A training goes on only with data that repeat themselves: the last batch before a checkpoint
+is read again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from odyssey.train.trainer import DistributedTrainer
 
 
 class Drawing:
-    """Samples with noise: of (seed, epoch, sample) if it repeats itself, else of a generator that goes on."""
+    """Samples with noise: of (seed, epoch, sample) if it repeats itself, else of a generator
+    that goes on.
+    """
 
     classes = 3
 
@@ -33,9 +37,13 @@ class Drawing:
         return self.x[i] + draw.normal(size=4).astype(np.float32), i % 3
 
 
-def fitted(loader, steps: int | None = None, settings: dict | None = None, **fit) -> DistributedTrainer:
+def fitted(
+    loader, steps: int | None = None, settings: dict | None = None, **fit
+) -> DistributedTrainer:
     manual_seed(0)
-    t = DistributedTrainer(nn.Linear(4, 3), optim.SGD(lr=0.1), shard_size=4, threads=1, **(settings or {}))
+    t = DistributedTrainer(
+        nn.Linear(4, 3), optim.SGD(lr=0.1), shard_size=4, threads=1, **(settings or {})
+    )
     t.fit(loader, epochs=2, steps=steps, **fit)
     return t
 
@@ -57,10 +65,14 @@ def test_a_data_set_that_does_not_repeat_itself(tmp_path, capfd, steps):
         fitted(loader(False), checkpoint_dir=tmp_path)
     epoch, step = divmod(steps - 1, 8)
     assert str(caught.value) == (
-        f"[resume] the last batch before step_{steps:08d} (epoch {epoch + 1}, step {step + 1} of it), read again, is "
-        "another: files changed, or the data set does not repeat itself, so training would go on with other bits; make "
-        "samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, sample index), as "
-        "transform= of DataLoader does and docs/determinism.md shows, or use --allow-nondeterministic-data "
+        f"[resume] the last batch before step_{steps:08d} (epoch {epoch + 1}, step {step + 1} of "
+        "it), read again, is "
+        "another: files changed, or the data set does not repeat itself, so training would go on "
+        "with other bits; make "
+        "samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, "
+        "sample index), as "
+        "transform= of DataLoader does and docs/determinism.md shows, or use "
+        "--allow-nondeterministic-data "
         "(allow_nondeterministic_data=True)"
     )
     assert caught.value.exit_code == 65
@@ -83,7 +95,9 @@ def test_the_batches_of_a_step_count_together(tmp_path):
     settings = {"accumulation_steps": 2}
     whole = fitted(loader(True), settings=settings).weights_sha256()
     fitted(loader(True), 3, settings, checkpoint_dir=tmp_path)
-    assert fitted(loader(True), settings=settings, checkpoint_dir=tmp_path).weights_sha256() == whole
+    assert (
+        fitted(loader(True), settings=settings, checkpoint_dir=tmp_path).weights_sha256() == whole
+    )
     fitted(loader(False), 3, settings, checkpoint_dir=tmp_path / "other")
     with pytest.raises(DataError, match=r"epoch 1, step 3 of it"):
         fitted(loader(False), settings=settings, checkpoint_dir=tmp_path / "other")
@@ -91,7 +105,9 @@ def test_the_batches_of_a_step_count_together(tmp_path):
 
 def test_a_checkpoint_that_does_not_know_its_last_batch(tmp_path, monkeypatch):
     values = Session._values
-    monkeypatch.setattr(Session, "_values", lambda s: {k: v for k, v in values(s).items() if k != "last batch"})
+    monkeypatch.setattr(
+        Session, "_values", lambda s: {k: v for k, v in values(s).items() if k != "last batch"}
+    )
     fitted(loader(False), 5, checkpoint_dir=tmp_path)
     assert "last batch" not in manifest(tmp_path)
     assert fitted(loader(False), checkpoint_dir=tmp_path).steps == 16
@@ -115,10 +131,14 @@ def test_batches_of_ones_own(tmp_path, kind, steps):
     fitted(batches(1), steps, checkpoint_dir=tmp_path)
     with pytest.raises(DataError, match="does not repeat itself"):
         fitted(batches(2), checkpoint_dir=tmp_path)
-    assert fitted(batches(1), checkpoint_dir=tmp_path).weights_sha256() == fitted(batches(1)).weights_sha256()
+    assert (
+        fitted(batches(1), checkpoint_dir=tmp_path).weights_sha256()
+        == fitted(batches(1)).weights_sha256()
+    )
 
 
-@pytest.mark.parametrize("n", [5, 6])  # the batch would be read from among the last, or would not be there
+# the batch would be read from among the last, or would not be there
+@pytest.mark.parametrize("n", [5, 6])
 def test_a_generator_gives_its_batches_once_and_none_is_lost(tmp_path, n):
     def batches():
         draw = np.random.default_rng(1)
@@ -133,7 +153,9 @@ def test_a_generator_gives_its_batches_once_and_none_is_lost(tmp_path, n):
 
     trained(steps=3, checkpoint_dir=tmp_path)
     assert trained(checkpoint_dir=tmp_path) == trained()
-    with pytest.raises(ConfigError, match="epoch 2 has no batch, as a generator gives its batches only once"):
+    with pytest.raises(
+        ConfigError, match="epoch 2 has no batch, as a generator gives its batches only once"
+    ):
         trained(epochs=2)
 
 
@@ -141,7 +163,9 @@ def test_reading_a_batch_again_changes_nothing():
     a, b = loader(True), loader(True)
     first = list(a)
     again = a.read_again(0, 3)
-    assert np.array_equal(next(iter(again)), next(iter(first[3]))) and np.array_equal(again.numbers, first[3].numbers)
+    assert np.array_equal(next(iter(again)), next(iter(first[3]))) and np.array_equal(
+        again.numbers, first[3].numbers
+    )
     assert a.next_epoch == 1
     list(b)
     for x, y in zip(a, b, strict=True):
@@ -178,7 +202,10 @@ def test_on_other_ranks(launch):
     assert launch.python(script, "repeats", 3, folder, ranks=3).returncode == 0
     done = launch.python(script, "on1", 0, folder, ranks=3)
     assert done.returncode == 65
-    assert done.stderr.count("\n") == 1 and "read again, is another on rank 1: files changed, or" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "read again, is another on rank 1: files changed, or" in done.stderr
+    )
 
 
 def test_files_that_changed_are_refused_as_that(tmp_path):
@@ -202,7 +229,10 @@ def test_files_that_changed_are_refused_as_that(tmp_path):
     last = tmp_path / "pictures" / "b" / "11.png"  # which no batch before the checkpoint has
     before = last.read_bytes()
     last.write_bytes(before + b"\0")
-    with pytest.raises(ConfigError, match=r"another data set \(12 samples, fingerprint .*files changed, or other ones"):
+    with pytest.raises(
+        ConfigError,
+        match=r"another data set \(12 samples, fingerprint .*files changed, or other ones",
+    ):
         trained(4)
     last.write_bytes(before)
     assert trained(4) == 4

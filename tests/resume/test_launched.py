@@ -1,4 +1,6 @@
-"""`odyssey launch` and `odyssey train` together: what a user sees when a rank dies, and when a run is stopped."""
+"""`odyssey launch` and `odyssey train` together: what a user sees when a rank dies, and when a
+run is stopped.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,44 @@ from pathlib import Path
 import pytest
 
 STEPS = 400
-TRAIN = ("--model", "mlp", "--global-batch-size", "96", "--shard-size", "16", "--no-eval", "--seed", "3")
+TRAIN = (
+    "--model",
+    "mlp",
+    "--global-batch-size",
+    "96",
+    "--shard-size",
+    "16",
+    "--no-eval",
+    "--seed",
+    "3",
+)
 TRAIN += ("--steps", str(STEPS), "--checkpoint-every", "50")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(launch_once):
-    return launch_once.result(*(w for w in TRAIN if w not in ("--checkpoint-every", "50")))["weights_sha256"]
+    return launch_once.result(*(w for w in TRAIN if w not in ("--checkpoint-every", "50")))[
+        "weights_sha256"
+    ]
 
 
 def start(launch, run: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "odyssey", *words, "--run-dir", str(run)]
     command += ["train"] if words[0] == "launch" else []
     return subprocess.Popen(
-        [*command, *TRAIN], env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True
+        [*command, *TRAIN],
+        env=launch.environment,
+        cwd=launch.folder,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 def step_of(run: Path) -> int:
     try:
-        return max(rank["step"] for rank in json.loads((run / "heartbeat.json").read_text())["ranks"])
+        return max(
+            rank["step"] for rank in json.loads((run / "heartbeat.json").read_text())["ranks"]
+        )
     except (OSError, ValueError, KeyError):
         return -1
 
@@ -81,7 +101,9 @@ def test_train_starts_its_ranks_itself(launch, undisturbed):
 
 
 def test_killed_and_resumed_on_other_numbers_of_ranks_and_meshes(launch, undisturbed):
-    """Without a launcher that restarts: four ranks are killed, then three, then one; four in a pipeline end it."""
+    """Without a launcher that restarts: four ranks are killed, then three, then one; four in a
+    pipeline end it.
+    """
     folder = launch.folder / "checkpoints"
     options = [w for w in TRAIN if w not in ("--checkpoint-every", "50")]
     options += ["--checkpoint-dir", str(folder), "--checkpoint-every", "10", "--no-progress"]

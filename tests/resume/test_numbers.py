@@ -23,7 +23,9 @@ def trainer(nonfinite: str) -> DistributedTrainer:
     layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
     for p in layers.parameters():
         p.data[...] *= 20
-    return DistributedTrainer(layers, optim.SGD(lr=0.05, momentum=0.9), shard_size=8, nonfinite=nonfinite)
+    return DistributedTrainer(
+        layers, optim.SGD(lr=0.05, momentum=0.9), shard_size=8, nonfinite=nonfinite
+    )
 
 
 def test_stop_changes_nothing(tmp_path):
@@ -77,7 +79,11 @@ def test_an_epoch_whose_only_batch_is_left_out_has_no_samples(tmp_path):
 
     t = trainer("rollback")
     history = t.fit(Epochs(), epochs=2, checkpoint_dir=tmp_path)
-    assert (t.steps, history.samples, [np.isfinite(r["train_loss"]) for r in history.records]) == (2, 32, [True, False])
+    assert (t.steps, history.samples, [np.isfinite(r["train_loss"]) for r in history.records]) == (
+        2,
+        32,
+        [True, False],
+    )
 
 
 def test_rollback_needs_a_checkpoint():

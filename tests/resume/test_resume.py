@@ -1,4 +1,6 @@
-"""Stopped at any step and gone on with, on other layouts too, a training has the bytes of an undisturbed one."""
+"""Stopped at any step and gone on with, on other layouts too, a training has the bytes of an
+undisturbed one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from odyssey.errors import CheckpointError, ConfigError, Stopped
 from odyssey.train.resume import PROBES
 from odyssey.train.trainer import DistributedTrainer
 
-RECIPE = ("--model", "mlp", "--global-batch-size", 96, "--shard-size", 16, "--no-eval", "--no-progress", "--seed", 3)
+RECIPE = (
+    "--model",
+    "mlp",
+    "--global-batch-size",
+    96,
+    "--shard-size",
+    16,
+    "--no-eval",
+    "--no-progress",
+    "--seed",
+    3,
+)
 
 
 # --- in this process -----------------------------------------------------------------------------
@@ -30,8 +43,12 @@ def dataset(n: int = 150, seed: int = 5) -> data.ArrayDataset:
     return data.arrays(draw.normal(size=(n, 1, 6, 6)).astype(np.float32), draw.integers(0, 4, n))
 
 
-def trainer(seed: int = 0, lr: float = 0.05, optimizer: type = optim.Adam, **settings) -> DistributedTrainer:
-    layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 4))
+def trainer(
+    seed: int = 0, lr: float = 0.05, optimizer: type = optim.Adam, **settings
+) -> DistributedTrainer:
+    layers = nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 4)
+    )
     draw = np.random.default_rng(seed)
     for p in layers.parameters():
         p.data[...] = draw.normal(size=p.shape).astype(np.float32) * 0.3
@@ -44,18 +61,29 @@ def loader() -> data.DataLoader:
 
 def convolutional(dilation: int = 1, slope: float = 0.1, **loss) -> DistributedTrainer:
     layers = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=dilation, dilation=dilation), nn.LeakyReLU(slope), nn.Flatten(), nn.Linear(144, 4)
+        nn.Conv2d(1, 4, 3, padding=dilation, dilation=dilation),
+        nn.LeakyReLU(slope),
+        nn.Flatten(),
+        nn.Linear(144, 4),
     )
-    return DistributedTrainer(layers, optim.SGD(lr=0.05), loss=nn.CrossEntropyLoss(**loss), shard_size=8)
+    return DistributedTrainer(
+        layers, optim.SGD(lr=0.05), loss=nn.CrossEntropyLoss(**loss), shard_size=8
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"dilation": 2}, r'\["Conv2d", "dilation", 1\], this training has \["Conv2d", "dilation", 2\]'),
+        (
+            {"dilation": 2},
+            r'\["Conv2d", "dilation", 1\], this training has \["Conv2d", "dilation", 2\]',
+        ),
         ({"slope": 0.2}, r'"negative_slope", 0.1\], this training'),
         ({"label_smoothing": 0.1}, r'"label_smoothing", 0.0\], this training'),
-        ({"weight": np.ones(4, np.float32)}, r'\["CrossEntropyLoss", "weight", null\], this training'),
+        (
+            {"weight": np.ones(4, np.float32)},
+            r'\["CrossEntropyLoss", "weight", null\], this training',
+        ),
     ],
 )
 def test_layers_and_a_loss_of_other_settings_are_refused(other, said):
@@ -63,7 +91,9 @@ def test_layers_and_a_loss_of_other_settings_are_refused(other, said):
     convolutional().load(snapshot, "step_0")
     with pytest.raises(ConfigError, match=said):
         convolutional(**other).load(snapshot, "step_0")
-    older = {k: v for k, v in snapshot.values["configuration"].items() if not k.startswith("settings of")}
+    older = {
+        k: v for k, v in snapshot.values["configuration"].items() if not k.startswith("settings of")
+    }
     convolutional(**other).load(
         dataclasses.replace(snapshot, values={**snapshot.values, "configuration": older}), "old"
     )
@@ -76,9 +106,15 @@ def test_a_checkpoint_of_other_kernels_is_resumed_and_said(capsys):
     for made_with, said in ((snapshot.values["kernels"], 0), (1, 1)):
         after = trainer()
         after.data_configuration = before.data_configuration
-        after.load(dataclasses.replace(snapshot, values={**snapshot.values, "kernels": made_with}), "step_5")
+        after.load(
+            dataclasses.replace(snapshot, values={**snapshot.values, "kernels": made_with}),
+            "step_5",
+        )
         assert after.weights_sha256() == before.weights_sha256()
-        assert "".join(capsys.readouterr()).count("[resume] step_5 was made with kernels 1, these are") == said
+        assert (
+            "".join(capsys.readouterr()).count("[resume] step_5 was made with kernels 1, these are")
+            == said
+        )
 
 
 class Interrupted(Exception):
@@ -100,7 +136,10 @@ def interrupt(t: DistributedTrainer, step: int) -> None:
 
 def records(history) -> list[dict]:
     """What does not depend on the clock."""
-    return [{k: r[k] for k in ("epoch", "train_loss", "train_accuracy", "test_loss")} for r in history.records]
+    return [
+        {k: r[k] for k in ("epoch", "train_loss", "train_accuracy", "test_loss")}
+        for r in history.records
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -116,17 +155,28 @@ def test_goes_on_as_if_it_had_not_died(tmp_path, undisturbed, dies, every):
     first = trainer()
     interrupt(first, dies)
     with pytest.raises(Interrupted):
-        first.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "c", checkpoint_every=every)
+        first.fit(
+            loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "c", checkpoint_every=every
+        )
     saved = dies - 1 >= (every or 5)
     second = trainer(seed=int(saved))  # with a checkpoint its own start must not matter
-    history = second.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "c", checkpoint_every=every)
-    assert (second.weights_sha256(), records(history), history.steps, history.samples) == undisturbed
+    history = second.fit(
+        loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "c", checkpoint_every=every
+    )
+    assert (
+        second.weights_sha256(),
+        records(history),
+        history.steps,
+        history.samples,
+    ) == undisturbed
 
 
 def test_more_steps_go_on_within_the_epoch(tmp_path, undisturbed):
     short = trainer().fit(loader(), dataset(40), epochs=3, steps=7, checkpoint_dir=tmp_path)
     again = trainer(seed=1)
-    assert records(again.fit(loader(), dataset(40), epochs=3, steps=7, checkpoint_dir=tmp_path)) == records(short)
+    assert records(
+        again.fit(loader(), dataset(40), epochs=3, steps=7, checkpoint_dir=tmp_path)
+    ) == records(short)
     assert again.steps == 7
     whole = trainer(seed=1)
     history = whole.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
@@ -136,12 +186,17 @@ def test_more_steps_go_on_within_the_epoch(tmp_path, undisturbed):
 def test_a_complete_training_gives_its_history_again(tmp_path, undisturbed):
     trainer().fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
     again = trainer(seed=1)
-    assert records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)) == undisturbed[1]
+    assert (
+        records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path))
+        == undisturbed[1]
+    )
     assert again.weights_sha256() == undisturbed[0]
 
 
 def test_the_manifest_does_not_grow_with_the_epochs(tmp_path, undisturbed):
-    """The last record is in it, those before lie beside it; checkpoints that have all of them there are read."""
+    """The last record is in it, those before lie beside it; checkpoints that have all of them
+    there are read.
+    """
     trainer().fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "new", keep=3)
     snapshots = [reader.load(path)[0] for path in sorted((tmp_path / "new").glob("step_*"))]
     assert [len(one.values["history"]["records"]) for one in snapshots] == [1, 1, 1]
@@ -152,11 +207,18 @@ def test_the_manifest_does_not_grow_with_the_epochs(tmp_path, undisturbed):
         store.save(snapshots[-1])
     for form in ("new", "old"):
         again = trainer(seed=1)
-        assert records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / form)) == undisturbed[1]
+        assert (
+            records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / form))
+            == undisturbed[1]
+        )
 
 
 def test_other_layouts_of_one_process(tmp_path, undisturbed):
-    for steps, layout in ((3, {"num_gpus": 2}), (8, {"execution": "eager"}), (13, {"num_gpus": 4, "threads": 2})):
+    for steps, layout in (
+        (3, {"num_gpus": 2}),
+        (8, {"execution": "eager"}),
+        (13, {"num_gpus": 4, "threads": 2}),
+    ):
         t = trainer(seed=steps if steps > 3 else 0, **layout)
         t.fit(loader(), dataset(40), epochs=3, steps=steps, checkpoint_dir=tmp_path)
     t = trainer(seed=1)
@@ -250,23 +312,36 @@ def test_on_other_ranks_meshes_and_stages(launch, optimizer):
     ]
     for steps, ranks, layout in stretches:
         result = launch.result(
-            *common, "--steps", steps, *layout, "--checkpoint-dir", launch.folder / "c", ranks=ranks, timeout=120
+            *common,
+            "--steps",
+            steps,
+            *layout,
+            "--checkpoint-dir",
+            launch.folder / "c",
+            ranks=ranks,
+            timeout=120,
         )
     assert result["weights_sha256"] == expected["weights_sha256"]
     assert result["train_loss"] == expected["train_loss"]
 
 
-@pytest.mark.parametrize("settings", [("--precision", "fp16"), ("--compression", "topk", "--compression-ratio", 0.1)])
+@pytest.mark.parametrize(
+    "settings", [("--precision", "fp16"), ("--compression", "topk", "--compression-ratio", 0.1)]
+)
 def test_what_else_a_training_remembers(launch, settings):
     """Loss scale; what a compression still has to send."""
     common = (*RECIPE, *settings, "--schedule", "constant", "--warmup-steps", 0)
     common += ("--scaler-init-scale", 2**40) if "fp16" in settings else ()
     expected = launch.result(*common, "--steps", 12, ranks=2)
     for steps in (5, 12):
-        result = launch.result(*common, "--steps", steps, "--checkpoint-dir", launch.folder / "c", ranks=2)
+        result = launch.result(
+            *common, "--steps", steps, "--checkpoint-dir", launch.folder / "c", ranks=2
+        )
     assert result["weights_sha256"] == expected["weights_sha256"]
     if "topk" in settings:
-        other = launch.train(*common, "--steps", 14, "--checkpoint-dir", launch.folder / "c", ranks=3)
+        other = launch.train(
+            *common, "--steps", 14, "--checkpoint-dir", launch.folder / "c", ranks=3
+        )
         assert other.returncode != 0
         assert "2 ranks with compression" in other.stderr
 
@@ -278,7 +353,9 @@ def test_a_signal_to_the_launcher_stops_all_ranks(launch, plain):
     command += [sys.executable, "-m", "odyssey.train", *map(str, RECIPE), "--steps", "24"]
     command += ["--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--epochs", "1000"]
     command[command.index("24")] = "200000"
-    running = subprocess.Popen(command, env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 60
         while not list(folder.glob("step_*")) and time.monotonic() < deadline:
@@ -297,7 +374,9 @@ def test_a_signal_to_the_launcher_stops_all_ranks(launch, plain):
 def test_a_configuration_under_other_names(tmp_path):
     from odyssey.distributed.config import DistributedConfig
 
-    config = DistributedConfig(checkpoint_dir=tmp_path, checkpoint_frequency=2, epochs=3, resume_from_checkpoint=False)
+    config = DistributedConfig(
+        checkpoint_dir=tmp_path, checkpoint_frequency=2, epochs=3, resume_from_checkpoint=False
+    )
     first = trainer()
     interrupt(first, 14)  # in the third epoch of five steps
     with pytest.raises(Interrupted):
@@ -330,7 +409,9 @@ def test_from_a_path_to_another_directory_and_on_from_there(tmp_path, undisturbe
 def test_an_older_checkpoint_of_the_same_directory_is_not_gone_on_from(tmp_path):
     trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=2)
     with pytest.raises(ConfigError, match="name another directory for the new ones"):
-        trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, resume=tmp_path / "step_00000004")
+        trainer().fit(
+            loader(), epochs=1, checkpoint_dir=tmp_path, resume=tmp_path / "step_00000004"
+        )
 
 
 def test_signed_checkpoints(tmp_path, monkeypatch, capfd):
@@ -411,7 +492,9 @@ def test_batches_of_ones_own(tmp_path, undisturbed):
 
 
 def test_two_fits_of_a_run_go_on_where_they_were(tmp_path, monkeypatch):
-    """The second begins where the first left the loader, also where the first only finds its own end."""
+    """The second begins where the first left the loader, also where the first only finds its own
+    end.
+    """
     from odyssey.train import completion, session
 
     def both(t: DistributedTrainer, dies: int | None = None) -> str:
@@ -452,7 +535,9 @@ def test_a_schedule_made_of_a_table(tmp_path):
     t = trainer(schedule=lambda step: np.float32(table[step]))
     t.fit(loader(), epochs=1, checkpoint_dir=tmp_path)
     assert (
-        trainer(schedule=lambda step: np.float32(table[step])).fit(loader(), epochs=1, checkpoint_dir=tmp_path).steps
+        trainer(schedule=lambda step: np.float32(table[step]))
+        .fit(loader(), epochs=1, checkpoint_dir=tmp_path)
+        .steps
         == 5
     )
 
@@ -479,7 +564,9 @@ else:
 
 def test_local_sgd_goes_on_from_its_averages(launch):
     script = launch.folder / "s.py"
-    script.write_text(STRATEGIES.replace("eval(sys.argv", "__import__('ast').literal_eval(sys.argv"))
+    script.write_text(
+        STRATEGIES.replace("eval(sys.argv", "__import__('ast').literal_eval(sys.argv")
+    )
     settings = "{'reduction': 'local_sgd', 'local_steps': 3}"
 
     def run(steps: int, saving: str) -> list[str]:
@@ -497,9 +584,12 @@ def test_a_stage_without_parameters_takes_part_in_the_comparison(launch):
     script = launch.folder / "s.py"
     text = STRATEGIES.replace("eval(sys.argv", "__import__('ast').literal_eval(sys.argv")
     text = text.replace(
-        "nn.Sequential(nn.Linear(36, 4))", "nn.Sequential(nn.Linear(36, 8), nn.Linear(8, 4), nn.Tanh())"
+        "nn.Sequential(nn.Linear(36, 4))",
+        "nn.Sequential(nn.Linear(36, 8), nn.Linear(8, 4), nn.Tanh())",
     )
-    text = text.replace("shard_size=8,", "shard_size=8, mesh=__import__('odyssey').Mesh(pp=4), check_every=2,")
+    text = text.replace(
+        "shard_size=8,", "shard_size=8, mesh=__import__('odyssey').Mesh(pp=4), check_every=2,"
+    )
     script.write_text(text)
     done = launch.python(script, "{}", 5, "{}", ranks=4)
     assert done.returncode == 0, done.stderr

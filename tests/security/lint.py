@@ -1,7 +1,8 @@
-"""Finds what lets a file or a text run code: pickle and its kin, eval, shells, and mpi4py's methods that unpickle.
+"""Finds what lets a file or a text run code: pickle and its kin, eval, shells, and mpi4py's
+methods that unpickle.
 
-Works on the syntax tree, so that comments and texts do not count. What it is not: complete; `getattr` with a made-up
-name gets past it. It keeps honest people from a mistake.
+Works on the syntax tree, so that comments and texts do not count. What it is not: complete;
+`getattr` with a made-up name gets past it. It keeps honest people from a mistake.
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator
 
-MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+}
 BUILTINS = {"eval", "exec", "__import__"}
 CALLS = {  # whatever they are given
     "os.system",
@@ -30,7 +41,8 @@ ONLY_WITH = {"numpy.load": ("allow_pickle", False)}  # must be given so
 NEVER_TRUE = {"shell", "allow_pickle"}  # keywords of any call
 # methods of mpi4py's communicators that pickle what they are given, and unpickle what a peer sends
 OBJECTS = set(
-    "send recv bsend ssend isend ibsend issend irecv mrecv imrecv sendrecv bcast gather scatter allgather alltoall "
+    "send recv bsend ssend isend ibsend issend irecv mrecv imrecv sendrecv bcast gather scatter "
+    "allgather alltoall "
     "reduce allreduce scan exscan".split()
 )
 
@@ -38,7 +50,8 @@ OBJECTS = set(
 def findings(text: str, communicators: Collection[str] = ()) -> list[str]:
     """What is wrong with a Python file, as "line 3: what".
 
-    communicators: names that hold a communicator of mpi4py, besides those that are given one in the file itself.
+    communicators: names that hold a communicator of mpi4py, besides those that are given one in the
+    file itself.
     """
     tree = ast.parse(text)
     names = _imported(tree)
@@ -54,7 +67,9 @@ def _imported(tree: ast.AST) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for one in node.names:
-                names[one.asname or one.name.split(".")[0]] = one.name if one.asname else one.name.split(".")[0]
+                names[one.asname or one.name.split(".")[0]] = (
+                    one.name if one.asname else one.name.split(".")[0]
+                )
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for one in node.names:
                 names[one.asname or one.name] = f"{node.module}.{one.name}"
@@ -68,8 +83,15 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             named = [one.name for one in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             named = [node.module]
-        elif isinstance(node, ast.Call) and _dotted(node.func) in ("importlib.import_module", "import_module"):
-            named = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        elif isinstance(node, ast.Call) and _dotted(node.func) in (
+            "importlib.import_module",
+            "import_module",
+        ):
+            named = [
+                a.value
+                for a in node.args[:1]
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
         for name in named:
             if name.split(".")[0] in MODULES:
                 yield node.lineno, f"import of {name}"
@@ -90,14 +112,22 @@ def _calls(tree: ast.AST, names: dict[str, str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{keyword.arg} of {called or 'a call'} is not False"
         if called in ONLY_WITH:
             name, value = ONLY_WITH[called]
-            if not any(keyword.arg == name and _is(keyword.value, value) for keyword in node.keywords):
+            if not any(
+                keyword.arg == name and _is(keyword.value, value) for keyword in node.keywords
+            ):
                 yield node.lineno, f"{called} without {name}={value}"
 
 
 def _objects(tree: ast.AST, made: set[str]) -> Iterator[tuple[int, str]]:
-    """Methods in small letters of communicators of mpi4py: those named so, and what comes from one."""
+    """Methods in small letters of communicators of mpi4py: those named so, and what comes from
+    one.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and _from_mpi(node.value, made):
+        if (
+            isinstance(node, (ast.Assign, ast.AnnAssign))
+            and node.value is not None
+            and _from_mpi(node.value, made)
+        ):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 made.add(_dotted(target).rpartition(".")[2])
     for node in ast.walk(tree):

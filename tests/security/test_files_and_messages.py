@@ -1,4 +1,6 @@
-"""Directories of runs are nobody else's, and no message brings control characters to a terminal (S11, S12)."""
+"""Directories of runs are nobody else's, and no message brings control characters to a terminal
+(S11, S12).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import pytest
 from odyssey.base.files import LockFile, private_directory, write_whole
 from odyssey.errors import DataError, OutputError, printable
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+root_only = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root, to give a directory to another user"
+)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,13 @@ def test_lines_stay_where_they_are_wanted_and_length_is_capped():
 
 def test_the_command_line_escapes_what_a_user_or_a_file_named(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "odyssey.train", "--config", tmp_path / "a\x1b[31m\nodyssey: done.toml"],
+        [
+            sys.executable,
+            "-m",
+            "odyssey.train",
+            "--config",
+            tmp_path / "a\x1b[31m\nodyssey: done.toml",
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -76,7 +86,10 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path):
         os.umask(before)
     with pytest.raises(OSError, match="No space left"):
         write_whole(tmp_path / "w", half)
-    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == 0o640 and (tmp_path / "w").read_bytes() == b"old"
+    assert (
+        stat.S_IMODE((tmp_path / "w").stat().st_mode) == 0o640
+        and (tmp_path / "w").read_bytes() == b"old"
+    )
     assert os.listdir(tmp_path) == ["w"]
 
 
@@ -133,17 +146,41 @@ def test_a_message_that_has_lines_keeps_them(capsys):
 
     with pytest.raises(SystemExit):
         cli.main([], command=fails)
-    assert capsys.readouterr().err == "odyssey: error: [build] the kernels did not compile:\nx.mojo:1: \\x1b[31merror\n"
+    assert (
+        capsys.readouterr().err
+        == "odyssey: error: [build] the kernels did not compile:\nx.mojo:1: \\x1b[31merror\n"
+    )
 
 
 @pytest.mark.parametrize("supervised", [False, True])
 def test_what_a_run_leaves_is_for_its_owner_alone(launch, supervised):
     """Whatever the umask: checkpoints, logs, steps, the secret of its watchers (S11)."""
     run = launch.folder / "runs" / "one"
-    train = ["--steps", "6", "--global-batch-size", "64", "--model", "mlp", "--no-eval", "--checkpoint-every", "2"]
+    train = [
+        "--steps",
+        "6",
+        "--global-batch-size",
+        "64",
+        "--model",
+        "mlp",
+        "--no-eval",
+        "--checkpoint-every",
+        "2",
+    ]
     words = [sys.executable, "-m", "odyssey", "train", "--run-dir", run, *train]
     if supervised:
-        words = [sys.executable, "-m", "odyssey", "launch", "-n", "2", "--run-dir", run, "train", *train]
+        words = [
+            sys.executable,
+            "-m",
+            "odyssey",
+            "launch",
+            "-n",
+            "2",
+            "--run-dir",
+            run,
+            "train",
+            *train,
+        ]
     done = launch("sh", "-c", 'umask 0; exec "$@"', "sh", *words, timeout=120)
     assert done.returncode == 0, done.stderr
     left = [run.parent, run, *run.rglob("*")]

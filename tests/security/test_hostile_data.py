@@ -1,4 +1,7 @@
-"""Data files that lie (S2, S8, S9): refused by name, with code 65, before memory is taken. RELIABILITY's test 36."""
+"""Data files that lie (S2, S8, S9): refused by name, with code 65, before memory is taken.
+
+RELIABILITY's test 36.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,31 @@ FILES = {  # images, labels, whose name the message has, and what it says
     "checksum of gzip": (stored(GOOD_IMAGES)[:-8] + bytes(8), GOOD_LABELS, IMAGES, "damaged gzip"),
     "wrong magic": (b"\x89PNG" + GOOD_IMAGES[4:], GOOD_LABELS, IMAGES, "magic number 0x89504e47"),
     "other type": (b"\0\0\x0d\x03" + GOOD_IMAGES[4:], GOOD_LABELS, IMAGES, "magic number"),
-    "2^40 values in 90 bytes": (idx_bytes(2**20, 2**10, 2**10, values=bytes(74)), GOOD_LABELS, IMAGES, "1099511627792"),
-    "2^40 values in gzip": (stored(idx_bytes(2**20, 2**10, 2**10)), GOOD_LABELS, IMAGES, "more than"),
-    "2^96 values": (idx_bytes(2**32 - 1, 2**32 - 1, 2**32 - 1), GOOD_LABELS, IMAGES, "bytes expected"),
+    "2^40 values in 90 bytes": (
+        idx_bytes(2**20, 2**10, 2**10, values=bytes(74)),
+        GOOD_LABELS,
+        IMAGES,
+        "1099511627792",
+    ),
+    "2^40 values in gzip": (
+        stored(idx_bytes(2**20, 2**10, 2**10)),
+        GOOD_LABELS,
+        IMAGES,
+        "more than",
+    ),
+    "2^96 values": (
+        idx_bytes(2**32 - 1, 2**32 - 1, 2**32 - 1),
+        GOOD_LABELS,
+        IMAGES,
+        "bytes expected",
+    ),
     "a gzip that unpacks to 1 GiB": (bomb(), GOOD_LABELS, IMAGES, "not as long as its header says"),
-    "label out of range": (GOOD_IMAGES, idx_bytes(2, values=b"\x03\x0a"), LABELS, "label 10 at index 1"),
+    "label out of range": (
+        GOOD_IMAGES,
+        idx_bytes(2, values=b"\x03\x0a"),
+        LABELS,
+        "label 10 at index 1",
+    ),
     "empty images": (b"", GOOD_LABELS, IMAGES, "holds 0 bytes"),
     "empty labels": (GOOD_IMAGES, b"", LABELS, "holds 0 bytes"),
     "no sample": (idx_bytes(0, 28, 28), idx_bytes(0), IMAGES, "at least 1"),
@@ -89,13 +112,16 @@ CIFAR = {  # bytes of each file -> what is said
     "cifar of 0 bytes": (0, "holds 0 bytes"),
     "cifar of 1 byte": (1, "holds 1 bytes"),
     "cifar of a record less a byte": (3072, "holds 3072 bytes"),
-    "cifar of a terabyte": ((1 << 40) + 1, "holds 1099511627777 bytes"),  # sparse; no multiple of a record
+    # sparse; no multiple of a record
+    "cifar of a terabyte": ((1 << 40) + 1, "holds 1099511627777 bytes"),
 }
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What one process says to all of them, one after the other, and how far its memory had grown by then."""
+    """What one process says to all of them, one after the other, and how far its memory had
+    grown by then.
+    """
     root = tmp_path_factory.mktemp("data")
     for kind, (images, labels, *_) in FILES.items():
         (root / kind).mkdir()
@@ -106,7 +132,9 @@ def said(tmp_path_factory):
         for number in range(1, 6):
             with open(root / kind / f"data_batch_{number}.bin", "wb") as file:
                 os.truncate(file.fileno(), size)
-    done = subprocess.run([sys.executable, "-c", MEASURE, root], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, root], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -138,9 +166,14 @@ def test_the_command_ends_with_65_and_names_the_file(tmp_path, launch):
     for name, data in ((IMAGES, stored(GOOD_IMAGES)[:-20]), (LABELS, GOOD_LABELS)):
         (tmp_path / name).write_bytes(data)
     for ranks in (0, 2):
-        done = launch.train("--data-dir", tmp_path, "--steps", "1", "--global-batch-size", "64", ranks=ranks)
+        done = launch.train(
+            "--data-dir", tmp_path, "--steps", "1", "--global-batch-size", "64", ranks=ranks
+        )
         assert done.returncode == DataError.exit_code == 65, done.stderr
-        assert f"{tmp_path / IMAGES} is a damaged gzip file" in done.stderr and "Traceback" not in done.stderr
+        assert (
+            f"{tmp_path / IMAGES} is a damaged gzip file" in done.stderr
+            and "Traceback" not in done.stderr
+        )
 
 
 def test_what_is_no_file_does_not_keep_the_reader_waiting(tmp_path):

@@ -1,6 +1,7 @@
 """Values that would be commands where they met a shell (S6, S7): each is refused or stays a text.
 
-Nothing is run and no file is made, through the configuration file, the command line, names of hosts and layouts.
+Nothing is run and no file is made, through the configuration file, the command line, names of hosts
+and layouts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ HOSTILE = {
     "unicode": "\u202ex\u2028",
 }
 LONG = "A" * 10**6
-TEXT_OPTIONS = ("model", "dataset", "optimizer", "schedule", "device", "reduction", "execution", "precision")
+TEXT_OPTIONS = (
+    "model",
+    "dataset",
+    "optimizer",
+    "schedule",
+    "device",
+    "reduction",
+    "execution",
+    "precision",
+)
 PATH_OPTIONS = ("data-dir", "json", "save-weights")
 
 
@@ -51,7 +61,13 @@ def no_process(monkeypatch):
     def started(*arguments, **_):
         raise AssertionError(f"started {arguments}")
 
-    for where, name in ((subprocess, "Popen"), (os, "system"), (os, "popen"), (os, "execve"), (os, "posix_spawn")):
+    for where, name in (
+        (subprocess, "Popen"),
+        (os, "system"),
+        (os, "popen"),
+        (os, "execve"),
+        (os, "posix_spawn"),
+    ):
         monkeypatch.setattr(where, name, started)
 
 
@@ -61,7 +77,9 @@ def train(monkeypatch, capsys, *arguments):
     from odyssey.cli.commands import train as command
 
     monkeypatch.setattr(
-        command, "run", lambda made, **_: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))
+        command,
+        "run",
+        lambda made, **_: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}")),
     )
     with pytest.raises(SystemExit) as end:
         cli.main(["train", *arguments])
@@ -76,7 +94,9 @@ def check(code, said):
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("option", TEXT_OPTIONS)
-def test_texts_of_the_configuration(value, option, nothing_is_made, no_process, monkeypatch, capsys):
+def test_texts_of_the_configuration(
+    value, option, nothing_is_made, no_process, monkeypatch, capsys
+):
     (nothing_is_made.parent / "run.toml").write_text(f"{option} = {json.dumps(value)}\n")
     code, said = train(monkeypatch, capsys, "--config", str(nothing_is_made.parent / "run.toml"))
     check(code, said)
@@ -120,13 +140,18 @@ def test_a_path_of_the_configuration_that_cannot_be(option, nothing_is_made, tmp
     config = tmp_path.parent / "run.toml"
     config.write_text(f'{option} = "{LONG[:4000]}"\nsteps = 1\nno-progress = true\n')
     done = subprocess.run(
-        [sys.executable, "-m", "odyssey.train", "--config", config], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "odyssey.train", "--config", config],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode in (64, 65, 73), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["epochs = 99999999999999999999", "lr = 1e999", "seed = -1", "lr = nan", "lr = -1"])
+@pytest.mark.parametrize(
+    "text", ["epochs = 99999999999999999999", "lr = 1e999", "seed = -1", "lr = nan", "lr = -1"]
+)
 def test_numbers_out_of_range(text, nothing_is_made, monkeypatch, capsys):
     (nothing_is_made.parent / "run.toml").write_text(text)
     code, said = train(monkeypatch, capsys, "--config", str(nothing_is_made.parent / "run.toml"))
@@ -135,12 +160,18 @@ def test_numbers_out_of_range(text, nothing_is_made, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "value", [*HOSTILE.values(), "a\0b", LONG, "", "-", "a b", "a..b", "é"], ids=lambda v: ascii(v)[:20]
+    "value",
+    [*HOSTILE.values(), "a\0b", LONG, "", "-", "a b", "a..b", "é"],
+    ids=lambda v: ascii(v)[:20],
 )
 def test_names_of_hosts(value, tmp_path):
     file = tmp_path / "hosts"
     file.write_text(f"good\n{value}x y\n")
-    for parse, given in ((parse_hosts, value), (parse_hosts, f"good,{value}"), (parse_hostfile, file)):
+    for parse, given in (
+        (parse_hosts, value),
+        (parse_hosts, f"good,{value}"),
+        (parse_hostfile, file),
+    ):
         with pytest.raises(OdysseyError) as refused:
             parse(given)
         assert str(refused.value).isprintable() and len(str(refused.value)) < 1000
@@ -180,7 +211,9 @@ def test_layouts(value, nothing_is_made, no_process, capsys):
     ids=lambda name: ascii(name)[:20],
 )
 def test_names_that_commands_are_given(words, name, nothing_is_made, no_process, capsys):
-    """Bytes that are no text, lines that look like another message: one line, and nothing that a terminal would do."""
+    """Bytes that are no text, lines that look like another message: one line, and nothing that a
+    terminal would do.
+    """
     from odyssey import cli
 
     if name.startswith("-") and words[0] != "doctor":
@@ -190,4 +223,6 @@ def test_names_that_commands_are_given(words, name, nothing_is_made, no_process,
     said = capsys.readouterr()
     assert end.value.code in (1, 64, 65, 69), said
     for line in (said.out + said.err).splitlines():
-        assert line.isprintable() and not line.startswith("odyssey: done") and "Traceback" not in line
+        assert (
+            line.isprintable() and not line.startswith("odyssey: done") and "Traceback" not in line
+        )

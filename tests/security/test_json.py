@@ -37,7 +37,16 @@ def test_what_is_refused(text, says):
 
 
 @pytest.mark.parametrize(
-    "value", [2**64 - 1, -(2**63), 1e308, -0.0, "\U0001f600 \\ud800 é\n", {"a": [None, True, {"b": []}]}, 5e-324]
+    "value",
+    [
+        2**64 - 1,
+        -(2**63),
+        1e308,
+        -0.0,
+        "\U0001f600 \\ud800 é\n",
+        {"a": [None, True, {"b": []}]},
+        5e-324,
+    ],
 )
 def test_what_passes(value):
     for ascii_only in (True, False):

@@ -1,4 +1,6 @@
-"""No file of the repository runs code that it reads (S1): no pickle, eval or shell; and the lint would see them."""
+"""No file of the repository runs code that it reads (S1): no pickle, eval or shell; and the lint
+would see them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ ALLOWED = {
     "tests/packaging/test_pixi.py": "shell of subprocess.run",  # tasks of pixi are lines of a shell
     "tests/packaging/pages.py": "call of exec",  # programs in our own pages
     "tests/python/test_precision.py": "call of exec",
-    "tests/seeds/run.py": "call of exec",  # code blocks of the seeds, which are copies in tests/third_party
+    # code blocks of the seeds, which are copies in tests/third_party
+    "tests/seeds/run.py": "call of exec",
     "tests/data/test_loader.py": "call of exec",  # a program of docs/determinism.md
     "tests/cli/conftest.py": "call of __import__",
-    "benchmarks/faults/anchors/savers.py": "call of torch.load",  # what odyssey is compared with; reads its own files
+    # what odyssey is compared with; reads its own files
+    "benchmarks/faults/anchors/savers.py": "call of torch.load",
     "benchmarks/faults/anchors/train_ddp.py": "call of torch.load",
     "tests/e2e/test_trained_models.py": "call of torch.load",  # weights_only=True
     "python/odyssey/torch/objects.py": "pickle",  # where the caller wrote allow_pickle=True
@@ -36,7 +40,11 @@ def python_files():
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix == ".py":
                 yield path
-            elif path.is_file() and not path.suffix and path.read_bytes().startswith(b"#!/usr/bin/env python"):
+            elif (
+                path.is_file()
+                and not path.suffix
+                and path.read_bytes().startswith(b"#!/usr/bin/env python")
+            ):
                 yield path
 
 
@@ -79,7 +87,8 @@ def test_nothing_here_runs_what_it_reads():
         "import tempfile\ntempfile.mktemp()",
         "from mpi4py import MPI\nMPI.COMM_WORLD.bcast({})",
         "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\ncomm.send(1, 0)",
-        "from mpi4py import MPI\nclass A:\n def f(self):\n  self._c = MPI.COMM_WORLD.Dup()\n  self._c.allreduce(1)",
+        "from mpi4py import MPI\nclass A:\n def f(self):\n  self._c = MPI.COMM_WORLD.Dup()\n  "
+        "self._c.allreduce(1)",
         "from mpi4py import MPI\ncomm = MPI.COMM_WORLD.Split(0)\nreceive = comm.recv",
     ],
 )
@@ -89,7 +98,9 @@ def test_each_kind_is_found(text):
 
 def test_names_that_hold_a_communicator_can_be_told():
     text = "class A:\n def f(self):\n  return self._data.bcast(1)"
-    assert findings(text) == [] and findings(text, ["_data"]) == ["line 3: _data.bcast pickles; use Bcast"]
+    assert findings(text) == [] and findings(text, ["_data"]) == [
+        "line 3: _data.bcast pickles; use Bcast"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ def shared(monkeypatch):
 
 
 def test_root_among_others_is_refused(shared, monkeypatch):
-    with pytest.raises(ConfigError, match="this is root, and user 1001 works on this machine too.*--allow-root"):
+    with pytest.raises(
+        ConfigError, match="this is root, and user 1001 works on this machine too.*--allow-root"
+    ):
         root_user.check(False)
     root_user.check(True)
     monkeypatch.setenv(root_user.ALLOW, "1")
@@ -36,4 +38,6 @@ def test_root_alone_and_ordinary_users_are_not(shared, monkeypatch):
 
 def test_working_finds_users_of_processes():
     assert all(root_user.FIRST <= user <= root_user.LAST for user in root_user.working())
-    assert (os.geteuid() in root_user.working()) == (root_user.FIRST <= os.geteuid() <= root_user.LAST)
+    assert (os.geteuid() in root_user.working()) == (
+        root_user.FIRST <= os.geteuid() <= root_user.LAST
+    )

@@ -1,4 +1,7 @@
-"""What is in the environment of a run stays there: no file and no line has it. RELIABILITY's test 43."""
+"""What is in the environment of a run stays there: no file and no line has it.
+
+RELIABILITY's test 43.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,9 @@ def test_a_run_that_fails(planted, ranks):
     nothing_is_told(planted.folder, done.stdout, done.stderr)
 
 
-@pytest.mark.skipif("launch" not in commands.COMMANDS, reason="odyssey launch is not part of this version")
+@pytest.mark.skipif(
+    "launch" not in commands.COMMANDS, reason="odyssey launch is not part of this version"
+)
 def test_a_supervised_run(planted):
     words = ["launch", "-n", "2", "--run-dir", planted.folder / "run", "--", "train", *RUN]
     done = planted(sys.executable, "-m", "odyssey", *words, timeout=120)

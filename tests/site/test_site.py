@@ -1,4 +1,6 @@
-"""The site is built without a warning and loads nothing from outside; its notebooks print what they show."""
+"""The site is built without a warning and loads nothing from outside; its notebooks print what
+they show.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def site(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PATH": path})
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PATH": path}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
@@ -34,7 +38,9 @@ def test_nothing_is_loaded_from_outside(site):
     assert len(pages) > 40
     for page in pages:
         text = page.read_text()
-        loads = re.findall(r"<(?:script|img|link|iframe)[^>]*?(?:src|href)=[\"']?(https?://[^\s\"'>]+)", text)
+        loads = re.findall(
+            r"<(?:script|img|link|iframe)[^>]*?(?:src|href)=[\"']?(https?://[^\s\"'>]+)", text
+        )
         assert not [target for target in loads if "rel=canonical" not in target], (page, loads)
     for sheet in site.rglob("*.css"):
         assert not re.search(r"@import|url\(\s*[\"']?https?://", sheet.read_text()), sheet
@@ -58,8 +64,12 @@ def test_without_the_compiler_the_site_has_a_page_that_says_so(monkeypatch, capl
     pages = importlib.import_module("site_pages")
     monkeypatch.setattr(pages.shutil, "which", lambda name, path: None)
     text = "\n".join(pages._mojo())
-    assert text.startswith("# Mojo: shared.training\n") and "`mojo`, is not on PATH; install it" in text
-    assert [record.levelname for record in caplog.records] == ["WARNING"]  # an error of `mkdocs build --strict`
+    assert (
+        text.startswith("# Mojo: shared.training\n")
+        and "`mojo`, is not on PATH; install it" in text
+    )
+    # an error of `mkdocs build --strict`
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize("module", ["odyssey", "odyssey.torch"])
@@ -67,9 +77,15 @@ def test_the_reference_has_the_trainer_s_methods_that_users_call(site, module):
     page = (site / f"reference/{module}/index.html").read_text()
     trainer = f"{module}.DistributedTrainer"
     entries = set(re.findall(rf'id="{re.escape(trainer)}\.(\w+)"', page))
-    called = "fit train_step evaluate predict save_checkpoint load_checkpoint weights_sha256 state_dict memory"
+    called = (
+        "fit train_step evaluate predict save_checkpoint load_checkpoint weights_sha256 "
+        "state_dict memory"
+    )
     assert entries >= set(called.split())
-    internal = "rehearse compare scale_rate measured count_bytes gradients take_step say stays state expect put_back"
+    internal = (
+        "rehearse compare scale_rate measured count_bytes gradients take_step say stays "
+        "state expect put_back"
+    )
     assert not entries & set(internal.split())
     assert "checkpoint_every" in page and "steps from one to the next" in page  # fit's arguments
 
@@ -87,9 +103,18 @@ def test_a_browser_shows_the_front_page(site, tmp_path, width):
     if browser is None:
         pytest.skip("no chromium")
     picture = tmp_path / "page.png"
-    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--screenshot={picture}"]
+    words = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--screenshot={picture}",
+    ]
     subprocess.run(
-        [*words, f"--window-size={width},1600", f"file://{site}/index.html"], timeout=120, capture_output=True
+        [*words, f"--window-size={width},1600", f"file://{site}/index.html"],
+        timeout=120,
+        capture_output=True,
     )
     assert picture.stat().st_size > 50_000  # an empty page has 10,000
 
@@ -107,10 +132,18 @@ def test_a_notebook_prints_what_it_shows(notebook, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "PATH": path}
     done = subprocess.run(
-        [sys.executable, "program.py"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
+        [sys.executable, "program.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    shown = ["".join(line for output in cell["outputs"] for line in output.get("text", [])) for cell in cells]
+    shown = [
+        "".join(line for output in cell["outputs"] for line in output.get("text", []))
+        for cell in cells
+    ]
     assert done.stdout.split("\0")[:-1] == shown
 
 

@@ -19,9 +19,13 @@ def step(at: int, **changes) -> StepRecord:
 
 @pytest.fixture
 def make_run(tmp_path):
-    """make_run("a", records, command=[...], ...): a directory with a log and, unless command is None, a run.json."""
+    """make_run("a", records, command=[...], ...): a directory with a log and, unless command is
+    None, a run.json.
+    """
 
-    def make(name: str, records: list[StepRecord], command: list[str] | None = None, **description) -> Path:
+    def make(
+        name: str, records: list[StepRecord], command: list[str] | None = None, **description
+    ) -> Path:
         run = Run(tmp_path / name)
         run.path.mkdir(mode=0o700)
         with closing(StepLog(run.steps / NAME)) as log:

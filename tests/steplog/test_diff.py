@@ -1,4 +1,6 @@
-"""`odyssey diff`: the first step in which two runs part, in what, with both values, and which settings differ."""
+"""`odyssey diff`: the first step in which two runs part, in what, with both values, and which
+settings differ.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ COMMAND = ["/usr/bin/python", "-m", "odyssey.train", "--model", "mlp", "--lr", "
 
 
 def test_two_runs_that_are_the_same(launch, make_run, steps):
-    a, b = make_run("a", steps(30), COMMAND), make_run("b", steps(30), ["/else/python3", *COMMAND[1:]])
+    a, b = (
+        make_run("a", steps(30), COMMAND),
+        make_run("b", steps(30), ["/else/python3", *COMMAND[1:]]),
+    )
     done = launch.python("-m", "odyssey", "diff", a, b)
     assert (done.returncode, done.stdout, done.stderr) == (0, "same for all 30 common steps\n", "")
 
@@ -22,7 +27,11 @@ def test_two_runs_that_are_the_same(launch, make_run, steps):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"epoch": 7}, "in the cursor: epoch 2 batch 2 with 64 samples in A, epoch 8 batch 2 with 64 samples in B"),
+        (
+            {"epoch": 7},
+            "in the cursor: epoch 2 batch 2 with 64 samples in A, epoch 8 batch 2 with 64 "
+            "samples in B",
+        ),
         ({"rate": 0.2}, "in the rate: 0.1 in A, 0.2 in B"),
         ({"loss": 0.25}, f"in the loss: {2.5 / 12!r} in A, 0.25 in B"),
         ({"gradients": 1}, "in the gradients: 0000000000000054 in A, 0000000000000001 in B"),
@@ -31,7 +40,10 @@ def test_two_runs_that_are_the_same(launch, make_run, steps):
     ],
 )
 def test_the_first_step_that_differs(tmp_path, make_run, steps, changes, said):
-    a, b = make_run("a", steps(30), COMMAND), make_run("b", steps(25, {12: changes, 20: {"loss": 0.0}}), COMMAND)
+    a, b = (
+        make_run("a", steps(30), COMMAND),
+        make_run("b", steps(25, {12: changes, 20: {"loss": 0.0}}), COMMAND),
+    )
     done = CliRunner().invoke(command, [str(a), str(b), "--json", str(tmp_path / "out.json")])
     assert done.exit_code == 1
     assert done.output == f"the runs part at step 12 of 25 (epoch 2, batch 2), {said}\n"
@@ -41,7 +53,13 @@ def test_the_first_step_that_differs(tmp_path, make_run, steps, changes, said):
 
 
 def test_settings_that_differ_are_named(launch, make_run, steps):
-    a = make_run("a", steps(3), [*COMMAND, "--run-dir", "a"], versions={"odyssey": "1", "numpy": "2"}, started="x")
+    a = make_run(
+        "a",
+        steps(3),
+        [*COMMAND, "--run-dir", "a"],
+        versions={"odyssey": "1", "numpy": "2"},
+        started="x",
+    )
     b = make_run(
         "b", steps(3, {1: {"rate": 0.2}}), ["python", "-m", "odyssey.train", "--model=mlp", "--lr", "0.2", "--no-eval"],
         versions={"odyssey": "1", "numpy": "3"}, started="y",
@@ -58,7 +76,9 @@ def test_settings_that_differ_are_named(launch, make_run, steps):
 def test_what_one_run_has_more(launch, make_run, steps):
     a, b = make_run("a", steps(30), COMMAND), make_run("b", steps(20)[5:], COMMAND)
     done = launch.python("-m", "odyssey", "diff", a, b)
-    assert done.stdout == "same for all 15 common steps (A has steps 1 to 30, B has steps 6 to 20)\n"
+    assert (
+        done.stdout == "same for all 15 common steps (A has steps 1 to 30, B has steps 6 to 20)\n"
+    )
     assert done.returncode == 0
 
 
@@ -95,7 +115,9 @@ def test_superseded_records_do_not_count(make_run, steps):
 
 
 def test_options_of_a_command():
-    assert replay._options(["py", "train.py", "x", "--lr", "0.1", "--flag", "--name=a b", "--two", "1", "2"]) == {
+    assert replay._options(
+        ["py", "train.py", "x", "--lr", "0.1", "--flag", "--name=a b", "--two", "1", "2"]
+    ) == {
         "command": "train.py x",
         "--lr": "0.1",
         "--flag": "given",

@@ -15,7 +15,9 @@ from odyssey.train.numerics import NonFinite, check_replicas, replicas_differ
 
 
 def test_stop():
-    with pytest.raises(NumericsError, match=r"the loss is not finite at step 7 \(epoch 1, batch 4, rate 0.1\)"):
+    with pytest.raises(
+        NumericsError, match=r"the loss is not finite at step 7 \(epoch 1, batch 4, rate 0.1\)"
+    ):
         NonFinite().found(7, 0, 3, None, "loss", 0.1)
 
 
@@ -23,7 +25,9 @@ def test_skip_at_most_limit_in_a_row():
     policy = NonFinite("skip")
     for _ in range(2):
         for k in range(10):
-            assert f"the step is skipped ({k + 1} of at most 10 in a row)" in policy.found(10 + k, 0, k, None)
+            assert f"the step is skipped ({k + 1} of at most 10 in a row)" in policy.found(
+                10 + k, 0, k, None
+            )
         policy.fine()
     for k in range(10):
         policy.found(20 + k, 0, k, None)
@@ -72,7 +76,13 @@ def test_state_goes_through_json():
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"row": 0}, {"row": "x", "gone_back": [], "left_out": []}, {"row": 0, "gone_back": 3, "left_out": []}]
+    "state",
+    [
+        {},
+        {"row": 0},
+        {"row": "x", "gone_back": [], "left_out": []},
+        {"row": 0, "gone_back": 3, "left_out": []},
+    ],
 )
 def test_no_state(state):
     with pytest.raises(ConfigError, match="no state"):
@@ -80,7 +90,10 @@ def test_no_state(state):
 
 
 def table(*fingerprints, groups=None):
-    return np.array([[g, f] for g, f in zip(groups or [0] * len(fingerprints), fingerprints, strict=True)], np.int64)
+    return np.array(
+        [[g, f] for g, f in zip(groups or [0] * len(fingerprints), fingerprints, strict=True)],
+        np.int64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +105,10 @@ def table(*fingerprints, groups=None):
         (table(1, 5, 2, 5, 5), "the weights of ranks 0, 2 differ from those of ranks 1, 3, 4"),
         (table(5, 5, 9, 9), "the weights of ranks 0, 1 differ from those of ranks 2, 3"),
         (table(1, 2, 3), "the weights of ranks 0, 1 and 2 differ"),
-        (table(*[5] * 12, 6), "the weights of rank 12 differ from those of 12 ranks (0, 1, 2, 3, 4, 5, 6, 7, ...)"),
+        (
+            table(*[5] * 12, 6),
+            "the weights of rank 12 differ from those of 12 ranks (0, 1, 2, 3, 4, 5, 6, 7, ...)",
+        ),
         (table(5, 6, 5, 7, groups=[0, 1, 0, 1]), "the weights of ranks 1 and 3 differ"),
     ],
 )
@@ -103,7 +119,13 @@ def test_who_differs(rows, said):
 
 
 @pytest.mark.parametrize(
-    "rows", [table(5), table(5, 5), table(5, 6, 5, 6, groups=[0, 1, 0, 1]), table(1, 2, 3, groups=[0, 1, 2])]
+    "rows",
+    [
+        table(5),
+        table(5, 5),
+        table(5, 6, 5, 6, groups=[0, 1, 0, 1]),
+        table(1, 2, 3, groups=[0, 1, 2]),
+    ],
 )
 def test_who_does_not(rows):
     assert replicas_differ(300, ["weights"], rows) is None
@@ -111,7 +133,9 @@ def test_who_does_not(rows):
 
 def test_several_things_are_compared():
     rows = np.array([[0, 1, 2], [0, 1, 2], [0, 1, 3]], np.int64)
-    assert "the optimizer state of rank 2 differ" in replicas_differ(1, ["weights", "optimizer state"], rows)
+    assert "the optimizer state of rank 2 differ" in replicas_differ(
+        1, ["weights", "optimizer state"], rows
+    )
 
 
 def test_a_flipped_bit_on_one_rank_is_named_on_all():
@@ -121,7 +145,8 @@ def test_a_flipped_bit_on_one_rank_is_named_on_all():
         if comm.rank == 2:
             weights.view(np.uint32)[417] ^= 1 << 19
         with pytest.raises(
-            NumericsError, match=r"step 300: the weights of rank 2 differ from those of ranks 0, 1, 3"
+            NumericsError,
+            match=r"step 300: the weights of rank 2 differ from those of ranks 0, 1, 3",
         ) as e:
             check_replicas(comm, 300, {"weights": fingerprint.of(weights)})
         return e.value.raised_on_all_ranks

@@ -1,4 +1,6 @@
-"""`odyssey replay` with a training of a few lines: what it starts from, what it compares, what it says."""
+"""`odyssey replay` with a training of a few lines: what it starts from, what it compares, what
+it says.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from odyssey.cli.commands.replay import command
 from odyssey.errors import ConfigError, DataError, OdysseyError
 from odyssey.parallel.mesh import Mesh
 
-# Halves a vector's distance to its target each step, as a user's script might; FLAKY changes one weight at step 8.
+# Halves a vector's distance to its target each step, as a user's script might; FLAKY changes one
+# weight at step 8.
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -60,7 +63,9 @@ if world.rank == 0:
 
 @pytest.fixture
 def trained(launch, tmp_path):
-    """trained(FLAKY=1): the run directory of SCRIPT after 12 steps; checkpoints of steps 5 and 10."""
+    """trained(FLAKY=1): the run directory of SCRIPT after 12 steps; checkpoints of steps 5 and
+    10.
+    """
 
     def train(**environment: str) -> Path:
         script = tmp_path / "script.py"
@@ -80,16 +85,23 @@ def trained(launch, tmp_path):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
-@pytest.mark.parametrize(("step", "start", "taken"), [(5, "the beginning", 5), (6, "step_00000005", 1)])
+@pytest.mark.parametrize(
+    ("step", "start", "taken"), [(5, "the beginning", 5), (6, "step_00000005", 1)]
+)
 def test_a_step_alone(launch, trained, step, start, taken):
     run = trained()
     before = contents(run)
     done = launch.python("-m", "odyssey", "replay", run, "--step", step)
     assert done.returncode == 0, done.stderr
-    assert f"step {step}: same bits, in all {taken} step{'s' if taken > 1 else ''} from {start}" in done.stdout
+    assert (
+        f"step {step}: same bits, in all {taken} step{'s' if taken > 1 else ''} from {start}"
+        in done.stdout
+    )
     assert done.stdout.count("  same\n") == 6
     assert f"are taken again on 1 rank, from {start}" in done.stderr
     assert contents(run) == before
@@ -99,9 +111,16 @@ def test_a_step_that_comes_out_otherwise(launch, trained):
     run = trained(FLAKY="1")
     done = launch.python("-m", "odyssey", "replay", run, "--step", "9", "--json", "out.json")
     assert done.returncode == 1
-    assert "step 9: DIFFERS, as does step 8, the first that differs from step_00000005 on" in done.stdout
+    assert (
+        "step 9: DIFFERS, as does step 8, the first that differs from step_00000005 on"
+        in done.stdout
+    )
     found = json.loads((launch.folder / "out.json").read_text())
-    assert found["first_different_step"] == 8 and found["differing"] == ["loss", "gradients", "weights"]
+    assert found["first_different_step"] == 8 and found["differing"] == [
+        "loss",
+        "gradients",
+        "weights",
+    ]
     done = launch.python("-m", "odyssey", "replay", run, "--step", "8", "--json", "out.json")
     assert done.returncode == 1
     assert "step 8: DIFFERS; the 2 before it, from step_00000005 on, are the same" in done.stdout
@@ -114,7 +133,9 @@ def test_save_writes_weights_and_gradients(launch, trained):
     from safetensors.numpy import load_file
 
     run = trained()
-    done = launch.python("-m", "odyssey", "replay", run, "--step", "7", "--save", "state.safetensors")
+    done = launch.python(
+        "-m", "odyssey", "replay", run, "--step", "7", "--save", "state.safetensors"
+    )
     assert done.returncode == 0, done.stderr
     found = load_file(launch.folder / "state.safetensors")
     w = np.arange(100, dtype=np.float32)
@@ -164,7 +185,7 @@ def test_what_is_refused(make_run, steps, options, code, said):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("raise SystemExit('odyssey: error: no luck')", "the command failed: odyssey: error: no luck"),
+        ("raise SystemExit('odyssey: error: no luck')", "the command failed: odyssey: error: " "no " "luck"),
         ("pass", "ended without a log of its steps"),
         ("from odyssey.audit.replay import *; steplog.StepLog(ReplaySession.current().log).close()",
          "ended before step 3"),
@@ -232,7 +253,12 @@ def test_a_variable_that_is_none(value):
 
 @pytest.mark.parametrize(
     "request_",
-    [[], {}, {"checkpoint": 1, "layout": "", "save": False}, {"checkpoint": None, "layout": None, "save": 0}],
+    [
+        [],
+        {},
+        {"checkpoint": 1, "layout": "", "save": False},
+        {"checkpoint": None, "layout": None, "save": 0},
+    ],
 )
 def test_a_request_that_is_none(tmp_path, request_):
     write_json(tmp_path / "request.json", request_)

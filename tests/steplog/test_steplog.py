@@ -1,4 +1,6 @@
-"""The step log: what is written is read, torn ends, damage, what is superseded, and that no input breaks the parser."""
+"""The step log: what is written is read, torn ends, damage, what is superseded, and that no
+input breaks the parser.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,15 @@ def test_a_record_is_64_bytes_as_documented():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"step": -1}, {"step": 2**64}, {"epoch": 2**32}, {"samples": -1}, {"weights": 2**64}, {"loss": "x"}]
+    "wrong",
+    [
+        {"step": -1},
+        {"step": 2**64},
+        {"epoch": 2**32},
+        {"samples": -1},
+        {"weights": 2**64},
+        {"loss": "x"},
+    ],
 )
 def test_a_field_out_of_range(tmp_path, wrong):
     with closing(StepLog(tmp_path / "a")) as log, pytest.raises(DataError, match="out of range"):
@@ -84,7 +94,10 @@ def test_every_torn_end_is_cut_off_and_the_log_goes_on(tmp_path):
         kept = max(0, length // SIZE - 1)
         assert steplog.decoded(steplog.load(path)) == [record(i) for i in range(1, kept + 1)]
         log = write(path, [record(9)])
-        assert steplog.decoded(steplog.load(path)) == [*(record(i) for i in range(1, kept + 1)), record(9)]
+        assert steplog.decoded(steplog.load(path)) == [
+            *(record(i) for i in range(1, kept + 1)),
+            record(9),
+        ]
         assert (log.notice is not None) == (length % SIZE != 0)
 
 
@@ -132,7 +145,11 @@ def test_later_attempts_supersede(tmp_path):
     path = tmp_path / "a"
     write(path, [record(i) for i in range(1, 8)], attempt=1)
     write(path, [record(i) for i in range(5, 7)], attempt=2)
-    assert [(r.step, r.attempt) for r in history(path)] == [*((i, 1) for i in range(1, 5)), (5, 2), (6, 2)]
+    assert [(r.step, r.attempt) for r in history(path)] == [
+        *((i, 1) for i in range(1, 5)),
+        (5, 2),
+        (6, 2),
+    ]
     write(path, [record(3)], attempt=3)
     assert [(r.step, r.attempt) for r in history(path)] == [(1, 1), (2, 1), (3, 3)]
     assert len(steplog.decoded(steplog.load(path))) == 10
@@ -284,7 +301,12 @@ def test_a_full_disk_is_said_and_nothing_is_lost_when_it_has_room_again(tmp_path
 def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    for path in (tmp_path / "file" / "steps.log", tmp_path, tmp_path / "link", Path("/proc/steps/steps.log")):
+    for path in (
+        tmp_path / "file" / "steps.log",
+        tmp_path,
+        tmp_path / "link",
+        Path("/proc/steps/steps.log"),
+    ):
         with pytest.raises(OutputError, match="cannot be written"):
             StepLog(path)
     assert not (tmp_path / "elsewhere").exists()

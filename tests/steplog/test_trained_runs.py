@@ -1,4 +1,6 @@
-"""The step log of real trainings: the same on all layouts, parted where settings differ; their steps taken again."""
+"""The step log of real trainings: the same on all layouts, parted where settings differ; their
+steps taken again.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,36 @@ from odyssey import steplog
 from odyssey.audit.steplog import SIZE
 
 STEPS = 12
-OPTIONS = ("--model", "mlp", "--steps", STEPS, "--global-batch-size", 96, "--no-eval", "--no-progress")
+OPTIONS = (
+    "--model",
+    "mlp",
+    "--steps",
+    STEPS,
+    "--global-batch-size",
+    96,
+    "--no-eval",
+    "--no-progress",
+)
 
 
 @pytest.fixture(scope="module")
 def runs(launch_once):
-    """Run directories by name: of one process, of other layouts, of other settings; checkpoints of steps 5 and 10."""
+    """Run directories by name: of one process, of other layouts, of other settings; checkpoints
+    of steps 5 and 10.
+    """
 
     def train(name: str, *options: object, ranks: int = 0) -> Path:
         folder = launch_once.folder / name
         done = launch_once.train(
-            *OPTIONS, "--run-dir", folder, "--checkpoint-every", 5, "--keep", 3, *options, ranks=ranks
+            *OPTIONS,
+            "--run-dir",
+            folder,
+            "--checkpoint-every",
+            5,
+            "--keep",
+            3,
+            *options,
+            ranks=ranks,
         )
         assert done.returncode == 0, done.stderr
         return folder
@@ -48,7 +69,9 @@ def test_every_step_is_in_the_log(runs):
     records = steplog.decoded(steplog.load(runs["one"] / "steps" / "steps.log"))
     assert [r.step for r in records] == list(range(1, STEPS + 1))
     assert [(r.epoch, r.batch) for r in records] == [(0, i) for i in range(STEPS)]
-    assert all(r.taken and r.samples == 96 and r.gradients and r.weights and r.loss > 0 for r in records)
+    assert all(
+        r.taken and r.samples == 96 and r.gradients and r.weights and r.loss > 0 for r in records
+    )
     assert len({r.weights for r in records}) == len({r.gradients for r in records}) == STEPS
 
 
@@ -71,7 +94,9 @@ def test_settings_part_runs(launch_once, runs, other, what, setting):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 @pytest.mark.parametrize(
@@ -100,13 +125,19 @@ def test_saved_weights_have_the_fingerprint_of_the_log(launch_once, runs):
     from odyssey.core import fingerprint
 
     path = launch_once.folder / "state.safetensors"
-    done = launch_once.python("-m", "odyssey", "replay", runs["three ranks"], "--step", "9", "--save", path)
+    done = launch_once.python(
+        "-m", "odyssey", "replay", runs["three ranks"], "--step", "9", "--save", path
+    )
     assert done.returncode == 0, done.stderr
     found = load_file(path)
     arena = DistributedTrainer(nn.models.build("mlp"), optim.SGD(lr=0.1)).arena
-    logged = next(r for r in steplog.decoded(steplog.load(runs["one"] / "steps" / "steps.log")) if r.step == 9)
+    logged = next(
+        r for r in steplog.decoded(steplog.load(runs["one"] / "steps" / "steps.log")) if r.step == 9
+    )
     for kind, expected in (("gradients", logged.gradients), ("weights", logged.weights)):
-        parts = [fingerprint.of(found[f"{kind}/{name}"], arena.offsets[name]) for name, _ in arena.named]
+        parts = [
+            fingerprint.of(found[f"{kind}/{name}"], arena.offsets[name]) for name, _ in arena.named
+        ]
         assert fingerprint.add(parts) == expected
 
 

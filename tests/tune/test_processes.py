@@ -44,10 +44,16 @@ def test_twenty_trials_on_two_groups_of_two_ranks_one_killed(launch, place):
     assert done.stdout.split()[-1] == "2"
     storage = f"sqlite:///{launch.folder / place}"
     if place == "study.log":
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(launch.folder / place)))
-    study = optuna.load_study(study_name="odyssey", storage=storage)  # as Optuna and its dashboard open it
-    assert [(t.number, t.state.name) for t in study.get_trials()] == [(n, "COMPLETE") for n in range(20)]
-    again = launch.python("program.py", f"again-{place}", ranks=2)  # the same trials, one after the other
+        storage = optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(launch.folder / place))
+        )
+    # as Optuna and its dashboard open it
+    study = optuna.load_study(study_name="odyssey", storage=storage)
+    assert [(t.number, t.state.name) for t in study.get_trials()] == [
+        (n, "COMPLETE") for n in range(20)
+    ]
+    # the same trials, one after the other
+    again = launch.python("program.py", f"again-{place}", ranks=2)
     assert again.stdout.split()[:2] == done.stdout.split()[:2]
 
 

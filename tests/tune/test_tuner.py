@@ -16,7 +16,12 @@ optuna = pytest.importorskip("optuna", reason="Optuna is not installed (extra: t
 tune = pytest.importorskip("odyssey.tune")  # which imports it
 DistributedTuner = tune.DistributedTuner
 
-SPACE = {"x": tune.uniform(-1, 1), "kind": ["a", "b"], "n": tune.randint(1, 4), "lr": tune.loguniform(1e-4, 1)}
+SPACE = {
+    "x": tune.uniform(-1, 1),
+    "kind": ["a", "b"],
+    "n": tune.randint(1, 4),
+    "lr": tune.loguniform(1e-4, 1),
+}
 
 
 def figure(config):
@@ -28,12 +33,20 @@ def tried(tuner) -> list:
 
 
 def test_the_seeds_call_as_written():
-    best = DistributedTuner(train_fn=figure, search_space=SPACE, num_gpus=32, trials_per_gpu=1).tune(num_samples=12)
-    assert set(best) == set(SPACE) and -1 <= best["x"] <= 1 and best["kind"] in "ab" and 1 <= best["n"] <= 3
+    best = DistributedTuner(
+        train_fn=figure, search_space=SPACE, num_gpus=32, trials_per_gpu=1
+    ).tune(num_samples=12)
+    assert (
+        set(best) == set(SPACE)
+        and -1 <= best["x"] <= 1
+        and best["kind"] in "ab"
+        and 1 <= best["n"] <= 3
+    )
 
 
 @pytest.mark.parametrize(
-    "sampler", ["tpe", "random", lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)]
+    "sampler",
+    ["tpe", "random", lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)],
 )
 def test_a_seed_gives_the_same_trials(sampler):
     def trials(seed):
@@ -62,7 +75,9 @@ def test_a_study_that_was_cut_off_goes_on_as_if_it_had_not_been(tmp_path, place,
     whole.tune(12)
     for _ in range(2):
         with pytest.raises(Cut):
-            DistributedTuner(cut, SPACE, sampler=sampler, storage=tmp_path / place, verbose=False).tune(12)
+            DistributedTuner(
+                cut, SPACE, sampler=sampler, storage=tmp_path / place, verbose=False
+            ).tune(12)
     last = DistributedTuner(cut, SPACE, sampler=sampler, storage=tmp_path / place, verbose=False)
     assert last.tune(12) == whole.best_params
     assert tried(last) == tried(whole)
@@ -77,7 +92,9 @@ def test_groups_of_ranks_have_a_study_together():
         return figure(config)
 
     def job(world):
-        tuner = DistributedTuner(train_fn, SPACE, ranks_per_trial=2, sampler="random", verbose=False)
+        tuner = DistributedTuner(
+            train_fn, SPACE, ranks_per_trial=2, sampler="random", verbose=False
+        )
         best = tuner.tune(20)
         assert comm.world() is world
         trials = tried(tuner) if tuner.study else None
@@ -88,7 +105,9 @@ def test_groups_of_ranks_have_a_study_together():
     alone.tune(20)
     for ranks in (2, 4, 5):  # of 5 one is left over
         results = mock.run(ranks, job)
-        assert all(best == alone.best_params and value == alone.best_value for best, value, _ in results)
+        assert all(
+            best == alone.best_params and value == alone.best_value for best, value, _ in results
+        )
         assert all(trials in (None, tried(alone)) for *_, trials in results)
 
 
@@ -100,7 +119,9 @@ def test_a_training_gives_the_same_figures_on_one_rank_and_two():
         model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
         trainer = odyssey.DistributedTrainer(model, optim.SGD(lr=config["lr"]), shard_size=16)
         loader = data.DataLoader(digits, batch_size=32)
-        return trainer.fit(loader, loader, epochs=2, verbose=False, callbacks=[trial.pruning("test_loss")])
+        return trainer.fit(
+            loader, loader, epochs=2, verbose=False, callbacks=[trial.pruning("test_loss")]
+        )
 
     def job(world=None):
         tuner = DistributedTuner(
@@ -132,7 +153,9 @@ def test_what_a_trial_can_end_with():
 
 
 def test_ray_tunes_spelling():
-    found = tune.run(figure, config=SPACE, num_samples=3, resources_per_trial={"gpu": 1}, verbose=False)
+    found = tune.run(
+        figure, config=SPACE, num_samples=3, resources_per_trial={"gpu": 1}, verbose=False
+    )
     assert found.best_config["x"] and found.best_result <= 0
 
 
@@ -156,23 +179,30 @@ def test_ray_tunes_spelling():
 )
 def test_what_is_wrong_is_named(more, message):
     with pytest.raises(ConfigError, match=message):
-        DistributedTuner(**{"train_fn": figure, "search_space": SPACE, "verbose": False, **more}).tune(2)
+        DistributedTuner(
+            **{"train_fn": figure, "search_space": SPACE, "verbose": False, **more}
+        ).tune(2)
 
 
 def test_a_study_with_another_direction(tmp_path):
     DistributedTuner(figure, SPACE, storage=tmp_path / "s.log", verbose=False).tune(1)
     with pytest.raises(ConfigError, match="is to maximize its figure, this tuner to minimize"):
-        DistributedTuner(figure, SPACE, direction="minimize", storage=tmp_path / "s.log", verbose=False).tune(2)
+        DistributedTuner(
+            figure, SPACE, direction="minimize", storage=tmp_path / "s.log", verbose=False
+        ).tune(2)
 
 
 @pytest.mark.parametrize(
-    ("name", "other"), [("lr", tune.uniform(1e-4, 1)), ("kind", ["a", "c"]), ("n", tune.uniform(1, 4))]
+    ("name", "other"),
+    [("lr", tune.uniform(1e-4, 1)), ("kind", ["a", "c"]), ("n", tune.uniform(1, 4))],
 )
 def test_a_study_with_another_space(tmp_path, name, other):
     """Optuna keeps one kind of distribution for a name; bounds may change."""
     where = {"storage": tmp_path / "s.db", "verbose": False}
     DistributedTuner(figure, SPACE, **where).tune(2)
-    with pytest.raises(ConfigError, match=rf"the study 'odyssey' draws '{name}' from \w+\(.*another study_name="):
+    with pytest.raises(
+        ConfigError, match=rf"the study 'odyssey' draws '{name}' from \w+\(.*another study_name="
+    ):
         DistributedTuner(figure, {**SPACE, name: other}, **where).tune(3)
     wider = DistributedTuner(figure, {**SPACE, "x": tune.uniform(-2, 2)}, **where)
     wider.tune(3)
@@ -181,13 +211,17 @@ def test_a_study_with_another_space(tmp_path, name, other):
 
 def test_a_figure_that_was_not_measured():
     with pytest.raises(ConfigError, match="train_fn has no 'test_accuracy': it did not evaluate"):
-        DistributedTuner(lambda config: {"test_accuracy": None}, SPACE, metric="test_accuracy", verbose=False).tune(1)
+        DistributedTuner(
+            lambda config: {"test_accuracy": None}, SPACE, metric="test_accuracy", verbose=False
+        ).tune(1)
 
 
 def test_a_second_job_takes_the_study_over(tmp_path):
     def train_fn(config):
         if not others:
-            others.append(DistributedTuner(figure, SPACE, storage=tmp_path / "s.log", verbose=False))
+            others.append(
+                DistributedTuner(figure, SPACE, storage=tmp_path / "s.log", verbose=False)
+            )
             others[0].tune(3)
         return figure(config)
 

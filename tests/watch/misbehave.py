@@ -1,6 +1,8 @@
-"""Run under a launcher by test_ends.py: rank 1 misbehaves at step 2 in the way that is named in the argument.
+"""Run under a launcher by test_ends.py: rank 1 misbehaves at step 2 in the way that is named in
+the argument.
 
-Every rank prints the sum of its weights after each step that it took, so that a test can see that none was wrong.
+Every rank prints the sum of its weights after each step that it took, so that a test can see that
+none was wrong.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def misbehave() -> None:
     if how == "sleeps":
         time.sleep(60)
     if how == "loops":
-        while True:  # the interpreter's lock is held all but now and then; the next one holds it for ever
+        # the interpreter's lock is held all but now and then; the next one holds it for ever
+        while True:
             pass
     if how == "loops in C":
         sum(range(10**12))

@@ -1,7 +1,9 @@
-"""A process that only has a slot and takes orders: a rank for a watcher that a test has started by hand.
+"""A process that only has a slot and takes orders: a rank for a watcher that a test has started
+by hand.
 
-Arguments: rank, world size. Prints its pid and the slot's descriptor, then takes a step every 20 ms until its parent's
-end of stdin is closed, or a line there holds an exit code; then it ends with that, after a word if the line has one.
+Arguments: rank, world size. Prints its pid and the slot's descriptor, then takes a step every 20 ms
+until its parent's end of stdin is closed, or a line there holds an exit code; then it ends with
+that, after a word if the line has one.
 """
 
 from __future__ import annotations

@@ -11,13 +11,28 @@ CALL = "all_reduce float32 (8,) sum at train.py:32"
 
 
 def waiting(rank: int, seconds: float = 9.0, **more) -> Seen:
-    base = {"wait_sequence": 4, "wait_text": CALL, "members": "all", "waited": seconds, "idle": seconds, "state": "S"}
+    base = {
+        "wait_sequence": 4,
+        "wait_text": CALL,
+        "members": "all",
+        "waited": seconds,
+        "idle": seconds,
+        "state": "S",
+    }
     return Seen(**{"rank": rank, "host": "a", "doing": "wait", "phase": "compute", **base, **more})
 
 
 def busy(rank: int, idle: float = 9.0, **more) -> Seen:
     return Seen(
-        **{"rank": rank, "host": "a", "doing": "compute", "phase": "compute", "idle": idle, "state": "R", **more}
+        **{
+            "rank": rank,
+            "host": "a",
+            "doing": "compute",
+            "phase": "compute",
+            "idle": idle,
+            "state": "R",
+            **more,
+        }
     )
 
 
@@ -56,7 +71,9 @@ def test_who_the_rank_itself_misses_counts_more_than_who_is_elsewhere():
 
 def test_through_others_that_wait_as_well():
     found = diagnosis.hang(
-        ranks(waiting(0, missing="1"), waiting(1, 8.0, wait_sequence=-1, members="2"), busy(2)), 3, 3
+        ranks(waiting(0, missing="1"), waiting(1, 8.0, wait_sequence=-1, members="2"), busy(2)),
+        3,
+        3,
     )
     assert found.culprits == (2,) and found.victim.rank == 1
 
@@ -81,8 +98,11 @@ def test_a_job_of_which_all_ranks_are_stopped_is_left_alone():
 
 def test_a_rank_that_has_ended():
     found = diagnosis.hang(ranks(waiting(0), busy(1, ended=True, code=0, end="returned")), 2, 3)
-    assert "rank 1 (pid 0 on a, before the first step) has ended: returned (exit code 0)" in diagnosis.paragraph(
-        found, ranks(waiting(0), busy(1, ended=True, end="returned")), {}, "", 3, 77
+    assert (
+        "rank 1 (pid 0 on a, before the first step) has ended: returned (exit code 0)"
+        in diagnosis.paragraph(
+            found, ranks(waiting(0), busy(1, ended=True, end="returned")), {}, "", 3, 77
+        )
     )
 
 
@@ -137,7 +157,9 @@ def test_a_straggler_is_told_with_where():
 
     even = [own(r, 0.01, 0.001) for r in range(3)]
     assert diagnosis.stragglers(even) == []
-    assert diagnosis.stragglers([*even, own(3, 0.01, 0.02)]) == [(3, 0.03 / 0.011, "in data loading")]
+    assert diagnosis.stragglers([*even, own(3, 0.01, 0.02)]) == [
+        (3, 0.03 / 0.011, "in data loading")
+    ]
     assert diagnosis.stragglers([*even, own(3, 0.03, 0.001)])[0][2] == "in computing"
     assert (
         diagnosis.stragglers([own(0, 0.01, 0.0), own(1, 0.02, 0.0)])[0][0] == 1
@@ -174,11 +196,13 @@ def test_before_the_first_step_a_rank_that_computes_may_take_long_unless_told_ot
     now = ranks(preparing, waiting(1, 61))
     assert diagnosis.hang(now, 2, 60, preparing=True) is None
     assert diagnosis.hang(now, 2, 60).culprits == (0,)
-    assert diagnosis.hang(ranks(preparing._replace(idle=601), waiting(1, 601)), 2, 60, preparing=True).culprits == (0,)
+    assert diagnosis.hang(
+        ranks(preparing._replace(idle=601), waiting(1, 601)), 2, 60, preparing=True
+    ).culprits == (0,)
     for other in ({"state": "T"}, {"state": "S", "busy": 0.01}, {"step": 1}, {"ended": True}):
-        assert diagnosis.hang(ranks(preparing._replace(**other), waiting(1, 61)), 2, 60, preparing=True).culprits == (
-            0,
-        )
+        assert diagnosis.hang(
+            ranks(preparing._replace(**other), waiting(1, 61)), 2, 60, preparing=True
+        ).culprits == (0,)
     elsewhere = waiting(0, 61, wait_sequence=-1, members="1", busy=0.9)
     assert diagnosis.hang(ranks(elsewhere, waiting(1, 61)), 2, 60, preparing=True).circle
 
@@ -186,15 +210,28 @@ def test_before_the_first_step_a_rank_that_computes_may_take_long_unless_told_ot
 def test_the_first_batch_of_a_trainer_may_take_long():
     loading = busy(0, idle=61, state="S", phase="data", doing="data")
     assert diagnosis.hang(ranks(loading, waiting(1, 61)), 2, 60, preparing=True) is None
-    assert diagnosis.hang(ranks(loading._replace(step=1), waiting(1, 61)), 2, 60, preparing=True).culprits == (0,)
+    assert diagnosis.hang(
+        ranks(loading._replace(step=1), waiting(1, 61)), 2, 60, preparing=True
+    ).culprits == (0,)
 
 
 def test_a_look_at_many_ranks_asks_once_per_call(monkeypatch):
-    """All wait in one call for rank 0, which writes a checkpoint: who is to blame is asked once, not once per rank."""
+    """All wait in one call for rank 0, which writes a checkpoint: who is to blame is asked once,
+    not once per rank.
+    """
     asked = []
     blamed = diagnosis.blamed
-    monkeypatch.setattr(diagnosis, "blamed", lambda *given: asked.append(given[0].rank) or blamed(*given))
-    wait = {"doing": "wait", "state": "S", "wait_sequence": 7, "members": "all", "waited": 90.0, "idle": 90.0}
+    monkeypatch.setattr(
+        diagnosis, "blamed", lambda *given: asked.append(given[0].rank) or blamed(*given)
+    )
+    wait = {
+        "doing": "wait",
+        "state": "S",
+        "wait_sequence": 7,
+        "members": "all",
+        "waited": 90.0,
+        "idle": 90.0,
+    }
     ranks = {r: diagnosis.Seen(r, **wait) for r in range(1, 1024)}
     ranks[0] = diagnosis.Seen(0, state="R", doing="checkpoint", phase="checkpoint", idle=90.0)
     assert diagnosis.hang(ranks, 1024, 60) is None

@@ -1,7 +1,9 @@
-"""Ranks that fail, end or hang under a launcher: the job ends soon, with a code and a line that names rank and reason.
+"""Ranks that fail, end or hang under a launcher: the job ends soon, with a code and a line that
+names rank and reason.
 
-All cases of misbehave.py run once, several at a time, as hangs are mostly waiting. One that took longer than is
-promised while processes waited for a core, as the kernel counts it, runs again, alone.
+All cases of misbehave.py run once, several at a time, as hangs are mostly waiting. One that took
+longer than is promised while processes waited for a core, as the kernel counts it, runs again,
+alone.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ ENDING = [
     "other root",
 ]
 PROMISED = {
-    **dict.fromkeys(["raises", "raises an error of odyssey", "raises in a thread", "exits", "is interrupted"], 2.0),
+    **dict.fromkeys(
+        ["raises", "raises an error of odyssey", "raises in a thread", "exits", "is interrupted"],
+        2.0,
+    ),
     "exits in a data set": 2.0,
     **dict.fromkeys(["os._exit", "os._exit with a code", "is killed", "returns"], 2.0),
     **dict.fromkeys(["other op", "other count", "other dtype", "other call", "other root"], 1.0),
@@ -58,12 +63,16 @@ PROMISED = {
 }  # seconds until the job has ended
 HANGING = ["stops", "sleeps", "loops", "loops in C", "waits elsewhere", "waits for a group"]
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the watcher reads /proc"
+)
 
 
 @pytest.fixture(scope="module")
 def outcomes(launch_once):
-    """What each case printed, its exit code, seconds from the misbehaviour to the end, and what it left."""
+    """What each case printed, its exit code, seconds from the misbehaviour to the end, and what
+    it left.
+    """
     found = {}
 
     def run(how: str, again: int = 0):
@@ -72,15 +81,23 @@ def outcomes(launch_once):
         token = f"odyssey-test-{os.getpid()}-{how.replace(' ', '-')}"
         environment = {
             **launch_once.environment,
-            # A rank that has no core for three seconds hangs as well, as far as the watcher can see.
+            # A rank that has no core for three seconds hangs as well, as far as the watcher can
+            # see.
             "ODYSSEY_WATCHDOG": str(WATCHDOG if how in HANGING else 60),
             "TMPDIR": str(folder / "tmp"),
             "TEST_TOKEN": token,
         }
-        words = [launch_once.mpirun, *(["--oversubscribe"] if launch_once.open_mpi else []), "-n", "3"]
+        words = [
+            launch_once.mpirun,
+            *(["--oversubscribe"] if launch_once.open_mpi else []),
+            "-n",
+            "3",
+        ]
         words += [sys.executable, str(HERE / "misbehave.py"), how]
         before = time.time(), starved()
-        done = subprocess.run(words, capture_output=True, text=True, timeout=90, env=environment, cwd=folder)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=90, env=environment, cwd=folder
+        )
         begun = re.search(r"now (\d+\.\d+) (\d+\.\d+)", done.stdout)
         after = time.time(), starved()
         seconds = after[0] - float(begun[1]) if begun else None
@@ -101,7 +118,8 @@ def outcomes(launch_once):
         list(pool.map(run, HANGING + ENDING))
     for again in range(1, TRIES):
         for how, outcome in list(found.items()):
-            # For longer than a moment a rank that has no core is one that does not exit with the others.
+            # For longer than a moment a rank that has no core is one that does not exit with the
+            # others.
             apart = how == "all exit" and ours(outcome)
             if (apart or not in_time(how, outcome)) and outcome.starved > STARVED:
                 run(how, again)
@@ -109,8 +127,12 @@ def outcomes(launch_once):
 
 
 def in_time(how: str, outcome: SimpleNamespace) -> bool:
-    """Whether the rank came to its misbehaviour and the job ended as soon as is promised then; where a time is."""
-    return how not in PROMISED or (outcome.seconds is not None and outcome.seconds < PROMISED[how] + SLACK)
+    """Whether the rank came to its misbehaviour and the job ended as soon as is promised then;
+    where a time is.
+    """
+    return how not in PROMISED or (
+        outcome.seconds is not None and outcome.seconds < PROMISED[how] + SLACK
+    )
 
 
 def ours(outcome) -> list[str]:
@@ -121,20 +143,35 @@ def ours(outcome) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "code", "line"),
     [
-        ("raises", 70, r"odyssey: \[rank 1\] defect: ValueError: a defect of this rank \(step 2, compute\)"),
+        (
+            "raises",
+            70,
+            r"odyssey: \[rank 1\] defect: ValueError: a defect of this rank \(step 2, compute\)",
+        ),
         ("raises an error of odyssey", 64, r"odyssey: \[rank 1\] error: \[test\] a wrong setting"),
-        ("raises in a thread", 70, r"odyssey: \[rank 1\] defect: ZeroDivisionError: .* \(in thread worker\)"),
+        (
+            "raises in a thread",
+            70,
+            r"odyssey: \[rank 1\] defect: ZeroDivisionError: .* \(in thread worker\)",
+        ),
         ("raises before MPI", 70, r"odyssey: \[rank 1\] defect: ValueError: before"),
         (
             "exits before MPI",
             3,
-            r"odyssey: \[rank 1\] sys.exit\(3\) at watch/misbehave.py:\d+, before the ranks met; .*",
+            r"odyssey: \[rank 1\] sys.exit\(3\) at watch/misbehave.py:\d+, before the ranks met; "
+            r".*",
         ),
-        ("exits", 3, r"odyssey: \[rank 1\] sys.exit\(3\) at watch/misbehave.py:\d+, and others go on; all are ended"),
+        (
+            "exits",
+            3,
+            r"odyssey: \[rank 1\] sys.exit\(3\) at watch/misbehave.py:\d+, and others go on; all "
+            r"are ended",
+        ),
         (
             "exits in a data set",
             5,
-            r"odyssey: \[rank 1\] sys.exit\(5\) at watch/misbehave.py:\d+, and others go on; all are ended",
+            r"odyssey: \[rank 1\] sys.exit\(5\) at watch/misbehave.py:\d+, and others go on; all "
+            r"are ended",
         ),
         ("is interrupted", 130, "odyssey: interrupted"),
     ],
@@ -181,12 +218,17 @@ def test_an_exit_that_is_caught_is_none(outcomes):
 @pytest.mark.parametrize("how", ["os._exit", "os._exit with a code", "is killed"])
 def test_a_rank_that_reports_no_error_is_named(outcomes, how, launch):
     outcome = outcomes[how]
-    # Hydra gives ranks that it kills the code 0, if it collects them late, and takes the others' for the job's.
+    # Hydra gives ranks that it kills the code 0, if it collects them late, and takes the others'
+    # for the job's.
     assert outcome.code != 0 or (how == "os._exit" and not launch.open_mpi)
     assert in_time(how, outcome), outcome
     lines = [line for line in ours(outcome) if "[watch]" in line]
-    if lines:  # where all ranks were gone before the watcher ran once, nobody can say who was the first
-        assert re.search(r"\[watch\] rank \d \(pid \d+ on \S+, step \d, .*\) (was killed by|exited without)", lines[0])
+    # where all ranks were gone before the watcher ran once, nobody can say who was the first
+    if lines:
+        assert re.search(
+            r"\[watch\] rank \d \(pid \d+ on \S+, step \d, .*\) (was killed by|exited without)",
+            lines[0],
+        )
 
 
 @pytest.mark.parametrize("how", ["returns", "skips"])
@@ -194,7 +236,8 @@ def test_a_rank_that_returns_early_is_named_and_who_waits(outcomes, how):
     outcome = outcomes[how]
     assert outcome.code == 76 and in_time(how, outcome)
     line = (
-        r"odyssey: \[rank [02]\] error: \[comm\] rank 1 has ended; all_reduce float32 \(8,\) sum at watch/misbehave.py"
+        r"odyssey: \[rank [02]\] error: \[comm\] rank 1 has ended; all_reduce float32 \(8,\) "
+        r"sum at watch/misbehave.py"
     )
     assert len(ours(outcome)) == 1 and re.match(line, ours(outcome)[0]), outcome.err
 
@@ -209,12 +252,17 @@ def test_a_rank_that_returns_early_is_named_and_who_waits(outcomes, how):
         ("other root", r"broadcast float32 \(8,\) root 0", r"broadcast float32 \(8,\) root 1"),
     ],
 )
-def test_calls_that_differ_end_the_job_with_both_places_and_no_wrong_number(outcomes, how, theirs, mine):
+def test_calls_that_differ_end_the_job_with_both_places_and_no_wrong_number(
+    outcomes, how, theirs, mine
+):
     outcome = outcomes[how]
     assert outcome.code == 76, outcome.err
     assert in_time(how, outcome), outcome
     place = r"at watch/misbehave\.py:\d+"
-    line = rf"odyssey: error: \[comm\] rank 0 calls {theirs} {place}, but rank 1 calls {mine} {place}; "
+    line = (
+        rf"odyssey: error: \[comm\] rank 0 calls {theirs} {place}, but rank 1 calls {mine} "
+        rf"{place}; "
+    )
     assert len(ours(outcome)) == 1 and re.match(line, ours(outcome)[0]), outcome.err
     taken = set(re.findall(r"step (\d) weights", outcome.out))
     assert taken == {"0", "1"}  # nobody took the step of the wrong call
@@ -224,12 +272,19 @@ def test_calls_that_differ_end_the_job_with_both_places_and_no_wrong_number(outc
     ("how", "where"),
     [
         ("stops", r"is stopped \(SIGSTOP, or a debugger\), in compute"),
-        ("sleeps", r"does nothing \(\d+ % of a core\), in compute at watch/misbehave.py:\d+ in misbehave"),
+        (
+            "sleeps",
+            r"does nothing \(\d+ % of a core\), in compute at watch/misbehave.py:\d+ in misbehave",
+        ),
         (
             "loops",
-            r"computes without an end in sight, \d+ % of a core, in compute at watch/misbehave.py:\d+ in misbehave",
+            r"computes without an end in sight, \d+ % of a core, in compute at "
+            r"watch/misbehave.py:\d+ in misbehave",
         ),
-        ("loops in C", r"computes without an end in sight, .* at watch/misbehave.py:\d+ in misbehave"),
+        (
+            "loops in C",
+            r"computes without an end in sight, .* at watch/misbehave.py:\d+ in misbehave",
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_place(outcomes, how, where):
@@ -237,7 +292,8 @@ def test_a_rank_that_hangs_is_named_with_its_place(outcomes, how, where):
     assert outcome.code == 77, outcome.err
     assert WATCHDOG - 0.5 < outcome.seconds and in_time(how, outcome), outcome
     wanted = (
-        r"odyssey: \[watch\] rank 1 did not come to call 2, all_reduce float32 \(8,\) sum at watch/misbehave.py:\d+; "
+        r"odyssey: \[watch\] rank 1 did not come to call 2, all_reduce float32 \(8,\) sum at "
+        r"watch/misbehave.py:\d+; "
         rf"ranks 0,2 wait, \d+ s by now\n  rank 1 \(pid \d+ on \S+, step 2\) {where}"
     )
     assert re.search(wanted, outcome.err), outcome.err
@@ -254,14 +310,21 @@ def test_ranks_that_wait_for_each_other(outcomes):
     outcome = outcomes["waits elsewhere"]
     assert outcome.code == 77
     assert "odyssey: [watch] ranks 0-1 wait for each other" in outcome.err
-    assert re.search(r"rank 1 \(.*\) waits in recv float32 \(8,\) from rank 0 tag 0 at watch/misbehave", outcome.err)
+    assert re.search(
+        r"rank 1 \(.*\) waits in recv float32 \(8,\) from rank 0 tag 0 at watch/misbehave",
+        outcome.err,
+    )
 
 
 def test_a_hang_in_a_group(outcomes):
     outcome = outcomes["waits for a group"]
     assert outcome.code == 77
-    assert re.search(r"rank 1 did not come to call 0 of ranks 0-1, barrier at watch/misbehave", outcome.err)
-    assert re.search(r"rank 2 waits in all_reduce float32 \(8,\) sum at watch/misbehave.py:\d+ for", outcome.err)
+    assert re.search(
+        r"rank 1 did not come to call 0 of ranks 0-1, barrier at watch/misbehave", outcome.err
+    )
+    assert re.search(
+        r"rank 2 waits in all_reduce float32 \(8,\) sum at watch/misbehave.py:\d+ for", outcome.err
+    )
 
 
 def test_nothing_is_left(outcomes):
@@ -274,7 +337,9 @@ def test_nothing_is_left(outcomes):
     for how, outcome in outcomes.items():
         if how.endswith("before MPI"):  # no watcher was there yet
             continue
-        assert not [path for path in outcome.files if not path.name.startswith("odyssey-stacks")], how
+        assert not [path for path in outcome.files if not path.name.startswith("odyssey-stacks")], (
+            how
+        )
 
 
 def processes(tokens: set[str]) -> list[str]:

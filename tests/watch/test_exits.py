@@ -1,4 +1,6 @@
-"""How a process ends that believes to be a rank, without launcher and without the others: quickly, and with a word."""
+"""How a process ends that believes to be a rank, without launcher and without the others:
+quickly, and with a word.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import pytest
 
 from odyssey.base import exits, launcher
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of sockets that are no files")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="names of sockets that are no files"
+)
 
 
 @pytest.fixture
@@ -56,11 +60,19 @@ def test_the_name_of_a_job_is_its_own_and_shows_no_secret(monkeypatch):
 
 def rank(code: str, **environment: str) -> tuple[subprocess.CompletedProcess, float]:
     """Runs this as rank 0 of two of a torchrun-like launcher, whose second rank does not exist."""
-    given = {k: v for k, v in os.environ.items() if k not in (*launcher.VARIABLES, exits.MARK, "ODYSSEY_RUN_DIR")}
+    given = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in (*launcher.VARIABLES, exits.MARK, "ODYSSEY_RUN_DIR")
+    }
     met = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env={**given, **met, **environment}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**given, **met, **environment},
     )
     return done, time.monotonic() - begun
 
@@ -88,7 +100,8 @@ def test_hooks_daemon_threads_and_an_end_that_waits_for_nobody():
     lines = done.stderr.splitlines()
     said = [line for line in lines if line.startswith("odyssey: ")]
     assert said == [
-        "odyssey: [rank 0] defect: KeyError: 'in the background' (in thread helper; the rank goes on)",
+        "odyssey: [rank 0] defect: KeyError: 'in the background' (in thread helper; the rank "
+        "goes on)",
         "odyssey: [rank 0] defect: ValueError: a defect",
     ]
     assert lines.index("mine: ValueError") == lines.index(said[1]) - 1
@@ -107,7 +120,10 @@ threading.Thread(target=fail, name="late").start()
 
 def test_a_thread_that_fails_after_the_end_ends_nobody():
     done, _ = rank(LATE)
-    assert done.returncode == 0 and "KeyError: 'late' (in thread late; the rank goes on)" in done.stderr
+    assert (
+        done.returncode == 0
+        and "KeyError: 'late' (in thread late; the rank goes on)" in done.stderr
+    )
 
 
 def test_a_rank_that_cannot_join_the_others_ends_all_the_same():

@@ -1,4 +1,7 @@
-"""What launchers do to ranks: Ctrl-C, and their own sudden end. Nothing is left, and nobody says a word too many."""
+"""What launchers do to ranks: Ctrl-C, and their own sudden end.
+
+Nothing is left, and nobody says a word too many.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ends import processes  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the watcher reads /proc"
+)
 
 JOB = """
 import sys, time
@@ -37,7 +42,15 @@ def job(launch):
     token = f"odyssey-test-{os.getpid()}-{time.monotonic_ns()}"
     folder = launch.folder / "tmp"
     folder.mkdir()
-    words = [launch.mpirun, *(["--oversubscribe"] if launch.open_mpi else []), "-n", "3", sys.executable, "-c", JOB]
+    words = [
+        launch.mpirun,
+        *(["--oversubscribe"] if launch.open_mpi else []),
+        "-n",
+        "3",
+        sys.executable,
+        "-c",
+        JOB,
+    ]
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -69,7 +82,9 @@ def test_ctrl_c(job, launch):
     assert process.wait(20) == (130 if not launch.open_mpi else process.returncode) != 0
     said = (launch.folder / "said").read_text()
     assert "Segmentation" not in said and "Traceback" not in said, said
-    assert said.count("odyssey: interrupted") <= 1 and (launch.open_mpi or "odyssey: interrupted" in said)
+    assert said.count("odyssey: interrupted") <= 1 and (
+        launch.open_mpi or "odyssey: interrupted" in said
+    )
     assert left(token) == []
 
 
@@ -94,7 +109,8 @@ def test_a_daemon_that_is_killed(job, launch):
 def test_one_process_ends_in_order(launch):
     """A run of one process has a watcher, which must not take its end for a death."""
     launch.environment["ODYSSEY_RUN_DIR"] = str(launch.folder / "run")
-    done = launch.python("-c", "from odyssey import comm; comm.world()")  # the watcher holds stderr until it is done
+    # the watcher holds stderr until it is done
+    done = launch.python("-c", "from odyssey import comm; comm.world()")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (launch.folder / "run" / "ends").exists()
     done = launch.python("-c", "import os; from odyssey import comm; comm.world(); os._exit(0)")

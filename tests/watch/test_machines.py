@@ -1,4 +1,6 @@
-"""Watchers of several machines, started by hand on this one: they meet, and who loses the other ends its ranks."""
+"""Watchers of several machines, started by hand on this one: they meet, and who loses the other
+ends its ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from odyssey.run import messages, watcher
 from odyssey.view import top as view
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the watcher reads /proc"
+)
 PATIENCE = 2.0  # of those that are to lose each other; a busy machine must not part the others
 
 
@@ -28,7 +32,11 @@ class Machines:
     """Two machines of one rank each; the second calls the first."""
 
     def __init__(
-        self, folder: Path, environment: dict[str, str], run: Path | None = None, patience: float = 60
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        run: Path | None = None,
+        patience: float = 60,
     ) -> None:
         self.secret = os.urandom(32)
         self.processes: list[subprocess.Popen] = []
@@ -168,7 +176,12 @@ def test_a_machine_that_is_dead_is_named_and_the_rest_is_ended(machines):
     assert ended(m.ranks[0][0]) is not None
     assert ended(m.watchers[0]) == 0
     host = re.escape(os.uname().nodename)
-    assert silence(m.said[0], rf"odyssey: \[watch\] no sign of life from {host} \(rank 1\) for SECONDS s") >= PATIENCE
+    assert (
+        silence(
+            m.said[0], rf"odyssey: \[watch\] no sign of life from {host} \(rank 1\) for SECONDS s"
+        )
+        >= PATIENCE
+    )
     assert m.ranks[0][0].returncode == 69  # by an order, which it could follow
 
 
@@ -178,7 +191,10 @@ def test_a_machine_that_is_cut_off_ends_its_own_ranks(machines):
     m.watchers[0].kill()  # the connection is gone, and nobody answers a call
     assert ended(m.ranks[1][0]) == -signal.SIGKILL
     assert ended(m.watchers[1]) == 0
-    assert silence(m.said[1], "is cut off from rank 0's machine for SECONDS s; rank 1 is ended") >= PATIENCE
+    assert (
+        silence(m.said[1], "is cut off from rank 0's machine for SECONDS s; rank 1 is ended")
+        >= PATIENCE
+    )
 
 
 def test_a_main_watcher_that_is_late_ends_nobody(machines):
@@ -196,7 +212,9 @@ def test_strangers_are_not_heard(machines):
     m = machines()
     m.together()
     with socket.create_connection(tuple(m.address), timeout=5) as stranger:
-        stranger.sendall(b"odyssey watch 1 " + b"0" * 64 + b'\n{"look":true}\n{"node":1,"bye":true}\n')
+        stranger.sendall(
+            b"odyssey watch 1 " + b"0" * 64 + b'\n{"look":true}\n{"node":1,"bye":true}\n'
+        )
         data = b""
         with contextlib.suppress(OSError):
             while piece := stranger.recv(4096):

@@ -1,4 +1,6 @@
-"""Lines between machines: only who knows the secret is heard, and nothing can be changed, repeated or made endless."""
+"""Lines between machines: only who knows the secret is heard, and nothing can be changed,
+repeated or made endless.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ SECRET = b"s" * 32
 
 def pair(theirs: bytes = SECRET) -> tuple[messages.Sealed, messages.Sealed]:
     a, b = socket.socketpair()
-    return messages.Sealed(a, theirs, caller=True, role="node"), messages.Sealed(b, SECRET, caller=False)
+    return messages.Sealed(a, theirs, caller=True, role="node"), messages.Sealed(
+        b, SECRET, caller=False
+    )
 
 
 def meet(caller: messages.Sealed, called: messages.Sealed) -> None:
@@ -60,7 +64,11 @@ def test_lines_on_the_way_cannot_be_changed(change):
     caller, called = pair()
     meet(caller, called)
     line = caller._sealed(json.dumps({"end": 1}).encode()) + b"\n"
-    caller.socket.send({"repeat": line + line, "alter": line.replace(b"1}", b"2}"), "plain": b'{"end":1}\n'}[change])
+    caller.socket.send(
+        {"repeat": line + line, "alter": line.replace(b"1}", b"2}"), "plain": b'{"end":1}\n'}[
+            change
+        ]
+    )
     with pytest.raises(messages.Closed, match="secret"):
         called.receive()
 
@@ -73,7 +81,9 @@ def test_a_mirror_does_not_pass():
         caller.receive()
 
 
-@pytest.mark.parametrize("data", [b"\n", b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize(
+    "data", [b"\n", b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n"]
+)
 def test_others_that_call(data):
     _, called = pair()
     stranger, b = socket.socketpair()

@@ -1,4 +1,6 @@
-"""One rank as the watcher sees it, also where the system has no memfd and no pidfd; and what a rank sees of it."""
+"""One rank as the watcher sees it, also where the system has no memfd and no pidfd; and what a
+rank sees of it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,14 @@ from odyssey.base import proc, slot
 from odyssey.run import diagnosis, rank_process
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the watcher reads /proc"
+)
 
-WITHOUT = "import os, sys, runpy; del os.memfd_create; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
+WITHOUT = (
+    "import os, sys, runpy; del os.memfd_create; sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0])"
+)
 
 
 @pytest.fixture(params=["memfd and pidfd", "neither"])
@@ -111,7 +118,8 @@ def test_time_used_since_the_last_sign_of_life():
     with (
         subprocess.Popen(spin) as busy,
         subprocess.Popen(
-            [sys.executable, "-c", "import time; print(flush=True); time.sleep(99)"], stdout=subprocess.PIPE
+            [sys.executable, "-c", "import time; print(flush=True); time.sleep(99)"],
+            stdout=subprocess.PIPE,
         ) as idle,
     ):
         try:
@@ -169,6 +177,8 @@ def test_the_watcher_is_no_child_of_a_rank(launch):
         "-c",
         CHILDREN,
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=launch.environment)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=100, env=launch.environment
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["children 0", "children 0", "watched True"]

@@ -1,4 +1,6 @@
-"""The status slot: what is written is read, from another process as well, and garbage is no harm."""
+"""The status slot: what is written is read, from another process as well, and garbage is no
+harm.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ def own(monkeypatch):
     """A slot of this test's own."""
     memory = bytearray(slot.SIZE)  # not a copy: other tests of this process have trained, and ended
     q = memoryview(memory).cast("q")
-    q[slot._MAGIC], q[slot._PHASE], q[slot._SINCE], q[slot._CALL] = slot.MAGIC, slot.CODES["start"], slot._now(), -1
+    q[slot._MAGIC], q[slot._PHASE], q[slot._SINCE], q[slot._CALL] = (
+        slot.MAGIC,
+        slot.CODES["start"],
+        slot._now(),
+        -1,
+    )
     monkeypatch.setattr(slot, "_memory", memory)
     monkeypatch.setattr(slot, "_q", q)
     monkeypatch.setattr(slot, "_descriptor", -1)
@@ -36,7 +43,11 @@ def test_what_is_written_is_read(own):
     found = slot.mine()
     assert (found.rank, found.world, found.pid, found.attempt) == (1, 4, os.getpid(), 3)
     assert (found.step, found.samples, found.phase, found.doing) == (7, 64, "data", "data")
-    assert (found.call, found.call_group, found.call_text) == (12, 5, "all_reduce float32 (8,) sum at train.py:3")
+    assert (found.call, found.call_group, found.call_text) == (
+        12,
+        5,
+        "all_reduce float32 (8,) sum at train.py:3",
+    )
     assert found.whole and not found.ended and not found.waiting
     slot.enter(13, "barrier at train.py:4", (5, "0-3"))
     slot.missing([2, 3])
@@ -55,7 +66,12 @@ def test_what_is_written_is_read(own):
     slot.ended(3, "sys.exit(3) at train.py:9")
     slot.ended(0, "later")
     found = slot.mine()
-    assert (found.ended, found.code, found.end, found.waiting) == (True, 3, "sys.exit(3) at train.py:9", 0)
+    assert (found.ended, found.code, found.end, found.waiting) == (
+        True,
+        3,
+        "sys.exit(3) at train.py:9",
+        0,
+    )
 
 
 def test_every_sign_of_life_counts(own):
@@ -100,7 +116,8 @@ def test_texts_of_any_length(own):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3, 8, 9, 5], "0-3,5,8-9"), (range(0, 80, 2), None)]
+    ("ranks", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 3, 8, 9, 5], "0-3,5,8-9"), (range(0, 80, 2), None)],
 )
 def test_ranks_as_text(ranks, text):
     said = slot.ranges(ranks)
@@ -177,7 +194,11 @@ def test_a_writer_that_stopped_half_way(own):
 def test_garbage_is_no_slot_or_a_harmless_one(own):
     random.seed(0)
     good = bytes(slot._memory[:])
-    assert slot.parse(b"") is None and slot.parse(bytes(slot.SIZE)) is None and slot.parse(good[:-1]) is None
+    assert (
+        slot.parse(b"") is None
+        and slot.parse(bytes(slot.SIZE)) is None
+        and slot.parse(good[:-1]) is None
+    )
     for _ in range(3000):
         data = bytearray(good)
         for _ in range(random.choice((1, 8, 400))):
@@ -203,14 +224,20 @@ def test_a_child_process_has_a_slot_of_its_own(own):
 
 def test_calls_and_groups_are_said(monkeypatch):
     said = []
-    monkeypatch.setattr(slot, "call", lambda sequence, text, group: said.append((sequence, text, group)))
+    monkeypatch.setattr(
+        slot, "call", lambda sequence, text, group: said.append((sequence, text, group))
+    )
 
     def work(c):
         half = c.split(c.rank % 2)
         half.all_reduce(np.ones(3))
 
     mock.run(4, work)
-    sums = [(sequence, group) for sequence, text, group in said if text.startswith("all_reduce float64 (3,) sum at ")]
+    sums = [
+        (sequence, group)
+        for sequence, text, group in said
+        if text.startswith("all_reduce float64 (3,) sum at ")
+    ]
     assert len(sums) == 4 and {sequence for sequence, _ in sums} == {0}
     assert {text for _, (_, text) in sums} == {"0,2", "1,3"}
     assert len({number for _, (number, _) in sums}) == 2

@@ -1,4 +1,6 @@
-"""`odyssey top`: a running job is found, shown and left alone; what is wrong with a request is said in one line."""
+"""`odyssey top`: a running job is found, shown and left alone; what is wrong with a request is
+said in one line.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from odyssey.errors import DataError, LaunchError
 from odyssey.run import diagnosis
 from odyssey.view import top as view
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the watcher reads /proc"
+)
 
 JOB = """
 import sys, time
@@ -37,7 +41,9 @@ for i in range(100000):
 
 @pytest.fixture(scope="module")
 def job(launch_once):
-    """A job of two ranks whose second one is slow in loading data, in a run; (its mpirun's pid, RUN, its stderr)."""
+    """A job of two ranks whose second one is slow in loading data, in a run; (its mpirun's pid,
+    RUN, its stderr).
+    """
     run = launch_once.folder / "run"
     run.mkdir()
     launch_once.environment |= {"ODYSSEY_RUN_DIR": str(run), "ODYSSEY_ATTEMPT": "3"}
@@ -45,7 +51,10 @@ def job(launch_once):
     words = [launch_once.mpirun, *(["--oversubscribe"] if launch_once.open_mpi else []), "-n", "2"]
     with said.open("w") as stderr:
         process = subprocess.Popen(
-            [*words, sys.executable, "-c", JOB], stderr=stderr, env=launch_once.environment, start_new_session=True
+            [*words, sys.executable, "-c", JOB],
+            stderr=stderr,
+            env=launch_once.environment,
+            start_new_session=True,
         )
     yield process.pid, run, said
     with contextlib.suppress(OSError):
@@ -122,12 +131,23 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or SYSTEM is None, reason="root can be another user, who has another Python")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or SYSTEM is None, reason="root can be another user, who has another Python"
+)
 def test_names_that_another_user_has_taken_are_passed_over(job):
     pid = shown(job, lambda now: now["ranks"][0].step > 5)["ranks"][0].pid
-    names = ["odyssey-watch-0-1", f"odyssey-watch-0-1-{'0' * 16}", f"odyssey-watch-0-{pid}-{'0' * 16}"]
+    names = [
+        "odyssey-watch-0-1",
+        f"odyssey-watch-0-1-{'0' * 16}",
+        f"odyssey-watch-0-{pid}-{'0' * 16}",
+    ]
     other = subprocess.Popen(
-        [SYSTEM, "-c", OTHER, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=65534, text=True, cwd="/"
+        [SYSTEM, "-c", OTHER, *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        user=65534,
+        text=True,
+        cwd="/",
     )
     try:
         assert other.stdout.readline() == "ready\n"
@@ -144,7 +164,9 @@ def test_runs_that_cannot_be_shown(tmp_path, monkeypatch):
     path.write_text('{"host": "elsewhere", "pid": 1, "address": null, "secret": ""}')
     with pytest.raises(LaunchError, match="runs, or ran, on elsewhere; ask there"):
         view.of_run(tmp_path)
-    path.write_text('{"host": "elsewhere", "pid": 1, "address": ["127.0.0.1", 9], "secret": "' + "0" * 64 + '"}')
+    path.write_text(
+        '{"host": "elsewhere", "pid": 1, "address": ["127.0.0.1", 9], "secret": "' + "0" * 64 + '"}'
+    )
     with pytest.raises(LaunchError, match="cannot be reached"):
         view.of_run(tmp_path)
     path.write_text("{")
@@ -157,8 +179,18 @@ def test_runs_that_cannot_be_shown(tmp_path, monkeypatch):
 
 def test_a_table_of_anything_that_ranks_can_do():
     seen = [
-        diagnosis.Seen(0, "a", state="R", phase="compute", doing="compute", times=(0, 0, 1, 2, 1, 0, 0, 0), note="x"),
-        diagnosis.Seen(1, "a", state="S", doing="wait", waited=3.21, wait_text="barrier at t.py:1", missing="0"),
+        diagnosis.Seen(
+            0,
+            "a",
+            state="R",
+            phase="compute",
+            doing="compute",
+            times=(0, 0, 1, 2, 1, 0, 0, 0),
+            note="x",
+        ),
+        diagnosis.Seen(
+            1, "a", state="S", doing="wait", waited=3.21, wait_text="barrier at t.py:1", missing="0"
+        ),
         diagnosis.Seen(2, "b", state="T", doing="compute"),
         diagnosis.Seen(3, "b", state="gone"),
         diagnosis.Seen(4, "b", state="S", ended=True, code=3),
@@ -175,4 +207,8 @@ def test_a_table_of_anything_that_ranks_can_do():
     lines = view.plain(now).splitlines()
     assert lines[2].endswith("25 %     50 %  25 %  compute: x; 2.0x the median, in computing")
     assert lines[3].endswith("waits 3.2 s in barrier at t.py:1, rank 0 is missing")
-    assert [line.rpartition("%  ")[2] for line in lines[4:]] == ["stopped, in compute", "gone", "has ended (3)"]
+    assert [line.rpartition("%  ")[2] for line in lines[4:]] == [
+        "stopped, in compute",
+        "gone",
+        "has ended (3)",
+    ]

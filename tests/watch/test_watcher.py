@@ -17,7 +17,9 @@ import pytest
 from odyssey.base import proc
 from odyssey.run import messages, watcher, watcher_output
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the watcher reads /proc"
+)
 
 
 @pytest.fixture
@@ -25,8 +27,22 @@ def make(tmp_path):
     """Makes a main watcher of no ranks, in a run."""
 
     def make(**settings) -> watcher.Watcher:
-        base = {"watchdog": 0, "heartbeat": 5, "world": 1, "attempt": 2, "run": str(tmp_path), "main": True}
-        base |= {"secret": "00" * 32, "address": None, "files": [], "ranks": [], "nodes": [[0], [1]], "listen": -1}
+        base = {
+            "watchdog": 0,
+            "heartbeat": 5,
+            "world": 1,
+            "attempt": 2,
+            "run": str(tmp_path),
+            "main": True,
+        }
+        base |= {
+            "secret": "00" * 32,
+            "address": None,
+            "files": [],
+            "ranks": [],
+            "nodes": [[0], [1]],
+            "listen": -1,
+        }
         return watcher.Watcher(base | settings)
 
     return make
@@ -50,7 +66,8 @@ def test_on_a_full_disk_the_heartbeat_is_renewed(make, tmp_path, monkeypatch):
     beat(w)
     assert path.read_text() == text and path.stat().st_mtime > 1e9
     assert [p.name for p in tmp_path.iterdir()] == ["heartbeat.json"]
-    path.write_text(json.dumps({"attempt": 1}))  # an earlier attempt's: nobody is to take it for this one's
+    # an earlier attempt's: nobody is to take it for this one's
+    path.write_text(json.dumps({"attempt": 1}))
     os.utime(path, (1, 1))
     beat(w)
     assert path.stat().st_mtime == 1
@@ -71,7 +88,10 @@ def test_its_files_go_with_it_and_no_others(make, tmp_path):
     later.writer.drain(20)
     beat(later)
     w._finish()
-    assert all(json.loads((tmp_path / f"{n}.json").read_text())["attempt"] == 3 for n in ("heartbeat", "watch"))
+    assert all(
+        json.loads((tmp_path / f"{n}.json").read_text())["attempt"] == 3
+        for n in ("heartbeat", "watch")
+    )
 
 
 def test_a_defect_of_the_watcher_leaves_no_heartbeat(make, tmp_path, monkeypatch):
@@ -94,7 +114,8 @@ def test_a_write_that_blocks_blocks_nobody_else():
     assert not w.drain(0.1) and not done
     gate.set()
     assert w.drain(20)
-    assert done[:2] == [4, "words"] and 2 < len(done) <= watcher_output.QUEUE  # the latest of one name; not all of many
+    # the latest of one name; not all of many
+    assert done[:2] == [4, "words"] and 2 < len(done) <= watcher_output.QUEUE
 
 
 def test_the_watcher_goes_on_when_nobody_reads_its_words(make, tmp_path):
@@ -150,10 +171,20 @@ def test_who_calls_and_says_nothing_is_dropped(make, monkeypatch):
 
 @pytest.mark.parametrize("word", ["a defect of this rank", ""])
 @pytest.mark.parametrize("collected", [True, False])
-def test_a_rank_that_ended_before_the_watcher_ran_is_believed(make, launch, monkeypatch, word, collected):
+def test_a_rank_that_ended_before_the_watcher_ran_is_believed(
+    make, launch, monkeypatch, word, collected
+):
     words = [sys.executable, str(Path(__file__).with_name("rank.py"))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": launch.environment}
-    with subprocess.Popen([*words, "0", "2"], **pipes) as one, subprocess.Popen([*words, "1", "2"], **pipes) as other:
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": launch.environment,
+    }
+    with (
+        subprocess.Popen([*words, "0", "2"], **pipes) as one,
+        subprocess.Popen([*words, "1", "2"], **pipes) as other,
+    ):
         ranks = []
         for rank, started in enumerate((one, other)):
             pid, descriptor = map(int, started.stdout.readline().split())
@@ -190,7 +221,11 @@ class Slow:
 
     def answer(self, at: int) -> int:
         since = time.monotonic() - self.asked
-        return max([size for seconds, size in self.pieces if seconds <= since], default=0) if at >= 0 else -1
+        return (
+            max([size for seconds, size in self.pieces if seconds <= since], default=0)
+            if at >= 0
+            else -1
+        )
 
     def stacks(self, at: int) -> str:
         return max(self.answer(at), 0) * "x"

@@ -1,4 +1,7 @@
-"""Two ranks of mpi4py call a collective that does not match; what each gets is printed. Plain mpi4py, no odyssey."""
+"""Two ranks of mpi4py call a collective that does not match; what each gets is printed.
+
+Plain mpi4py, no odyssey.
+"""
 
 from __future__ import annotations
 

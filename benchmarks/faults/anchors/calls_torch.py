@@ -1,6 +1,8 @@
-"""Two ranks of torch.distributed over Gloo call a collective that does not match; what each gets is printed.
+"""Two ranks of torch.distributed over Gloo call a collective that does not match; what each gets
+is printed.
 
-Started by torchrun. `TORCH_DISTRIBUTED_DEBUG=DETAIL` in the environment is PyTorch's own check of such calls.
+Started by torchrun. `TORCH_DISTRIBUTED_DEBUG=DETAIL` in the environment is PyTorch's own check of
+such calls.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ def call(kind: str, rank: int) -> torch.Tensor:
     """The collective of this rank: rank 1 differs in `kind`. Every number is 1 + rank."""
     other = rank == 1
     count = 1023 if kind == "count" and other else 1024
-    mine = torch.full((count,), 1 + rank, dtype=torch.int64 if kind == "dtype" and other else torch.float64)
+    mine = torch.full(
+        (count,), 1 + rank, dtype=torch.int64 if kind == "dtype" and other else torch.float64
+    )
     if kind == "op" and other:
         dist.broadcast(mine, 0)
     elif kind == "root":

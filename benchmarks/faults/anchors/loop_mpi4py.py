@@ -1,7 +1,8 @@
-"""Ranks of plain mpi4py that add numbers again and again, until rank 1 raises, exits or is stopped from outside.
+"""Ranks of plain mpi4py that add numbers again and again, until rank 1 raises, exits or is
+stopped from outside.
 
-What MPI alone does about a rank that fails. Rank 0 prints `step N 0... TIME` after each step. `python -m mpi4py` before
-this file is mpi4py's own way to end all ranks when one raises.
+What MPI alone does about a rank that fails. Rank 0 prints `step N 0... TIME` after each step.
+`python -m mpi4py` before this file is mpi4py's own way to end all ranks when one raises.
 """
 
 from __future__ import annotations

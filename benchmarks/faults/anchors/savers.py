@@ -1,8 +1,10 @@
-"""Other programs' ways to keep a checkpoint, each as its documentation shows it, behind the same three functions.
+"""Other programs' ways to keep a checkpoint, each as its documentation shows it, behind the same
+three functions.
 
-A saver has one folder. `save(step, state)` returns when the checkpoint is there by that program's own word; `load()`
-gives the newest one. PyTorch's formats are pickles, which is why they may stand in this folder alone: the files that
-are read here were written here. What it is not: a comparison of speeds.
+A saver has one folder. `save(step, state)` returns when the checkpoint is there by that program's
+own word; `load()` gives the newest one. PyTorch's formats are pickles, which is why they may stand
+in this folder alone: the files that are read here were written here. What it is not: a comparison
+of speeds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ State = dict[str, np.ndarray]
 
 
 class Saver:
-    """needs: the module without which it cannot be had. in_place: a save overwrites the only checkpoint."""
+    """needs: the module without which it cannot be had. in_place: a save overwrites the only
+    checkpoint.
+    """
 
     needs = "torch"
     in_place = True
@@ -102,7 +106,10 @@ class Dcp(Saver):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "no process group": meant so
-            dcp.save({"step": torch.tensor(step), "model": _tensors(state)}, checkpoint_id=self.place(step))
+            dcp.save(
+                {"step": torch.tensor(step), "model": _tensors(state)},
+                checkpoint_id=self.place(step),
+            )
 
     def load(self) -> tuple[int, State]:
         return self._load(self.place(0))
@@ -123,7 +130,9 @@ class Dcp(Saver):
 
 
 class DcpPerStep(Dcp):
-    """torch.distributed.checkpoint, a directory for each step; the newest with metadata counts, two are kept."""
+    """torch.distributed.checkpoint, a directory for each step; the newest with metadata counts,
+    two are kept.
+    """
 
     in_place = False
 
@@ -160,7 +169,9 @@ class Safetensors(Saver):
         from safetensors import safe_open
 
         with safe_open(self.folder / "checkpoint.safetensors", framework="numpy") as file:
-            return int(file.metadata()["step"]), {name: file.get_tensor(name) for name in file.keys()}
+            return int(file.metadata()["step"]), {
+                name: file.get_tensor(name) for name in file.keys()
+            }
 
 
 class OrbaxForce(Saver):
@@ -170,7 +181,10 @@ class OrbaxForce(Saver):
 
     @classmethod
     def available(cls) -> bool:
-        return importlib.util.find_spec("orbax") is not None and importlib.util.find_spec("jax") is not None
+        return (
+            importlib.util.find_spec("orbax") is not None
+            and importlib.util.find_spec("jax") is not None
+        )
 
     @classmethod
     def prepare(cls) -> None:
@@ -180,14 +194,18 @@ class OrbaxForce(Saver):
         import orbax.checkpoint as ocp
 
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(self.folder / "checkpoint", {"step": np.array(step), "model": state}, force=True)
+            checkpointer.save(
+                self.folder / "checkpoint", {"step": np.array(step), "model": state}, force=True
+            )
 
     def load(self) -> tuple[int, State]:
         import orbax.checkpoint as ocp
 
         with ocp.StandardCheckpointer() as checkpointer:
             found = checkpointer.restore(self.folder / "checkpoint")
-        return int(found["step"]), {name: np.asarray(array) for name, array in found["model"].items()}
+        return int(found["step"]), {
+            name: np.asarray(array) for name, array in found["model"].items()
+        }
 
 
 class OrbaxManager(OrbaxForce):
@@ -205,13 +223,17 @@ class OrbaxManager(OrbaxForce):
     def save(self, step: int, state: State) -> None:
         import orbax.checkpoint as ocp
 
-        self.manager.save(step, args=ocp.args.StandardSave({"step": np.array(step), "model": state}))
+        self.manager.save(
+            step, args=ocp.args.StandardSave({"step": np.array(step), "model": state})
+        )
 
     def load(self) -> tuple[int, State]:
         import orbax.checkpoint as ocp
 
         found = self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore())
-        return int(found["step"]), {name: np.asarray(array) for name, array in found["model"].items()}
+        return int(found["step"]), {
+            name: np.asarray(array) for name, array in found["model"].items()
+        }
 
     def close(self) -> None:
         self.manager.close()

@@ -1,8 +1,10 @@
-"""PyTorch's side of the comparison: the training of tests/beds/job.py with DistributedDataParallel over Gloo.
+"""PyTorch's side of the comparison: the training of tests/beds/job.py with
+DistributedDataParallel over Gloo.
 
-Same net, data, optimizer, global batch and checkpoint interval; the checkpoint is the careful way: torch.save to a file
-aside, fsync, os.replace. Started by torchrun. Rank 0 prints `step N HASH TIME` after each step as job.py does, every
-rank `rank R pid P` at the start and `rank R weights SHA256` at the end. Not meant for anything but comparing.
+Same net, data, optimizer, global batch and checkpoint interval; the checkpoint is the careful way:
+torch.save to a file aside, fsync, os.replace. Started by torchrun. Rank 0 prints `step N HASH TIME`
+after each step as job.py does, every rank `rank R pid P` at the start and `rank R weights SHA256`
+at the end. Not meant for anything but comparing.
 """
 
 from __future__ import annotations
@@ -22,15 +24,27 @@ from torch import nn
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--samples", type=int, default=480, help="samples of the data set, a multiple of the batch")
-    parser.add_argument("--batch", type=int, default=48, help="samples of a step, a multiple of the ranks")
-    parser.add_argument("--step-ms", type=float, default=0, help="rank 0 waits so long after each step")
+    parser.add_argument(
+        "--samples", type=int, default=480, help="samples of the data set, a multiple of the batch"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=48, help="samples of a step, a multiple of the ranks"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=0, help="rank 0 waits so long after each step"
+    )
     parser.add_argument("--checkpoint", type=Path, help="the checkpoint file")
     parser.add_argument("--checkpoint-every", type=int, default=5, help="steps")
-    parser.add_argument("--timeout", type=float, help="seconds of the process group's timeout (PyTorch's own: 1800)")
-    parser.add_argument("--find-unused", action="store_true", help="DDP with find_unused_parameters: buckets stay")
+    parser.add_argument(
+        "--timeout", type=float, help="seconds of the process group's timeout (PyTorch's own: 1800)"
+    )
+    parser.add_argument(
+        "--find-unused", action="store_true", help="DDP with find_unused_parameters: buckets stay"
+    )
     parser.add_argument("--fault", choices=["raises", "exits", "flips_weight"], help="what happens")
     parser.add_argument("--fault-rank", type=int, default=1, help="to which rank")
     parser.add_argument("--fault-step", type=int, default=8, help="just before which step")
@@ -38,7 +52,9 @@ def options() -> argparse.Namespace:
 
 
 def fingerprint(model: nn.Module) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
 
 
 def say(text: str) -> None:
@@ -50,7 +66,9 @@ def say(text: str) -> None:
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     aside = path.with_suffix(".tmp")
     with open(aside, "wb") as file:
-        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        torch.save(
+            {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, file
+        )
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)

@@ -1,4 +1,6 @@
-"""Comparison of what was computed: verify (layouts), steplog (every step), replay and diff (runs)."""
+"""Comparison of what was computed: verify (layouts), steplog (every step), replay and diff
+(runs).
+"""
 
 from ..base.lazy import attach
 

@@ -1,4 +1,6 @@
-"""The link between two ranks, measured: mpirun -n 2 python -m odyssey.audit.measure_link FILE (planner.py)."""
+"""The link between two ranks, measured: mpirun -n 2 python -m odyssey.audit.measure_link FILE
+(planner.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def main(file: str) -> None:
     world = comm.world()
 
     def fastest(floats: int, times: int) -> float:
-        array, ranges = np.zeros(2 * floats, np.float32), [(0, floats), (floats, 2 * floats)]
+        array = np.zeros(2 * floats, np.float32)
+        ranges = [(0, floats), (floats, 2 * floats)]
         best = float("inf")
         for _ in range(times):
             world.barrier()
@@ -28,9 +31,14 @@ def main(file: str) -> None:
             best = min(best, time.perf_counter() - begun)
         return float(world.all_reduce(np.array([best]), "max")[0])
 
-    latency, large = fastest(1, 200), fastest(FLOATS, 20)
+    latency = fastest(1, 200)
+    large = fastest(FLOATS, 20)
     if world.rank == 0:
-        found = {"latency": latency, "bandwidth": 4 * FLOATS / max(large - latency, 1e-9), "near": world.local_size > 1}
+        found = {
+            "latency": latency,
+            "bandwidth": 4 * FLOATS / max(large - latency, 1e-9),
+            "near": world.local_size > 1,
+        }
         write_json(Path(file), "plan", found)
 
 

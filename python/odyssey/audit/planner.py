@@ -1,8 +1,9 @@
 """`odyssey plan`: what a training would take on so many ranks, for each layout, without them.
 
-For each layout one rank of each pipeline stage is rehearsed alone (rehearsal.py), by the program itself: so memory and
-bytes are what the trainer says of that rank, and its own time is measured. Only transfers are estimated here: calls,
-messages and bytes, which were counted, times what they take on two kinds of links.
+For each layout one rank of each pipeline stage is rehearsed alone (rehearsal.py), by the program
+itself: so memory and bytes are what the trainer says of that rank, and its own time is measured.
+Only transfers are estimated here: calls, messages and bytes, which were counted, times what they
+take on two kinds of links.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ..parallel.plan import busy
 from . import measure_link, verify
 from .rehearsal import VARIABLE, Rehearsed
 
-ALONE = (*VARIABLES, runs.RUN_DIR, runs.ATTEMPT, runs.EXPECTED_RANKS)  # what a rank that is rehearsed is not told
+# what a rank that is rehearsed is not told
+ALONE = (*VARIABLES, runs.RUN_DIR, runs.ATTEMPT, runs.EXPECTED_RANKS)
 STAGES = 8  # most stages of a pipeline that are looked at unasked
 
 
@@ -41,15 +43,19 @@ class Link(NamedTuple):
         return messages * self.latency + nbytes / self.bandwidth
 
 
-#: Within a machine: a call of two ranks, and its bytes copied (docs/log.md); between machines: Ethernet at 10 Gbit/s.
-NEAR, FAR = Link(6e-5, 2.5e9), Link(5e-5, 1.25e9)
+#: Within a machine: a call of two ranks, and its bytes copied (docs/log.md); between machines:
+#: Ethernet at 10 Gbit/s.
+NEAR = Link(6e-5, 2.5e9)
+FAR = Link(5e-5, 1.25e9)
 
 
 @dataclasses.dataclass
 class Planned:
-    """Prediction of a layout: of its largest and slowest ranks. seconds: of a step; 0: it was not rehearsed.
+    """Prediction of a layout: of its largest and slowest ranks. seconds: of a step; 0: it was
+    not rehearsed.
 
-    memory: bytes of a rank. sent, wire: bytes it sends in a step, and of them to other machines. why: it does not go.
+    memory: bytes of a rank. sent, wire: bytes it sends in a step, and of them to other machines.
+    why: it does not go.
     """
 
     layout: str
@@ -72,18 +78,28 @@ def layouts(ranks: int) -> Iterator[str]:
 
 
 def shards(found: Rehearsed, ranks: int, per_node: int) -> str:
-    """A line about the shard size: it is part of a training's bits, so it is chosen for its largest world."""
+    """A line about the shard size: it is part of a training's bits, so it is chosen for its
+    largest world.
+    """
     line = f"a batch of {found.samples} samples is {found.all_shards} shards of {found.shard_size}"
     idle = ranks - found.all_shards
     if idle > 0:
-        return f"{line}, so of {ranks} replicas {idle} are idle: {busy(ranks, ranks, found.samples)}"
+        return (
+            f"{line}, so of {ranks} replicas {idle} are idle: {busy(ranks, ranks, found.samples)}"
+        )
     advice = routes.advice(found.samples, found.shard_size, routes.placed(ranks, per_node))
-    return f"{line}, which suits {ranks} replicas" if advice is None else f"{line}: {advice.partition('] ')[2]}"
+    return (
+        f"{line}, which suits {ranks} replicas"
+        if advice is None
+        else f"{line}: {advice.partition('] ')[2]}"
+    )
 
 
 def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
-    """Returns the seconds of a step whose stages take so much: the slowest is busy with all its micro-batches, the
-    others with one more before and after. Transfers are counted as if nothing overlapped them."""
+    """Returns the seconds of a step whose stages take so much: the slowest is busy with all its
+    micro-batches, the others with one more before and after. Transfers are counted as if
+    nothing overlapped them.
+    """
 
     def whole(r: Rehearsed) -> float:
         calls, *sent = r.traffic
@@ -95,7 +111,9 @@ def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
 
 @dataclasses.dataclass
 class Planner:
-    """Plans the training of a command, e.g. [sys.executable, "-m", "odyssey.train", ...] or a script."""
+    """Plans the training of a command, e.g. [sys.executable, "-m", "odyssey.train", ...] or a
+    script.
+    """
 
     command: Sequence[str]
     per_node: int  # ranks of a machine
@@ -105,8 +123,13 @@ class Planner:
     timeout: float = 600  # seconds that the rehearsal of a rank may take
     sharing: Rehearsed | None = None  # of the latest layout: how a batch is cut
 
-    def __call__(self, layouts: Sequence[str], show: Callable[[Planned], None] = lambda planned: None) -> list[Planned]:
-        """One prediction per layout, shown when it is there. Raises ConfigError: one is wrong, or none is possible."""
+    def __call__(
+        self, layouts: Sequence[str], show: Callable[[Planned], None] = lambda planned: None
+    ) -> list[Planned]:
+        """One prediction per layout, shown when it is there.
+
+        Raises ConfigError: one is wrong, or none is possible.
+        """
         for text in layouts:
             verify.ranks(verify.parse(text))
         plans = []
@@ -123,8 +146,13 @@ class Planner:
         mesh = Mesh(*(options.get(axis, 1) for axis in ("dp", "pp", "tp")))
         with tempfile.TemporaryDirectory(prefix="odyssey-plan-") as folder:
             found = []
-            # the first replica, whose rank 0 cuts the model; without stages the last, which has no fewer shards
-            for rank in [mesh.rank(0, p, 0) for p in range(mesh.pp)] if mesh.pp > 1 else [mesh.rank(mesh.dp - 1, 0, 0)]:
+            # the first replica, whose rank 0 cuts the model; without stages the last, which has no
+            # fewer shards
+            for rank in (
+                [mesh.rank(0, p, 0) for p in range(mesh.pp)]
+                if mesh.pp > 1
+                else [mesh.rank(mesh.dp - 1, 0, 0)]
+            ):
                 one = self._rehearsed(layout, rank, Path(folder))
                 if isinstance(one, str):
                     return Planned(layout, why=one)
@@ -132,7 +160,9 @@ class Planner:
         self.sharing = found[0]
         planned = Planned(layout, memory=max(sum(r.memory.values()) for r in found))
         if any(not r.seconds for r in found):
-            planned.why = f"takes {planned.memory:,} bytes of the {self.memory:,} that a rank may have"
+            planned.why = (
+                f"takes {planned.memory:,} bytes of the {self.memory:,} that a rank may have"
+            )
             return planned
         planned.computes = max(r.seconds for r in found)
         planned.sent = max(round(r.shared + r.traffic[2] + r.traffic[4]) for r in found)
@@ -143,7 +173,12 @@ class Planner:
     def _rehearsed(self, layout: str, rank: int, folder: Path) -> Rehearsed | str:
         """Returns what one rank has, or the line that says why it cannot be."""
         file = folder / f"{rank}.json"
-        told: dict[str, Any] = {"layout": layout, "rank": rank, "per_node": self.per_node, "limit": self.memory}
+        told: dict[str, Any] = {
+            "layout": layout,
+            "rank": rank,
+            "per_node": self.per_node,
+            "limit": self.memory,
+        }
         variables = {VARIABLE: json.dumps({**told, "file": str(file), "folder": str(folder)})}
         problem = verify.ran(self.command, variables, ALONE, timeout=self.timeout)
         if problem is None and not file.exists():
@@ -161,21 +196,30 @@ def machine_memory() -> int:
 
 
 def measured(launcher: str | None) -> tuple[Link, bool]:
-    """The link between two ranks that a launcher starts, and whether they share a machine. Raises ConfigError."""
-    words = verify.started([sys.executable, "-m", measure_link.__name__], 2, verify.launcher_words(launcher, "plan"))
+    """The link between two ranks that a launcher starts, and whether they share a machine.
+
+    Raises ConfigError.
+    """
+    words = verify.started(
+        [sys.executable, "-m", measure_link.__name__], 2, verify.launcher_words(launcher, "plan")
+    )
     with tempfile.TemporaryDirectory(prefix="odyssey-plan-") as folder:
         file = Path(folder) / "link.json"
         problem = verify.ran([*words, str(file)], {}, ALONE, timeout=120)
         if problem is None and not file.exists():
             problem = f"{words[0]} started no two ranks"
         if problem is not None:
-            raise ConfigError(f"[plan] --measure: {problem}; give --launcher, or --latency and --bandwidth")
+            raise ConfigError(
+                f"[plan] --measure: {problem}; give --launcher, or --latency and --bandwidth"
+            )
         found = json.loads(file.read_text())
     return Link(found["latency"], found["bandwidth"]), found["near"]
 
 
 def best(plans: Sequence[Planned], count: int = 3) -> list[Planned]:
-    """The fastest layouts that fit; of those within a hundredth of each other the one that takes less memory."""
+    """The fastest layouts that fit; of those within a hundredth of each other the one that takes
+    less memory.
+    """
     fit = sorted((p for p in plans if p.why is None), key=lambda p: p.seconds)
     found: list[Planned] = []
     while fit and len(found) < count:

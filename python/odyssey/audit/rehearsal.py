@@ -1,7 +1,8 @@
 """One rank of a layout rehearsed alone: the inside of `odyssey plan` (planner.py).
 
-The variable ODYSSEY_REHEARSAL says which rank of which layout the first fit() of a program rehearses, instead of
-training, with a trainer as that of the rank (comm/stand_in.py). Then the process ends.
+The variable ODYSSEY_REHEARSAL says which rank of which layout the first fit() of a program
+rehearses, instead of training, with a trainer as that of the rank (comm/stand_in.py). Then the
+process ends.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ from ..errors import ConfigError
 from . import verify
 
 VARIABLE = "ODYSSEY_REHEARSAL"
-STEPS, SECONDS = (3, 40), 1.0  # least and most steps that are timed, and for how long
+# least and most steps that are timed, and for how long
+STEPS = (3, 40)
+SECONDS = 1.0
 
 
 @dataclasses.dataclass
 class Rehearsed:
-    """Measurements of one rank. memory: Trainer.memory(). The rest is of one step; all 0: there was no room for it.
+    """Measurements of one rank. memory: Trainer.memory().
 
-    sent: bytes_per_step. shared: bytes of it that others read from shared memory. traffic: see stand_in.Traffic.
-    seconds, processor: of everything but the transfers. shards: of this rank; all_shards: of the batch, of `samples`.
+    The rest is of one step; all 0: there was no room for it.
+
+    sent: bytes_per_step. shared: bytes of it that others read from shared memory. traffic: see
+    stand_in.Traffic. seconds, processor: of everything but the transfers. shards: of this rank;
+    all_shards: of the batch, of `samples`.
     """
 
     memory: dict[str, int]
@@ -48,7 +54,9 @@ class Rehearsed:
 
 @dataclasses.dataclass
 class Rehearsal(Callback):
-    """Rehearses `rank` of a layout with `per_node` ranks on a machine. What it said to others is kept in `folder`.
+    """Rehearses `rank` of a layout with `per_node` ranks on a machine.
+
+    What it said to others is kept in `folder`.
 
     limit: bytes above which no step is taken; None: however many. `file`: where the result goes.
     """
@@ -70,15 +78,26 @@ class Rehearsal(Callback):
 
         options = verify.parse(self.layout)
         if given.get("reduction") in MODES:
-            raise ConfigError(f"[plan] reduction={given['reduction']!r}: ranks take no steps together; use another one")
+            raise ConfigError(
+                f"[plan] reduction={given['reduction']!r}: ranks take no steps together; use "
+                "another one"
+            )
         said: Said = {}
         path = Path(self.folder) / "said.npz"
         if path.exists():
             with np.load(path, allow_pickle=False) as file:
                 said = dict(file)
         self.comm = StandIn(self.rank, verify.ranks(options), self.per_node, said)
-        threads = {"threads": given.get("threads") or max(1, cores() // min(self.per_node, self.comm.size))}
-        return {**threads, **verify.arguments(options), "comm": self.comm, "device": "cpu", "rebalance": False}
+        threads = {
+            "threads": given.get("threads") or max(1, cores() // min(self.per_node, self.comm.size))
+        }
+        return {
+            **threads,
+            **verify.arguments(options),
+            "comm": self.comm,
+            "device": "cpu",
+            "rebalance": False,
+        }
 
     def on_fit_plan(self, context: Context) -> None:
         context.saving = dataclasses.replace(context.saving, folder=None, every=None, off=True)
@@ -88,9 +107,13 @@ class Rehearsal(Callback):
         trainer = context.trainer
         batch = trainer.read_again(context.loader, 0, 0, True)
         if batch is None:
-            raise ConfigError("[plan] the loader can be read once only; give fit() a DataLoader, or a list of batches")
+            raise ConfigError(
+                "[plan] the loader can be read once only; give fit() a DataLoader, or a list of "
+                "batches"
+            )
         shards, _ = trainer.rehearse(batch, prepare=True)
-        samples, size = len(batch.indices), trainer.shard_size
+        samples = len(batch.indices)
+        size = trainer.shard_size
         found = Rehearsed(trainer.memory(), size, samples, -(-samples // size), shards)
         if self.limit is None or sum(found.memory.values()) <= self.limit:
             self._time(trainer, batch, found)
@@ -101,16 +124,22 @@ class Rehearsal(Callback):
 
     def _time(self, trainer: Any, batch: Any, found: Rehearsed) -> None:
         _, read = trainer.rehearse(batch)
-        before, sent = self.comm.traffic.numbers(), trainer.traffic()[0]
-        walls, times = [], []
+        before = self.comm.traffic.numbers()
+        sent = trainer.traffic()[0]
+        walls = []
+        times = []
         begun = time.perf_counter()
-        while len(times) < STEPS[0] or (len(times) < STEPS[1] and time.perf_counter() - begun < SECONDS):
-            wall, processor = time.perf_counter(), time.process_time()
+        while len(times) < STEPS[0] or (
+            len(times) < STEPS[1] and time.perf_counter() - begun < SECONDS
+        ):
+            wall = time.perf_counter()
+            processor = time.process_time()
             _, now_read = trainer.rehearse(batch)
             walls.append(time.perf_counter() - wall)
             times.append(time.process_time() - processor)
         steps = len(times)
-        found.sent, found.shared = (trainer.traffic()[0] - sent) / steps, (now_read - read) / steps
+        found.sent = (trainer.traffic()[0] - sent) / steps
+        found.shared = (now_read - read) / steps
         now = self.comm.traffic.numbers()
         found.traffic = tuple((b - a) / steps for a, b in zip(before, now, strict=True))
         found.processor = float(np.median(times))

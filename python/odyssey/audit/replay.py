@@ -1,11 +1,13 @@
-"""`odyssey replay` and `odyssey diff`: a logged step taken again, alone; the first step in which two runs part.
+"""`odyssey replay` and `odyssey diff`: a logged step taken again, alone; the first step in which
+two runs part.
 
 A replay runs the command of RUN/run.json again with one environment variable,
 
     ODYSSEY_REPLAY    "STEP:DIRECTORY"; DIRECTORY/request.json says the rest (`ReplaySession`)
 
-The trainer then starts from the newest checkpoint before that step, keeps a step log in DIRECTORY instead of the run's,
-writes nothing else, and ends the process after that step. What its records say is compared with the run's, by bits.
+The trainer then starts from the newest checkpoint before that step, keeps a step log in DIRECTORY
+instead of the run's, writes nothing else, and ends the process after that step. What its records
+say is compared with the run's, by bits.
 """
 
 from __future__ import annotations
@@ -33,26 +35,37 @@ from .step_recorder import Records
 from .steplog import StepRecord, difference
 
 REPLAY = "ODYSSEY_REPLAY"
-REQUEST, STATE = "request.json", "state.safetensors"
+REQUEST = "request.json"
+STATE = "state.safetensors"
 
 # Of run.json and of a command: what says where and when a run was, not what it computes.
 PLACES = frozenset({"started", "time", "hosts", "host", "pid", "directory", "run_dir", "launcher"})
 OUTPUTS = frozenset(
-    {"--run-dir", "--checkpoint-dir", "--checkpoint-every", "--keep", "--resume", "--json", "--save-weights"}
+    {
+        "--run-dir",
+        "--checkpoint-dir",
+        "--checkpoint-every",
+        "--keep",
+        "--resume",
+        "--json",
+        "--save-weights",
+    }
     | {"--no-progress", "--watchdog"}
 )
 
 
-# --- inside a run that is replayed ------------------------------------------------------------------------------------
+# --- inside a run that is replayed ----------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class ReplaySession(Callback):
-    """A replay, in a trainer: it goes to the step before, keeps the log, and ends the process after the step.
+    """A replay, in a trainer: it goes to the step before, keeps the log, and ends the process
+    after the step.
 
-    step: the step that is replayed, counted from 1; training ends after it. folder: where everything goes that is
-    written. checkpoint: the directory of the checkpoint to start from; None: from the beginning. layout: as in
-    `odyssey verify`, e.g. "dp=1"; it goes before the trainer's own arguments. save: its weights and gradients as well.
+    step: the step that is replayed, counted from 1; training ends after it. folder: where
+    everything goes that is written. checkpoint: the directory of the checkpoint to start from;
+    None: from the beginning. layout: as in `odyssey verify`, e.g. "dp=1"; it goes before the
+    trainer's own arguments. save: its weights and gradients as well.
     """
 
     step: int
@@ -64,8 +77,11 @@ class ReplaySession(Callback):
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> ReplaySession | None:
-        """The replay that this process is, if it is one. Raises ConfigError: the variable is not STEP:DIRECTORY.
-        DataError: the request in the directory cannot be read."""
+        """The replay that this process is, if it is one.
+
+        Raises ConfigError: the variable is not STEP:DIRECTORY. DataError: the request in the
+        directory cannot be read.
+        """
         given = environment.get(REPLAY)
         if not given:
             return None
@@ -74,29 +90,56 @@ class ReplaySession(Callback):
             raise ConfigError(f"[replay] {REPLAY} is {given!r}; it must be STEP:DIRECTORY")
         path = Path(folder) / REQUEST
         request = read_json(path)
-        asked = [request.get(key, 0) for key in ("checkpoint", "layout", "save")] if isinstance(request, dict) else ()
+        asked = (
+            [request.get(key, 0) for key in ("checkpoint", "layout", "save")]
+            if isinstance(request, dict)
+            else ()
+        )
         kinds = (str | None, str, bool)
         if not asked or not all(map(isinstance, asked, kinds)):
-            raise DataError(f"[replay] {path} has no checkpoint, layout and save as odyssey replay writes them")
+            raise DataError(
+                f"[replay] {path} has no checkpoint, layout and save as odyssey replay writes them"
+            )
         checkpoint, layout, save = asked
-        return cls(int(number), Path(folder), None if checkpoint is None else Path(checkpoint), layout, save)
+        return cls(
+            int(number),
+            Path(folder),
+            None if checkpoint is None else Path(checkpoint),
+            layout,
+            save,
+        )
 
     def request(self) -> None:
         """Writes what `current` reads beside the variable."""
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        write_json(self.folder / REQUEST, {"checkpoint": checkpoint, "layout": self.layout, "save": self.save})
+        write_json(
+            self.folder / REQUEST,
+            {"checkpoint": checkpoint, "layout": self.layout, "save": self.save},
+        )
 
-    variable = property(lambda self: f"{self.step}:{self.folder}", doc="The value of ODYSSEY_REPLAY.")
-    log = property(lambda self: self.folder / steplog.NAME, doc="Where the records of the steps go.")
-    state = property(lambda self: self.folder / STATE, doc="Where weights and gradients of the step go.")
+    variable = property(
+        lambda self: f"{self.step}:{self.folder}", doc="The value of ODYSSEY_REPLAY."
+    )
+    log = property(
+        lambda self: self.folder / steplog.NAME, doc="Where the records of the steps go."
+    )
+    state = property(
+        lambda self: self.folder / STATE, doc="Where weights and gradients of the step go."
+    )
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Adds what a layout leaves out, as on one process: the run's own may need more ranks."""
-        return {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))} if self.layout else {}
+        return (
+            {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))}
+            if self.layout
+            else {}
+        )
 
     def on_fit_plan(self, context: Context) -> None:
         start = "auto" if self.checkpoint is None else self.checkpoint
-        context.saving = dataclasses.replace(context.saving, folder=None, every=None, resume=start, off=True)
+        context.saving = dataclasses.replace(
+            context.saving, folder=None, every=None, resume=start, off=True
+        )
 
     def on_fit_start(self, context: Context) -> None:
         self.records = Records(context.trainer, self.log, 0)
@@ -113,12 +156,18 @@ class ReplaySession(Callback):
             found = (trainer.state_dict(), trainer.last_gradients()) if self.save else ({}, {})
             self.end(trainer.comm, *found)
 
-    def end(self, comm: Communicator, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray]) -> NoReturn:
-        """Ends this process on all ranks, with exit code 0: nothing after the training in the user's script is done
-        again. weights, gradients: by name, whole, on rank 0; only if `save`."""
+    def end(
+        self, comm: Communicator, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray]
+    ) -> NoReturn:
+        """Ends this process on all ranks, with exit code 0: nothing after the training in the
+        user's script is done again. weights, gradients: by name, whole, on rank 0; only if
+        `save`.
+        """
         if self.save and comm.rank == 0:
             given = {"weights": weights, "gradients": gradients}
-            arrays = {f"{kind}/{name}": a for kind, some in given.items() for name, a in some.items()}
+            arrays = {
+                f"{kind}/{name}": a for kind, some in given.items() for name, a in some.items()
+            }
             write_whole(self.state, lambda file: write_weights(file, arrays), durable=False)
         comm.barrier()
         raise SystemExit(0)
@@ -127,11 +176,13 @@ class ReplaySession(Callback):
 joins = ReplaySession.current
 
 
-# --- outside: what two logs say about each other ----------------------------------------------------------------------
+# --- outside: what two logs say about each other --------------------------------------------------
 
 
 class Comparison(NamedTuple):
-    """Two logs: how many steps both have, and the first that differs with what differs in it; `first` None if none."""
+    """Two logs: how many steps both have, and the first that differs with what differs in it;
+    `first` None if none.
+    """
 
     common: int
     last: int | None  # of the common steps
@@ -148,7 +199,8 @@ class Comparison(NamedTuple):
 def compare(a: np.ndarray, b: np.ndarray) -> Comparison:
     """Compares two histories (steplog.history) step by step."""
     steps, i, j = np.intersect1d(a["step"], b["step"], assume_unique=True, return_indices=True)
-    x, y = a[i], b[j]
+    x = a[i]
+    y = b[j]
     flags = x["flags"] & y["flags"]
     kinds = (("gradients", steplog.GRADIENTS), ("weights", steplog.WEIGHTS))
     unknown = tuple(name for name, flag in kinds if len(steps) and not (flags & flag).any())
@@ -168,7 +220,10 @@ def _bits(column: np.ndarray) -> np.ndarray:
 
 
 def log_of(run: Path) -> np.ndarray:
-    """The history of a run, an array of steplog.LAYOUT. Raises DataError: there is none, or it is damaged."""
+    """The history of a run, an array of steplog.LAYOUT.
+
+    Raises DataError: there is none, or it is damaged.
+    """
     path = Run(run).steps / steplog.NAME
     if not path.exists():
         advice = "name the directory of a run whose ranks take every step together"
@@ -180,7 +235,9 @@ def log_of(run: Path) -> np.ndarray:
 
 
 def settings_of(run: Path) -> dict[str, str]:
-    """Returns what run.json says that the run was, by name, without places and times, to compare it with another's."""
+    """Returns what run.json says that the run was, by name, without places and times, to compare
+    it with another's.
+    """
     found = _description(run)
     out: dict[str, str] = {}
 
@@ -200,7 +257,9 @@ def settings_of(run: Path) -> dict[str, str]:
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """The options of a command line with their values; the words before them under the name "command"."""
+    """The options of a command line with their values; the words before them under the name
+    "command".
+    """
     out: dict[str, str] = {}
     starts = [i for i, word in enumerate(words) if word.startswith("--")]
     first = starts[0] if starts else len(words)
@@ -215,8 +274,11 @@ def _options(words: Sequence[str]) -> dict[str, str]:
 
 def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[str | None, str | None]]:
     """By name what two runs were told differently; None: not told."""
-    x, y = settings_of(a), settings_of(b)
-    return {name: (x.get(name), y.get(name)) for name in sorted({*x, *y}) if x.get(name) != y.get(name)}
+    x = settings_of(a)
+    y = settings_of(b)
+    return {
+        name: (x.get(name), y.get(name)) for name in sorted({*x, *y}) if x.get(name) != y.get(name)
+    }
 
 
 def _description(run: Path) -> dict[str, Any]:
@@ -227,11 +289,13 @@ def _description(run: Path) -> dict[str, Any]:
     return found
 
 
-# --- outside: running a step again ------------------------------------------------------------------------------------
+# --- outside: running a step again ----------------------------------------------------------------
 
 
 class ReplayResult(NamedTuple):
-    """Outcome of a replay: the run's record of the step and the new one, and how the steps before it compare."""
+    """Outcome of a replay: the run's record of the step and the new one, and how the steps
+    before it compare.
+    """
 
     logged: StepRecord
     replayed: StepRecord
@@ -241,7 +305,9 @@ class ReplayResult(NamedTuple):
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """In what the two records of the step differ; a fingerprint that one of them lacks is not compared."""
+        """In what the two records of the step differ; a fingerprint that one of them lacks is
+        not compared.
+        """
         return steplog.differences(self.logged, self.replayed)
 
     @property
@@ -250,8 +316,12 @@ class ReplayResult(NamedTuple):
         return self.comparison.same
 
 
-def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda line: None) -> Path | None:
-    """The newest valid checkpoint of a run from before a step; None: there is none, start from the beginning."""
+def checkpoint_before(
+    run: Path, step: int, tell: Callable[[str], None] = lambda line: None
+) -> Path | None:
+    """The newest valid checkpoint of a run from before a step; None: there is none, start from
+    the beginning.
+    """
     if not Run(run).checkpoints.is_dir():
         return None
     from ..checkpoints import Store
@@ -273,11 +343,20 @@ def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda
 
 
 def command_of(run: Path) -> tuple[list[str], Path]:
-    """Returns what run.json says that the run is, as words, and the directory in which it ran. Raises DataError: it
-    does not say it. ConfigError: other users could have written it: it is not run."""
-    found, path = _description(run), Run(run).description
-    words, folder = found.get("command"), found.get("directory", os.getcwd())
-    if not (isinstance(words, list) and words and all(isinstance(word, str) and "\0" not in word for word in words)):
+    """Returns what run.json says that the run is, as words, and the directory in which it ran.
+
+    Raises DataError: it does not say it. ConfigError: other users could have written it: it is not
+    run.
+    """
+    found = _description(run)
+    path = Run(run).description
+    words = found.get("command")
+    folder = found.get("directory", os.getcwd())
+    if not (
+        isinstance(words, list)
+        and words
+        and all(isinstance(word, str) and "\0" not in word for word in words)
+    ):
         needed = "replay needs a run of odyssey train --run-dir or odyssey launch"
         raise DataError(f"[replay] {path} has no command; {needed}")
     if not isinstance(folder, str):
@@ -314,41 +393,56 @@ def replay(
         launcher: words that start several ranks, "{ranks}" standing for their number.
         tell: is given lines for the user while it goes on.
 
-    Raises DataError: the run has no such step, or no log or command. ConfigError: the layout, or the command failed.
-    OutputError: `save` cannot be written.
+    Raises DataError: the run has no such step, or no log or command. ConfigError: the layout, or
+    the command failed. OutputError: `save` cannot be written.
     """
     history = log_of(run)
     logged = history[history["step"] == step]
     if not len(logged):
         steps = history["step"]
-        raise DataError(f"[replay] {run} has no step {step}; its log has steps {steps[0]} to {steps[-1]}")
+        raise DataError(
+            f"[replay] {run} has no step {step}; its log has steps {steps[0]} to {steps[-1]}"
+        )
     options = verify.parse(layout)
     if "accumulation_steps" in options:
-        raise ConfigError("[replay] accumulation cuts the batches of a run, which a replay takes whole; leave it out")
+        raise ConfigError(
+            "[replay] accumulation cuts the batches of a run, which a replay takes whole; leave "
+            "it out"
+        )
     ranks = verify.ranks(options)
     words, folder = command_of(run)
     start = checkpoint_before(run, step, tell)
     first = int(start.name.rpartition("_")[2]) if start else 0
-    where = f"on {ranks} rank{'s' if ranks > 1 else ''}, from {start.name if start else 'the beginning'}"
+    where = (
+        f"on {ranks} rank{'s' if ranks > 1 else ''}, from "
+        f"{start.name if start else 'the beginning'}"
+    )
     tell(f"steps {first + 1} to {step} are taken again {where}: {shlex.join(words)}")
     with tempfile.TemporaryDirectory(prefix="odyssey-replay-") as work:
-        session = ReplaySession(step, Path(work), start and start.absolute(), layout, save is not None)
+        session = ReplaySession(
+            step, Path(work), start and start.absolute(), layout, save is not None
+        )
         session.request()
         _run(words, folder, session, ranks, launcher)
         try:
             again = steplog.history(steplog.load(session.log))
         except DataError as problem:
             raise ConfigError(
-                f"[replay] the command ended without a log of its steps ({problem}); it must train with fit()"
+                f"[replay] the command ended without a log of its steps ({problem}); it must "
+                "train with fit()"
             ) from problem
         replayed = again[again["step"] == step]
         if not len(replayed):
-            raise ConfigError(f"[replay] the command ended before step {step}; its length must be that of the run")
+            raise ConfigError(
+                f"[replay] the command ended before step {step}; its length must be that of the run"
+            )
         if save is not None:
             try:
                 save.write_bytes(session.state.read_bytes())
             except OSError as problem:
-                raise OutputError(f"[replay] {save} cannot be written: {problem.strerror}") from problem
+                raise OutputError(
+                    f"[replay] {save} cannot be written: {problem.strerror}"
+                ) from problem
     return ReplayResult(
         steplog.decoded(logged)[0],
         steplog.decoded(replayed)[0],
@@ -358,9 +452,13 @@ def replay(
     )
 
 
-def _run(words: list[str], folder: Path, session: ReplaySession, ranks: int, launcher: str | None) -> None:
+def _run(
+    words: list[str], folder: Path, session: ReplaySession, ranks: int, launcher: str | None
+) -> None:
     """Runs the command as a replay. ConfigError with the last line it printed if it fails."""
-    words = verify.started(words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ())
+    words = verify.started(
+        words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ()
+    )
     others = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)
     problem = verify.ran(words, {REPLAY: session.variable}, others, cwd=folder)
     if problem:

@@ -1,6 +1,7 @@
 """Records of the steps of a training on all its ranks, for the step log (steplog.py): a callback.
 
-Where ranks have parts of the weights (Trainable.partial) `flush` adds up the fingerprints of many steps. Rank 0 writes.
+Where ranks have parts of the weights (Trainable.partial) `flush` adds up the fingerprints of many
+steps. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from .steplog import difference as differs
 
 
 class Records(Callback):
-    """Takes the record of each step; all ranks call all methods at the same steps. `path`: of the log, for rank 0."""
+    """Takes the record of each step; all ranks call all methods at the same steps.
+
+    `path`: of the log, for rank 0.
+    """
 
     def __init__(self, trainer: Trainable, path: Path, attempt: int) -> None:
         self._trainer = trainer
@@ -31,7 +35,10 @@ class Records(Callback):
 
     def on_step_end(self, context: Context) -> None:
         gradients = weights = 0
-        trainer, cursor, step, log = self._trainer, context.cursor, context.step, self._log
+        trainer = self._trainer
+        cursor = context.cursor
+        step = context.step
+        log = self._log
         if trainer.partial or log is not None:
             gradients, weights = trainer.fingerprints()
         place = trainer.steps, cursor.loader_epoch, cursor.step, len(context.batch.indices)
@@ -55,11 +62,18 @@ class Records(Callback):
     def flush(self, to_disk: bool = False) -> None:
         """Completes and writes what is waiting."""
         if self._waiting:
-            parts = [(fingerprint.signed(r.gradients), fingerprint.signed(r.weights)) for r in self._waiting]
+            parts = [
+                (fingerprint.signed(r.gradients), fingerprint.signed(r.weights))
+                for r in self._waiting
+            ]
             with np.errstate(over="ignore"):
                 whole = self._trainer.comm.all_reduce(np.array(parts, np.int64), "sum")
             for record, (g, w) in zip(self._waiting, whole.tolist(), strict=True):
-                self._write(record._replace(gradients=fingerprint.unsigned(g), weights=fingerprint.unsigned(w)))
+                self._write(
+                    record._replace(
+                        gradients=fingerprint.unsigned(g), weights=fingerprint.unsigned(w)
+                    )
+                )
             self._waiting.clear()
         if to_disk and self._log is not None:
             with contextlib.suppress(OutputError):  # the next record says so
@@ -73,14 +87,18 @@ class Records(Callback):
         except OutputError as problem:  # it keeps them, and tries again
             if not self._failed:
                 self._failed = True
-                self._trainer.say(f"{problem}; training goes on, the records of these steps may be missing")
+                self._trainer.say(
+                    f"{problem}; training goes on, the records of these steps may be missing"
+                )
             return
         if before is not None and not self._told:
             self._told = True
             what = differs(before, record) or "?"
             self._trainer.say(
-                f"[steps] step {record.step} came out otherwise than in attempt {before.attempt}: {what} "
-                f"{shown(before, what)} then, {shown(record, what)} now; training should be the same to the last bit"
+                f"[steps] step {record.step} came out otherwise than in attempt "
+                f"{before.attempt}: {what} "
+                f"{shown(before, what)} then, {shown(record, what)} now; training should be the "
+                "same to the last bit"
             )
 
     def close(self) -> None:

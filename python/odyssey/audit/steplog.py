@@ -1,8 +1,10 @@
-"""The step log: what each optimizer step did, 64 bytes a step, in RUN/steps/steps.log, appended by rank 0 only.
+"""The step log: what each optimizer step did, 64 bytes a step, in RUN/steps/steps.log, appended
+by rank 0 only.
 
-docs/replay.md has the format. Records gather in memory and are written when half a second has passed since the last
-write, and whenever somebody calls `flush` (at a checkpoint, at the end). After a resume the steps since the checkpoint
-are taken again: their new records follow the old ones (`history`), and `append` says if one differs.
+docs/replay.md has the format. Records gather in memory and are written when half a second has
+passed since the last write, and whenever somebody calls `flush` (at a checkpoint, at the end).
+After a resume the steps since the checkpoint are taken again: their new records follow the old ones
+(`history`), and `append` says if one differs.
 """
 
 from __future__ import annotations
@@ -19,18 +21,29 @@ import numpy as np
 from ..errors import DataError, OutputError
 
 NAME = "steps.log"
-MAGIC, VERSION = b"odysteps", 1
+MAGIC = b"odysteps"
+VERSION = 1
 SIZE = 64  # bytes of a record, and of the header
 LIMIT = 1 << 30  # bytes of a log that is read: 16 million steps
 FLUSH_SECONDS = 0.5
 UNKNOWN = "not known"  # a fingerprint that was not taken, in words
 
-# name, type: the fields of a record. `flags`: 1 the step was taken, 2 and 4 the fingerprints are known.
+# name, type: the fields of a record. `flags`: 1 the step was taken, 2 and 4 the fingerprints are
+# known.
 LAYOUT = np.dtype(
     [("step", "<u8"), *((name, "<u4") for name in ("epoch", "batch", "samples", "attempt"))]
-    + [("loss", "<f8"), ("gradients", "<u8"), ("weights", "<u8"), ("rate", "<f8"), ("flags", "<u4"), ("crc", "<u4")]
+    + [
+        ("loss", "<f8"),
+        ("gradients", "<u8"),
+        ("weights", "<u8"),
+        ("rate", "<f8"),
+        ("flags", "<u4"),
+        ("crc", "<u4"),
+    ]
 )
-TAKEN, GRADIENTS, WEIGHTS = 1, 2, 4
+TAKEN = 1
+GRADIENTS = 2
+WEIGHTS = 4
 _FIELDS = struct.Struct("<QIIIIdQQdI")
 _CRC = struct.Struct("<I")
 _HEADER = struct.Struct("<8sII")
@@ -39,10 +52,11 @@ _HEADER = struct.Struct("<8sII")
 class StepRecord(NamedTuple):
     """One optimizer step.
 
-    step: counted from 1. epoch, batch: the cursor, both from 0: which batch of which epoch it was of. samples: of the
-    global batch. loss: the sum of losses as the step knew it. gradients: fingerprint of the summed gradients; None:
-    not taken. weights: fingerprint of the weights after the step, likewise. rate: the learning rate. taken: False if
-    the step was skipped. attempt: of the run (StepLog writes its own).
+    step: counted from 1. epoch, batch: the cursor, both from 0: which batch of which epoch it was
+    of. samples: of the global batch. loss: the sum of losses as the step knew it. gradients:
+    fingerprint of the summed gradients; None: not taken. weights: fingerprint of the weights after
+    the step, likewise. rate: the learning rate. taken: False if the step was skipped. attempt: of
+    the run (StepLog writes its own).
     """
 
     step: int
@@ -59,10 +73,14 @@ class StepRecord(NamedTuple):
     def encoded(self) -> bytes:
         """The 64 bytes of the record. Raises DataError: a field does not fit its type."""
         step, epoch, batch, samples, loss, gradients, weights, rate, taken, attempt = self
-        flags = TAKEN * taken | GRADIENTS * (gradients is not None) | WEIGHTS * (weights is not None)
+        flags = (
+            TAKEN * taken | GRADIENTS * (gradients is not None) | WEIGHTS * (weights is not None)
+        )
         fingerprints = gradients or 0, weights or 0
         try:
-            body = _FIELDS.pack(step, epoch, batch, samples, attempt, loss, *fingerprints, rate, flags)
+            body = _FIELDS.pack(
+                step, epoch, batch, samples, attempt, loss, *fingerprints, rate, flags
+            )
         except struct.error as problem:
             raise DataError(f"[steps] a field of {self} is out of range: {problem}") from None
         return body + _CRC.pack(zlib.crc32(body))
@@ -74,7 +92,8 @@ COMPARED = ("cursor", "rate", "loss", "gradients", "taken", "weights")
 def differences(a: StepRecord, b: StepRecord) -> tuple[str, ...]:
     """In what of COMPARED two records of the same step part.
 
-    In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared.
+    In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not
+    compared.
     """
     differing = {
         "cursor": (a.epoch, a.batch, a.samples) != (b.epoch, b.batch, b.samples),
@@ -93,7 +112,9 @@ def difference(a: StepRecord, b: StepRecord) -> str | None:
 
 
 def shown(record: StepRecord, what: str) -> str:
-    """One thing that `difference` names, as text that tells all bits; epochs and batches from 1, as people count."""
+    """One thing that `difference` names, as text that tells all bits; epochs and batches from 1,
+    as people count.
+    """
     if what == "cursor":
         return f"epoch {record.epoch + 1} batch {record.batch + 1} with {record.samples} samples"
     value = getattr(record, what)
@@ -103,16 +124,21 @@ def shown(record: StepRecord, what: str) -> str:
 
 
 class StepLog:
-    """The log of a run, open for more records; for rank 0. Appending costs about 2 us (benchmarks/steplog.py).
+    """The log of a run, open for more records; for rank 0.
 
-    path: made if it is not there, and its directory. attempt: of this process; 0: that of the last record found.
-    notice: what the user should know about the file that was found, or None. Raises OutputError: it cannot be written.
+    Appending costs about 2 us (benchmarks/steplog.py).
+
+    path: made if it is not there, and its directory. attempt: of this process; 0: that of the last
+    record found. notice: what the user should know about the file that was found, or None. Raises
+    OutputError: it cannot be written.
     """
 
     def __init__(self, path: str | Path, attempt: int = 0) -> None:
-        self.path, self.attempt = Path(path), attempt
+        self.path = Path(path)
+        self.attempt = attempt
         self.notice: str | None = None
-        self._earlier: dict[int, StepRecord] | None = None  # the newest of the steps that may be taken again
+        # the newest of the steps that may be taken again
+        self._earlier: dict[int, StepRecord] | None = None
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._before, length = self._found()
@@ -121,7 +147,8 @@ class StepLog:
             os.ftruncate(self._file, length)
         except OSError as problem:
             raise OutputError(
-                f"[steps] {self.path} cannot be written: {problem.strerror}; give a run directory that can be"
+                f"[steps] {self.path} cannot be written: {problem.strerror}; give a run "
+                "directory that can be"
             ) from problem
         if not attempt and len(self._before):
             self.attempt = int(self._before["attempt"][-1])
@@ -143,12 +170,16 @@ class StepLog:
             return nothing
         length = SIZE + SIZE * len(records) if len(data) >= SIZE else 0
         if length < len(data):
-            self.notice = f"[steps] {self.path}: a torn end of {len(data) - length} bytes was cut off"
+            self.notice = (
+                f"[steps] {self.path}: a torn end of {len(data) - length} bytes was cut off"
+            )
         return records, length
 
     def append(self, record: StepRecord) -> StepRecord | None:
-        """Adds the record of a step, under this log's attempt. Returns the newest record of the same step from before
-        this log was opened, if it differs; else None.
+        """Adds the record of a step, under this log's attempt.
+
+        Returns the newest record of the same step from before this log was opened, if it differs;
+        else None.
 
         Raises DataError: a field is out of range. OutputError: the file cannot be written.
         """
@@ -167,14 +198,18 @@ class StepLog:
         return None if before is None or difference(before, record) is None else before
 
     def flush(self) -> None:
-        """Gives all records to the operating system: the end of this process loses none of them any more. Raises
-        OutputError: they cannot be written; what is left is kept for the next time."""
+        """Gives all records to the operating system: the end of this process loses none of them
+        any more. Raises OutputError: they cannot be written; what is left is kept for the
+        next time.
+        """
         try:
             while self._buffer:
                 done = os.write(self._file, self._buffer)
                 del self._buffer[:done]
         except OSError as problem:
-            raise OutputError(f"[steps] {self.path} cannot be written: {problem.strerror}") from problem
+            raise OutputError(
+                f"[steps] {self.path} cannot be written: {problem.strerror}"
+            ) from problem
         finally:
             self._written = time.monotonic()
 
@@ -195,10 +230,12 @@ def header() -> bytes:
 
 
 def parse(data: bytes, name: str = "the step log") -> np.ndarray:
-    """The records of a log as an array of LAYOUT, in the order of the file; one that is torn at the end is left out.
+    """The records of a log as an array of LAYOUT, in the order of the file; one that is torn at
+    the end is left out.
 
-    Torn is: fewer than 64 bytes, or records whose CRC is wrong with none behind them whose CRC is right (a power cut
-    leaves zeros). Raises DataError: no step log, one of another version, or with a damaged record before others.
+    Torn is: fewer than 64 bytes, or records whose CRC is wrong with none behind them whose CRC is
+    right (a power cut leaves zeros). Raises DataError: no step log, one of another version, or with
+    a damaged record before others.
     """
     if len(data) < SIZE:
         if header().startswith(data):
@@ -207,17 +244,22 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
     if data[:SIZE] != header():
         magic, version, size = _HEADER.unpack_from(data)
         if magic == MAGIC and version != VERSION:
-            raise DataError(f"[steps] {name} is of version {version}; this odyssey reads version {VERSION}")
+            raise DataError(
+                f"[steps] {name} is of version {version}; this odyssey reads version {VERSION}"
+            )
         raise DataError(f"[steps] {name} is no step log, or its first {SIZE} bytes are damaged")
     records = np.frombuffer(data, LAYOUT, (len(data) - SIZE) // SIZE, SIZE)
-    view, good = memoryview(data), np.zeros(len(records), bool)
+    view = memoryview(data)
+    good = np.zeros(len(records), bool)
     for i, crc in enumerate(records["crc"].tolist()):
         at = SIZE + i * SIZE
         good[i] = zlib.crc32(view[at : at + SIZE - 4]) == crc
     whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
     if not good[:whole].all():
         first = int(np.flatnonzero(~good)[0]) + 1
-        raise DataError(f"[steps] {name}: record {first} of {len(records)} does not match its CRC-32")
+        raise DataError(
+            f"[steps] {name}: record {first} of {len(records)} does not match its CRC-32"
+        )
     records = records[:whole]
     if (records["flags"] & ~np.uint32(TAKEN | GRADIENTS | WEIGHTS)).any():
         raise DataError(f"[steps] {name} has records with flags that this odyssey does not know")
@@ -225,7 +267,10 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
 
 
 def load(path: str | Path) -> np.ndarray:
-    """All records of a log as `parse` gives them. Raises DataError: it is not there, too long, or no step log."""
+    """All records of a log as `parse` gives them.
+
+    Raises DataError: it is not there, too long, or no step log.
+    """
     try:
         data = _content(Path(path))
     except OSError as problem:
@@ -234,10 +279,12 @@ def load(path: str | Path) -> np.ndarray:
 
 
 def history(records: np.ndarray) -> np.ndarray:
-    """Returns what the run did in the end: the records that no later one has superseded, by ascending step.
+    """Returns what the run did in the end: the records that no later one has superseded, by
+    ascending step.
 
-    A record of step s supersedes all before it of steps >= s: whoever takes step s again has gone back to before it.
-    Records of an attempt behind those of a later attempt are no part of the run: their writer had been replaced.
+    A record of step s supersedes all before it of steps >= s: whoever takes step s again has gone
+    back to before it. Records of an attempt behind those of a later attempt are no part of the run:
+    their writer had been replaced.
     """
     attempts = records["attempt"]
     records = records[attempts == np.maximum.accumulate(attempts)] if len(records) else records
@@ -254,7 +301,18 @@ def decoded(records: np.ndarray) -> list[StepRecord]:
     def one(step, epoch, batch, samples, attempt, loss, gradients, weights, rate, flags, _):  # type: ignore[no-untyped-def]
         gradients = gradients if flags & GRADIENTS else None
         weights = weights if flags & WEIGHTS else None
-        return StepRecord(step, epoch, batch, samples, loss, gradients, weights, rate, bool(flags & TAKEN), attempt)
+        return StepRecord(
+            step,
+            epoch,
+            batch,
+            samples,
+            loss,
+            gradients,
+            weights,
+            rate,
+            bool(flags & TAKEN),
+            attempt,
+        )
 
     return [one(*fields) for fields in records.tolist()]
 
@@ -265,7 +323,10 @@ def _content(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         data = file.read(LIMIT + 1)
     if len(data) > LIMIT:
-        raise DataError(f"[steps] {path} is longer than {LIMIT} bytes; a step log of {LIMIT // SIZE} steps is not")
+        raise DataError(
+            f"[steps] {path} is longer than {LIMIT} bytes; a step log of {LIMIT // SIZE} steps "
+            "is not"
+        )
     return data
 
 

@@ -1,11 +1,15 @@
-"""`odyssey verify`: is a training the same, bit for bit, on other layouts? This file runs it on each and compares.
+"""`odyssey verify`: is a training the same, bit for bit, on other layouts?
 
-Every run is the same command, started by mpirun if it has several ranks, with two environment variables:
+This file runs it on each and compares.
+
+Every run is the same command, started by mpirun if it has several ranks, with two environment
+variables:
 
     ODYSSEY_TRACE         directory and number of steps, "DIR:5": the trainer writes what it holds after each step
     ODYSSEY_TRACE_LAYOUT  the layout, e.g. "pp=2,dp=2,zero=1", which goes before the trainer's own arguments
 
-After every step rank 0 writes the loss, the metrics, all parameters and all values of the optimizer, whole.
+After every step rank 0 writes the loss, the metrics, all parameters and all values of the
+optimizer, whole.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from ..errors import ConfigError, printable
 if TYPE_CHECKING:
     import numpy as np
 
-TRACE, LAYOUT = "ODYSSEY_TRACE", "ODYSSEY_TRACE_LAYOUT"
+TRACE = "ODYSSEY_TRACE"
+LAYOUT = "ODYSSEY_TRACE_LAYOUT"
 COMPLETE = "complete"  # a file of a trace: fit() had nothing to do
 
 # key of a layout -> (what it is in the trainer, its type)
@@ -51,14 +56,19 @@ KEYS: dict[str, tuple[str, type]] = {
 
 
 def parse(text: str) -> dict[str, Any]:
-    """A layout as options of the trainer, e.g. "dp=2,zero=3". Raises ConfigError: an unknown key, or no number."""
+    """A layout as options of the trainer, e.g. "dp=2,zero=3".
+
+    Raises ConfigError: an unknown key, or no number.
+    """
     options: dict[str, Any] = {}
     whole = repr(printable(text, limit=80))
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = item.partition("=")
         shown = repr(printable(item, limit=40))
         if key not in KEYS or not value:
-            raise ConfigError(f"[verify] {shown} in layout {whole}; write key=value with {', '.join(KEYS)}")
+            raise ConfigError(
+                f"[verify] {shown} in layout {whole}; write key=value with {', '.join(KEYS)}"
+            )
         name, kind = KEYS[key]
         if name in options:
             raise ConfigError(f"[verify] {key} is given twice in layout {whole}; give it once")
@@ -67,7 +77,9 @@ def parse(text: str) -> dict[str, Any]:
                 raise ValueError
             options[name] = kind(value)
         except ValueError:
-            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number") from None
+            raise ConfigError(
+                f"[verify] {shown} in layout {whole}: {key} must be a number"
+            ) from None
         if kind is float and not math.isfinite(options[name]):
             raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a finite number")
     return options
@@ -77,7 +89,9 @@ def ranks(options: dict[str, Any]) -> int:
     """How many ranks a layout has."""
     sizes = [options.get(axis, 1) for axis in ("dp", "pp", "tp")]
     if min(sizes) < 1:
-        raise ConfigError(f"[verify] dp x pp x tp = {' x '.join(map(str, sizes))}; each must be at least 1")
+        raise ConfigError(
+            f"[verify] dp x pp x tp = {' x '.join(map(str, sizes))}; each must be at least 1"
+        )
     return math.prod(sizes)
 
 
@@ -100,7 +114,8 @@ class StepWriter(Callback):
     folder: Path
     steps: int
     options: dict[str, Any]
-    trainer: int | None = None  # which one, in the order of their first steps: a script may make several
+    # which one, in the order of their first steps: a script may make several
+    trainer: int | None = None
     done: int = 0
 
     @classmethod
@@ -129,7 +144,9 @@ class StepWriter(Callback):
         return out
 
     def on_fit_plan(self, context: Context) -> None:
-        """Some steps, without evaluation, checkpoints, loggers; with accumulation a step has the same samples."""
+        """Some steps, without evaluation, checkpoints, loggers; with accumulation a step has the
+        same samples.
+        """
         context.saving = dataclasses.replace(context.saving, folder=None, every=None, off=True)
         context.limit = min(context.limit or self.steps, self.steps)
         context.validate = False
@@ -146,7 +163,10 @@ class StepWriter(Callback):
         trainer = context.trainer
         metrics = {f"metric {name}": value for name, value in context.step.metrics.items()}
         sums = {"loss": context.step.loss, "correct predictions": context.step.correct, **metrics}
-        arrays = {**trainer.named_state(), **{name: np.array(value, np.float64) for name, value in sums.items()}}
+        arrays = {
+            **trainer.named_state(),
+            **{name: np.array(value, np.float64) for name, value in sums.items()},
+        }
         if trainer.comm.rank == 0:
             file = step_file(self.folder, self.trainer, self.done)
             write_whole(file, lambda target: np.savez(target, **arrays), durable=False)
@@ -165,7 +185,7 @@ def step_file(folder: Path, trainer: int, step: int) -> Path:
     return folder / f"trainer{trainer}-step{step}.npz"
 
 
-# --- outside: running and comparing ------------------------------------------------------------------
+# --- outside: running and comparing ---------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +235,10 @@ class Result:
 
 
 def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None, int, int]:
-    """The first difference between two traces, and how many steps and values were compared. Raises ConfigError: a trace
-    has no steps, or they have other tensors."""
+    """The first difference between two traces, and how many steps and values were compared.
+
+    Raises ConfigError: a trace has no steps, or they have other tensors.
+    """
     import numpy as np
 
     values = done = 0
@@ -229,7 +251,8 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
         for f, whose in zip(files, ("the run on one process", "this layout"), strict=True):
             if not f.exists():
                 raise ConfigError(
-                    f"[verify] {whose} ended before step {step}{_of(trainer)}; the other went on: a script must train "
+                    f"[verify] {whose} ended before step {step}{_of(trainer)}; the other went "
+                    "on: a script must train "
                     "alike on any number of ranks"
                 )
         with np.load(files[0], allow_pickle=False) as a, np.load(files[1], allow_pickle=False) as b:
@@ -237,14 +260,17 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
                 odd = sorted(set(a.files) ^ set(b.files))[:1] or ["their order"]
                 raise ConfigError(f"[verify] the runs hold other tensors: {odd[0]}")
             for name in a.files:
-                x, y = a[name], b[name]
+                x = a[name]
+                y = b[name]
                 difference = first(step, name + _of(trainer), x, y)
                 if difference:
                     return difference, done, values
                 values += x.size
         done += 1
     if not done:
-        raise ConfigError("[verify] the run took no step with a DistributedTrainer; there is nothing to compare")
+        raise ConfigError(
+            "[verify] the run took no step with a DistributedTrainer; there is nothing to compare"
+        )
     return None, done, values
 
 
@@ -275,12 +301,21 @@ class Verifier:
         launcher: words that start several processes, "{ranks}" standing for their number.
     """
 
-    def __init__(self, command: Sequence[str], steps: int, launcher: str | None = None, timeout: float = 600) -> None:
-        self.command, self.steps, self.timeout = list(command), steps, timeout
+    def __init__(
+        self, command: Sequence[str], steps: int, launcher: str | None = None, timeout: float = 600
+    ) -> None:
+        self.command = list(command)
+        self.steps = steps
+        self.timeout = timeout
         self.launcher = launcher_words(launcher, "verify")
 
-    def __call__(self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None) -> list[Result]:
-        """One result per layout, shown at once. Raises ConfigError: a layout is wrong, or one process fails."""
+    def __call__(
+        self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None
+    ) -> list[Result]:
+        """One result per layout, shown at once.
+
+        Raises ConfigError: a layout is wrong, or one process fails.
+        """
         plans = [(text, parse(text)) for text in layouts]
         results = []
         with tempfile.TemporaryDirectory(prefix="odyssey-verify-") as folder:
@@ -290,15 +325,23 @@ class Verifier:
                 raise ConfigError(f"[verify] the run on one process failed: {error}")
             if not step_file(reference, 0, 1).exists():
                 complete = (reference / COMPLETE).exists()
-                why = ": it goes on from a checkpoint that is complete already; give it another" if complete else ""
-                raise ConfigError(f"[verify] the run on one process took no step with a DistributedTrainer{why}")
+                why = (
+                    ": it goes on from a checkpoint that is complete already; give it another"
+                    if complete
+                    else ""
+                )
+                raise ConfigError(
+                    f"[verify] the run on one process took no step with a DistributedTrainer{why}"
+                )
             for text, options in plans:
                 result = Result(text, ranks(options))
                 found = Path(folder) / "layout"
                 result.error = self._run(found, text, result.ranks)
                 if result.error is None:
                     try:
-                        result.difference, result.steps, result.values = compare(reference, found, self.steps)
+                        result.difference, result.steps, result.values = compare(
+                            reference, found, self.steps
+                        )
                     except ConfigError as problem:
                         result.error = str(problem)
                 shutil.rmtree(found, ignore_errors=True)
@@ -314,30 +357,53 @@ class Verifier:
 
 
 def launcher_words(launcher: str | None, who: str) -> list[str]:
-    """The words that start several ranks, "{ranks}" standing for their number; default: the mpirun of this environment,
-    else of the path. Raises ConfigError, in the name of `who`, where "{ranks}" is missing."""
+    """The words that start several ranks, "{ranks}" standing for their number; default: the
+    mpirun of this environment, else of the path. Raises ConfigError, in the name of `who`,
+    where "{ranks}" is missing.
+    """
     beside = Path(sys.executable).parent / "mpirun"
-    words = shlex.split(launcher) if launcher else [str(beside if beside.exists() else "mpirun"), "-n", "{ranks}"]
+    words = (
+        shlex.split(launcher)
+        if launcher
+        else [str(beside if beside.exists() else "mpirun"), "-n", "{ranks}"]
+    )
     if not any("{ranks}" in word for word in words):
-        raise ConfigError(f"[{who}] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'")
+        raise ConfigError(
+            f"[{who}] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'"
+        )
     return words
 
 
 def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[str]:
     """The words of a command, behind those of a launcher if it has several ranks."""
-    return [*(word.replace("{ranks}", str(ranks)) for word in (launcher if ranks > 1 else ())), *words]
+    return [
+        *(word.replace("{ranks}", str(ranks)) for word in (launcher if ranks > 1 else ())),
+        *words,
+    ]
 
 
-def ran(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any) -> str | None:
-    """Runs a command with more environment variables and `without` some; the line that says why it failed, or None."""
-    environment = {name: value for name, value in os.environ.items() if name not in without} | {**variables, **OPEN_MPI}
+def ran(
+    words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any
+) -> str | None:
+    """Runs a command with more environment variables and `without` some; the line that says why
+    it failed, or None.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in without} | {
+        **variables,
+        **OPEN_MPI,
+    }
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, **how)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", env=environment, **how
+        )
     except subprocess.TimeoutExpired as late:
         return f"not over after {late.timeout:g} s"
     except OSError as problem:
         where = f" in {how['cwd']}" if "cwd" in how else ""
-        return f"{words[0]} cannot be started{where}: {problem.strerror}; `odyssey doctor` says what is missing"
+        return (
+            f"{words[0]} cannot be started{where}: {problem.strerror}; `odyssey doctor` says "
+            "what is missing"
+        )
     if done.returncode == 0:
         return None
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]

@@ -1,4 +1,5 @@
-"""Needed everywhere: files written whole, a process as one of a job, what it is doing now, how it ends.
+"""Needed everywhere: files written whole, a process as one of a job, what it is doing now, how
+it ends.
 
 docs/data-flow.md says what each file is. Everything that trains lies above this folder.
 """

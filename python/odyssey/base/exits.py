@@ -1,9 +1,9 @@
 """How a rank ends: with a word, with its own exit code, and not alone.
 
-`install` runs when odyssey is imported in a process that an MPI launcher started, in anybody's script. From then on an
-exception, `sys.exit(3)` or Ctrl-C in one rank ends the job, after the first rank to fail has said why; without it the
-others would wait for this rank for ever. A rank dies with the process that started it, and in a run it leaves no core
-file.
+`install` runs when odyssey is imported in a process that an MPI launcher started, in anybody's
+script. From then on an exception, `sys.exit(3)` or Ctrl-C in one rank ends the job, after the first
+rank to fail has said why; without it the others would wait for this rank for ever. A rank dies with
+the process that started it, and in a run it leaves no core file.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from . import launcher, runs, slot
 from .files import wait_until_read, write_json
 from .hooks import connect, worlds
 
-DEFECT, INTERRUPTED, HUNG = 70, 130, 77
-MARK = "ODYSSEY_RANK_PROCESS"  # the pid of the rank; its child processes, which inherit it, are no ranks
+DEFECT = 70
+INTERRUPTED = 130
+HUNG = 77
+# the pid of the rank; its child processes, which inherit it, are no ranks
+MARK = "ODYSSEY_RANK_PROCESS"
 
 TOGETHER_S = 0.2  # within which ranks that come to the same end say so, and one speaks for all
 JOIN_S = 3.0  # seconds in which a rank that fails before MPI may join the others to end them
 
-_before: dict[str, Callable[..., Any]] = {}  # the hooks for exceptions that were there before, where not Python's own
+# the hooks for exceptions that were there before, where not Python's own
+_before: dict[str, Callable[..., Any]] = {}
 _job = ""  # the same on all ranks of a job, and on no other's, once comm.world() is there
 _installed = 0  # pid
 _spoken: list[bool] = []  # this rank has said why all ranks end
@@ -51,20 +55,28 @@ def install() -> None:
     """Takes over the ends of this process, if it is one of several ranks; once."""
     global _installed
     found = launcher.launched() or launcher.rendezvous()
-    if found is None or (found.size == 1 and runs.Run.current() is None) or _installed == os.getpid():
+    if (
+        found is None
+        or (found.size == 1 and runs.Run.current() is None)
+        or _installed == os.getpid()
+    ):
         return
     if os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
         return  # a process that a rank has started
     _installed = os.getpid()
     os.environ[MARK] = str(_installed)
     slot.describe(found.rank, found.size, getattr(runs.Run.current(), "attempt", 0))
-    if found.launcher != "env://":  # whose processes a thread may have started that ends before them
+    # whose processes a thread may have started that ends before them
+    if found.launcher != "env://":
         _die_with_parent()
-    if runs.Run.current() is not None:  # it is started again many times; elsewhere core files are the user's affair
+    # it is started again many times; elsewhere core files are the user's affair
+    if runs.Run.current() is not None:
         with contextlib.suppress(ImportError, OSError, ValueError):
             import resource
 
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+            )
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may be closed, or no file
             faulthandler.enable()
@@ -72,7 +84,8 @@ def install() -> None:
         _before["main"] = sys.excepthook
     if threading.excepthook not in (threading.__excepthook__, _uncaught_in_thread):
         _before["thread"] = threading.excepthook
-    sys.excepthook, threading.excepthook = _uncaught, _uncaught_in_thread
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
     sys.exit = _exit
     atexit.register(_leave_before_mpi)
 
@@ -96,7 +109,11 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         return
     code, line, text = described(error)
     _flush(sys.stdout)
-    words = functools.partial(_before["main"], kind, error, trace) if text and "main" in _before else text
+    words = (
+        functools.partial(_before["main"], kind, error, trace)
+        if text and "main" in _before
+        else text
+    )
     alike = getattr(error, "raised_on_all_ranks", False)
     code = end(code, line, text=words, on_all_ranks=alike, late=may_follow(error))
     raise SystemExit(code)  # out of an excepthook: the interpreter ends in order, with this code
@@ -108,9 +125,13 @@ def _uncaught_in_thread(arguments: Any) -> None:
         _before.get("thread", threading.__excepthook__)(arguments)
         return
     code, line, text = described(error)
-    words = functools.partial(_before["thread"], arguments) if text and "thread" in _before else text
+    words = (
+        functools.partial(_before["thread"], arguments) if text and "thread" in _before else text
+    )
     name = arguments.thread.name if arguments.thread else "?"
-    if arguments.thread is not None and (arguments.thread.daemon or not threading.main_thread().is_alive()):
+    if arguments.thread is not None and (
+        arguments.thread.daemon or not threading.main_thread().is_alive()
+    ):
         _say(f"{line} (in thread {name}; the rank goes on)", words, launcher.rank())
         return
     code = end(code, f"{line} (in thread {name})", text=words, late=may_follow(error))
@@ -124,7 +145,11 @@ def described(error: BaseException) -> tuple[int, str, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted", ""
     if isinstance(error, OdysseyError):
-        return error.exit_code, printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE), ""
+        return (
+            error.exit_code,
+            printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE),
+            "",
+        )
     text = printable("".join(traceback.format_exception(type(error), error, trace)), keep="\n\t")
     at = slot.mine()
     where = f" (step {at.step}, {at.phase})" if at.step else ""
@@ -132,7 +157,9 @@ def described(error: BaseException) -> tuple[int, str, str]:
 
 
 def may_follow(error: BaseException) -> bool:
-    """Returns True if the error may be the consequence of what another rank did, which that one reports better."""
+    """Returns True if the error may be the consequence of what another rank did, which that one
+    reports better.
+    """
     return isinstance(error, CollectiveError) and not error.raised_on_all_ranks
 
 
@@ -161,7 +188,10 @@ def _exit(status: Any = None) -> NoReturn:
 
 
 def _gone(code: int, line: str, _: Any) -> None:
-    """A SystemExit is gone. If it was caught, there is a program that goes on; if not, there is none any more."""
+    """A SystemExit is gone.
+
+    If it was caught, there is a program that goes on; if not, there is none any more.
+    """
     if threading.current_thread() is threading.main_thread():
         try:
             sys._getframe(1)
@@ -170,8 +200,9 @@ def _gone(code: int, line: str, _: Any) -> None:
 
 
 def leaving() -> tuple[int, str]:
-    """(exit code, why) with which the interpreter ends, as far as that is known in an exit handler: (0, "") also
-    after a bare `raise SystemExit(3)`."""
+    """(exit code, why) with which the interpreter ends, as far as that is known in an exit
+    handler: (0, "") also after a bare `raise SystemExit(3)`.
+    """
     return _leaving
 
 
@@ -182,7 +213,9 @@ def _leave(code: int, line: str) -> None:
 
 
 def stop(error: BaseException) -> int:
-    """Ends a program that only embeds the interpreter: says why, ends the other ranks, returns the exit code."""
+    """Ends a program that only embeds the interpreter: says why, ends the other ranks, returns
+    the exit code.
+    """
     code, line, text = described(error)
     _flush(sys.stdout)
     leave_with_c()
@@ -193,11 +226,12 @@ def stop(error: BaseException) -> int:
 
 
 def leave_with_c() -> None:
-    """Has C's exit() run Python's exit handlers, for a program that only embeds the interpreter; to be called often.
+    """Has C's exit() run Python's exit handlers, for a program that only embeds the interpreter;
+    to be called often.
 
-    Handlers run in the opposite order, and MPICH has one that takes leave of its launcher: this one must be registered
-    behind it, and is, the second time, once MPI is there. on_exit, where there is one, tells the exit code of a program
-    that reports none.
+    Handlers run in the opposite order, and MPICH has one that takes leave of its launcher: this one
+    must be registered behind it, and is, the second time, once MPI is there. on_exit, where there
+    is one, tells the exit code of a program that reports none.
     """
     if len(_with_c) > ("odyssey.comm.mpi" in sys.modules):
         return
@@ -227,7 +261,9 @@ def leave_with_c() -> None:
 
 
 def _leave_before_mpi() -> None:
-    """A rank that ends with a code before there is a world: the others would wait for it when they start MPI."""
+    """A rank that ends with a code before there is a world: the others would wait for it when
+    they start MPI.
+    """
     code, line = leaving()
     if os.getpid() == _installed and code and _world() is None and not slot.mine().ended:
         time.sleep(0.2)  # the others may come to the same end, and rank 0 tells it
@@ -254,10 +290,13 @@ def end(
     late: bool = False,
     world: Any = None,
 ) -> int:
-    """Says what happened, if no other rank of this machine did, and ends all ranks. Returns where each ends by itself.
+    """Says what happened, if no other rank of this machine did, and ends all ranks.
+
+    Returns where each ends by itself.
 
     Args:
-        code: exit code. line: what happened, in one line. text: a traceback that comes before it, or what prints it.
+        code: exit code. line: what happened, in one line. text: a traceback that comes before it,
+            or what prints it.
         on_all_ranks: all ranks come to this end: rank 0 speaks, and each ends by itself.
         late: it may be the consequence of another rank's end; that one may speak first.
         world: the communicator, if not the one that `comm.world` has made.
@@ -277,7 +316,8 @@ def end(
             _say(line, text, None)
             _spoken.append(True)
         if world is None:
-            time.sleep(0.2 if rank else 0)  # an earlier end of this rank could take rank 0 away before it prints
+            # an earlier end of this rank could take rank 0 away before it prints
+            time.sleep(0.2 if rank else 0)
             return code
         if _met(world):
             record(code, line or "")
@@ -296,7 +336,10 @@ def end(
             record(code, line or "", following=True)
             time.sleep(1.5)  # who spoke ends the job
         else:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+            ):
                 sender.setblocking(False)
                 sender.sendto((line or "").encode(errors="replace")[: 2 * LINE], _name())
             time.sleep(0.05 + TOGETHER_S)
@@ -310,8 +353,11 @@ def end(
 
 
 def _all_say(line: str, ranks: int) -> bool:
-    """Returns whether all other ranks of this machine come to the same line within a moment: then it is not of one."""
-    until, others = time.monotonic() + TOGETHER_S, 1
+    """Returns whether all other ranks of this machine come to the same line within a moment:
+    then it is not of one.
+    """
+    until = time.monotonic() + TOGETHER_S
+    others = 1
     while others < ranks and _held and (left := until - time.monotonic()) > 0:
         _held[0].settimeout(left)
         with contextlib.suppress(OSError):
@@ -320,7 +366,9 @@ def _all_say(line: str, ranks: int) -> bool:
 
 
 def _first() -> bool:
-    """Returns whether no other rank of this machine has come here before: takes a name that one process can have."""
+    """Returns whether no other rank of this machine has come here before: takes a name that one
+    process can have.
+    """
     if _held:
         return True
     try:
@@ -338,11 +386,13 @@ def _name() -> str:
 
 
 def _job_before_mpi() -> str:
-    """Returns what the ranks of a job on this machine have in common: what its launcher says, or their parent. What
-    `odyssey launch` says cannot be guessed by other users."""
+    """Returns what the ranks of a job on this machine have in common: what its launcher says, or
+    their parent. What `odyssey launch` says cannot be guessed by other users.
+    """
     for names in (("ODYSSEY_LAUNCH", runs.ATTEMPT), ("PMIX_NAMESPACE",)):
         if os.environ.get(names[0]):
-            said = "\0".join(os.environ.get(name, "") for name in names)  # not shown: others could take a name they see
+            # not shown: others could take a name they see
+            said = "\0".join(os.environ.get(name, "") for name in names)
             return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
     return str(os.getppid())
 
@@ -361,7 +411,14 @@ def record(code: int, reason: str, *, following: bool = False) -> None:
     if run is None or not first:
         return
     value = runs.end_record(
-        found.rank, os.uname().nodename, code, None, found.step, reason, run.attempt, following=following
+        found.rank,
+        os.uname().nodename,
+        code,
+        None,
+        found.step,
+        reason,
+        run.attempt,
+        following=following,
     )
     with contextlib.suppress(OSError):
         run.ends.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -372,7 +429,8 @@ def _say(line: str | None, text: str | Callable[[], Any], rank: int | None) -> N
     """In one write: another rank's end may come between two."""
     name = "" if rank is None else f"[rank {rank}] "
     if not isinstance(text, str):
-        with contextlib.suppress(Exception, SystemExit):  # somebody else's hook; the job ends all the same
+        # somebody else's hook; the job ends all the same
+        with contextlib.suppress(Exception, SystemExit):
             text()
         text = ""
     words = [f"{name}{row}\n" for row in text.splitlines()]
@@ -406,8 +464,9 @@ def _met(world: Any, seconds: float = 3.0) -> bool:
 def hydra_abort(code: int) -> bool:
     """Asks hydra to end all ranks with this code, without MPI; whether it could be asked.
 
-    The message is one line of PMI-1, as MPI_Abort sends it. Hydra ends a job of which one rank has not started MPI
-    in no other way; and it keeps the exit code and prints nothing, which MPI_Abort does not.
+    The message is one line of PMI-1, as MPI_Abort sends it. Hydra ends a job of which one rank has
+    not started MPI in no other way; and it keeps the exit code and prints nothing, which MPI_Abort
+    does not.
     """
     number = os.environ.get("PMI_FD", "")
     if not (number.isascii() and number.isdigit()) or "MPI_LOCALRANKID" not in os.environ:
@@ -436,7 +495,9 @@ def end_before_mpi(code: int) -> None:
 
 
 def _end_in(seconds: float, code: int) -> None:
-    """Ends this process after a time, whatever it does then; by a signal if it holds the interpreter's lock."""
+    """Ends this process after a time, whatever it does then; by a signal if it holds the
+    interpreter's lock.
+    """
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     with contextlib.suppress(RuntimeError):  # no thread can be started any more
@@ -447,14 +508,18 @@ def _end_in(seconds: float, code: int) -> None:
 
 
 def listen() -> None:
-    """Makes this rank ready to dump its stacks when it is asked to, and to end the job with the code it is told."""
+    """Makes this rank ready to dump its stacks when it is asked to, and to end the job with the
+    code it is told.
+    """
     stacks = -1
     with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
         stacks = slot.nameless("odyssey-stacks")
         faulthandler.register(slot.STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
     receive, give = os.pipe()
     slot.arm(stacks, give)
-    threading.Thread(target=_take_orders, args=(receive,), name="odyssey orders", daemon=True).start()
+    threading.Thread(
+        target=_take_orders, args=(receive,), name="odyssey orders", daemon=True
+    ).start()
 
 
 def _take_orders(receive: int) -> None:

@@ -1,7 +1,7 @@
 """Files that must be there whole or not at all, and JSON from untrusted input.
 
-Written aside in the same directory, flushed to the disk, renamed, and the directory flushed: after a crash at any
-moment the old file is there or the new one.
+Written aside in the same directory, flushed to the disk, renamed, and the directory flushed: after
+a crash at any moment the old file is there or the new one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ NO_DIRECTORY = "the current directory has been removed; change to one that is th
 DIGITS = 20  # of an integer, its sign included: 64 bits
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
-_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2, Linux
+# of renameat2, Linux
+_AT_FDCWD = -100
+_EXCHANGE = 2
 
 
 def current_directory() -> str:
@@ -38,7 +40,9 @@ def current_directory() -> str:
         return ""
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600, durable: bool = True) -> None:
+def write_whole(
+    path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600, durable: bool = True
+) -> None:
     """Lets `write` fill a file aside, then puts it in place of `path`.
 
     mode: permissions, less the umask.
@@ -47,7 +51,9 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600,
     Raises OSError: it could not be written; `path` is as it was and nothing is left aside.
     """
     aside = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    descriptor = os.open(
+        aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode
+    )
     try:
         with open(descriptor, "wb") as file:
             write(file)
@@ -60,12 +66,14 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600,
             os.unlink(aside)
         raise
     if durable:
-        with contextlib.suppress(PermissionError):  # of a directory that may be written to and not read
+        # of a directory that may be written to and not read
+        with contextlib.suppress(PermissionError):
             sync_directory(path.parent)
 
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
-    """Lets two directories change names, in one step where the system can (Linux), else in three by way of `aside`.
+    """Lets two directories change names, in one step where the system can (Linux), else in three
+    by way of `aside`.
 
     In three, a crash in between can lose `old`, never tear it.
     """
@@ -95,17 +103,21 @@ def sync_directory(path: Path) -> None:
 class LockFile:
     """A file that one process holds, and in which the holder says who it is (a JSON object).
 
-    The lock is flock's: it ends with the process, however that ends. The file is never removed: who unlinked it could
-    unlink another one's. In a child (fork), `release` gives nothing back of its parent's.
+    The lock is flock's: it ends with the process, however that ends. The file is never removed: who
+    unlinked it could unlink another one's. In a child (fork), `release` gives nothing back of its
+    parent's.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
         """Opens the file. Raises OSError: it cannot be, or is a symbolic link."""
-        self.path, self._pid = path, os.getpid()
+        self.path = path
+        self._pid = os.getpid()
         self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def take(self, kind: int = fcntl.LOCK_EX) -> bool | None:
-        """Takes the lock if it is free, and says whether it was; None: the file system has no locks."""
+        """Takes the lock if it is free, and says whether it was; None: the file system has no
+        locks.
+        """
         try:
             fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
         except OSError as problem:
@@ -117,7 +129,10 @@ class LockFile:
         return True
 
     def in_place(self) -> bool:
-        """Returns whether the path still refers to this open file. Raises OSError: nothing has the name."""
+        """Returns whether the path still refers to this open file.
+
+        Raises OSError: nothing has the name.
+        """
         return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
 
     def read(self) -> dict[str, Any]:
@@ -143,15 +158,18 @@ class LockFile:
 
 
 def private_directory(path: Path) -> Path:
-    """A directory for what a run leaves, made (mode 0700, also those above it) where it is not there yet.
+    """A directory for what a run leaves, made (mode 0700, also those above it) where it is not
+    there yet.
 
-    One that is there is used as it is, unless everybody may write to it and it is another user's: whoever can put files
-    there decides what a run resumes from. Raises OutputError: it cannot be made, is no directory, cannot be written to,
-    or is such a one.
+    One that is there is used as it is, unless everybody may write to it and it is another user's:
+    whoever can put files there decides what a run resumes from. Raises OutputError: it cannot be
+    made, is no directory, cannot be written to, or is such a one.
     """
     path = Path(path)
     try:
-        missing = itertools.takewhile(lambda place: not os.path.lexists(place), (path, *path.parents))
+        missing = itertools.takewhile(
+            lambda place: not os.path.lexists(place), (path, *path.parents)
+        )
         for place in reversed([*missing]):
             with contextlib.suppress(FileExistsError):  # another process makes the same
                 os.mkdir(place, 0o700)
@@ -159,21 +177,26 @@ def private_directory(path: Path) -> Path:
         found = os.stat(path)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
-        raise OutputError(f"[files] {path} cannot be used as a directory: {reason}; name another") from problem
+        raise OutputError(
+            f"[files] {path} cannot be used as a directory: {reason}; name another"
+        ) from problem
     if found.st_mode & stat.S_IWOTH and found.st_uid != os.geteuid():
         raise OutputError(
             f"[files] {path} belongs to user {found.st_uid} and everybody may write to it; "
             "name a directory of your own, or one in it"
         )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise OutputError(f"[files] {path} cannot be written to; name another, or change its permissions")
+        raise OutputError(
+            f"[files] {path} cannot be written to; name another, or change its permissions"
+        )
     return path
 
 
 def foreign(found: os.stat_result) -> str | None:
-    """Why a file or directory may be somebody else's doing: another user than this one or root owns it, or others may
-    write to it. None: it may not. A directory such as /tmp, where all may make files and nobody may rename those of
-    others, is no such one, and neither is what the user's own group, which is nobody else's, may write to.
+    """Why a file or directory may be somebody else's doing: another user than this one or root
+    owns it, or others may write to it. None: it may not. A directory such as /tmp, where all
+    may make files and nobody may rename those of others, is no such one, and neither is what
+    the user's own group, which is nobody else's, may write to.
     """
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {found.st_uid}"
@@ -187,12 +210,15 @@ def foreign(found: os.stat_result) -> str | None:
 
 
 def _own_group(number: int) -> bool:
-    """Returns whether a group has this user alone in it: it has the user's name (as many systems make them)."""
+    """Returns whether a group has this user alone in it: it has the user's name (as many systems
+    make them).
+    """
     import grp
     import pwd
 
     try:
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(number)
     except KeyError:
         return False
     return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
@@ -210,8 +236,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
-    """The JSON value in a file, which must be a regular file of at most `limit` bytes. Raises DataError: it is not
-    there, too long, no JSON, nested deeper than DEPTH, or names a key twice."""
+    """The JSON value in a file, which must be a regular file of at most `limit` bytes.
+
+    Raises DataError: it is not there, too long, no JSON, nested deeper than DEPTH, or names a key
+    twice.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -226,10 +255,13 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """The value of JSON text; `name` says in messages what it is. Errors as `read_json`.
+    """The value of JSON text; `name` says in messages what it is.
 
-    What comes out can be written again: integers have at most DIGITS digits, other numbers are finite, and no text has
-    half of a character (a lone surrogate), which no file and no terminal takes.
+    Errors as `read_json`.
+
+    What comes out can be written again: integers have at most DIGITS digits, other numbers are
+    finite, and no text has half of a character (a lone surrogate), which no file and no terminal
+    takes.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -243,7 +275,9 @@ def parse_json(data: bytes, name: str) -> Any:
 
     def integer(text: str) -> int:
         if len(text) > DIGITS:
-            raise DataError(f"{name} is not JSON that is read here: it has an integer of {len(text)} digits")
+            raise DataError(
+                f"{name} is not JSON that is read here: it has an integer of {len(text)} digits"
+            )
         return int(text)
 
     def real(text: str) -> float:
@@ -253,7 +287,12 @@ def parse_json(data: bytes, name: str) -> Any:
         return number
 
     _check_depth(data, name)
-    hooks = {"object_pairs_hook": once, "parse_constant": refuse, "parse_int": integer, "parse_float": real}
+    hooks = {
+        "object_pairs_hook": once,
+        "parse_constant": refuse,
+        "parse_int": integer,
+        "parse_float": real,
+    }
     try:
         found = json.loads(data.decode("utf-8"), **hooks)
         if b"\\ud" in data or b"\\uD" in data:
@@ -264,7 +303,10 @@ def parse_json(data: bytes, name: str) -> Any:
 
 
 def _check_depth(data: bytes, name: str) -> None:
-    """Refuses deep nesting before the parser meets it. Brackets inside texts count too: they are rare and few."""
+    """Refuses deep nesting before the parser meets it.
+
+    Brackets inside texts count too: they are rare and few.
+    """
     if data.count(b"[") + data.count(b"{") <= DEPTH:
         return
     depth = 0
@@ -275,8 +317,9 @@ def _check_depth(data: bytes, name: str) -> None:
 
 
 def wait_until_read(descriptor: int, seconds: float = 0.5) -> None:
-    """Waits until the reader of a pipe has taken what was written, but not for long: who ends a job at once may end
-    the launcher's process that was to read the reason."""
+    """Waits until the reader of a pipe has taken what was written, but not for long: who ends a
+    job at once may end the launcher's process that was to read the reason.
+    """
     import termios
 
     until = time.monotonic() + seconds

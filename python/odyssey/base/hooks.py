@@ -13,22 +13,27 @@ from typing import Any
 from ..errors import OdysseyError, Stopped
 
 # odyssey/__init__.py fills these lists: who calls need not know who is called.
-on_world: list[Callable[[Any], None]] = []  # with each communicator of all processes, when comm has made it
+# with each communicator of all processes, when comm has made it
+on_world: list[Callable[[Any], None]] = []
 connect: list[Callable[[], Any]] = []  # one function, which makes the communicator of all processes
 
 worlds: list[Any] = []  # the communicators of all processes that there are, as comm has made them
 
 
 def end_with_exit_codes() -> None:
-    """Lets a program that no launcher started end with the exit code of an OdysseyError that it does not catch; one
-    that was stopped on request, or interrupted in a training, says so in a line. Somebody else's hook is left alone."""
+    """Lets a program that no launcher started end with the exit code of an OdysseyError that it
+    does not catch; one that was stopped on request, or interrupted in a training, says so in
+    a line. Somebody else's hook is left alone.
+    """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _uncaught
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    training = isinstance(error, KeyboardInterrupt) and any(  # elsewhere it is the program's own affair
-        str(frame.f_globals.get("__name__")).startswith("odyssey.") for frame, _ in traceback.walk_tb(trace)
+    # elsewhere it is the program's own affair
+    training = isinstance(error, KeyboardInterrupt) and any(
+        str(frame.f_globals.get("__name__")).startswith("odyssey.")
+        for frame, _ in traceback.walk_tb(trace)
     )
     if not (training or isinstance(error, OdysseyError)) or hasattr(sys, "ps1"):
         return sys.__excepthook__(kind, error, trace)

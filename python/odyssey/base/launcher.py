@@ -1,7 +1,8 @@
-"""Launcher's variables in the environment of this process (MPI's, srun, torchrun and the like), read in one place.
+"""Launcher's variables in the environment of this process (MPI's, srun, torchrun and the like),
+read in one place.
 
-It imports nothing heavy, so that a message can be given to the right rank before MPI is loaded. The rank that counts
-comes from `odyssey.comm`.
+It imports nothing heavy, so that a message can be given to the right rank before MPI is loaded. The
+rank that counts comes from `odyssey.comm`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from ..errors import ConfigError, printable
 class Launched(NamedTuple):
     """Ranks that a launcher announced.
 
-    `local_rank` and `local_size` are those on this machine; where the launcher is silent about them, `local_size` is
-    `size` and `local_rank` is `rank`. `mpi`: an MPI library that understands this launcher finds its ranks by it.
+    `local_rank` and `local_size` are those on this machine; where the launcher is silent about
+    them, `local_size` is `size` and `local_rank` is `rank`. `mpi`: an MPI library that understands
+    this launcher finds its ranks by it.
     """
 
     launcher: str
@@ -29,7 +31,8 @@ class Launched(NamedTuple):
     mpi: bool
 
 
-# launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI) and `srun
+# launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI)
+# and `srun
 # --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI. SLURM_NTASKS would not
 # do: a batch script has it too, with SLURM_PROCID 0, and is no rank.
 _COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -38,7 +41,14 @@ _NAMES = (
     ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in _COMM_WORLD), True),
     ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in _COMM_WORLD), True),
     ("PMIx", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", True),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", False),
+    (
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_NTASKS_PER_NODE",
+        False,
+    ),
 )
 
 #: Open MPI: more ranks than cores, and root in containers; others do not read these.
@@ -53,7 +63,10 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 #: Every variable that is read here; tests clear them.
 VARIABLES = tuple(
-    sorted({str(name) for row in _NAMES for name in row[1:5]} | {*RENDEZVOUS, "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+    sorted(
+        {str(name) for row in _NAMES for name in row[1:5]}
+        | {*RENDEZVOUS, "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    )
 )
 
 
@@ -62,37 +75,57 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _announced(environment: Mapping[str, str], launcher: str, *names: str, mpi: bool) -> Launched | None:
-    """Returns what variables of these names (rank, size, both on this machine) say; None without the first two."""
+def _announced(
+    environment: Mapping[str, str], launcher: str, *names: str, mpi: bool
+) -> Launched | None:
+    """Returns what variables of these names (rank, size, both on this machine) say; None without
+    the first two.
+    """
     rank, size, local_rank, local_size = (_number(environment, name) for name in names)
     if rank is None or size is None:
         return None
     local_rank = rank if local_rank is None else local_rank
-    return Launched(launcher, rank, size, local_rank, size if local_size is None else local_size, mpi)
+    return Launched(
+        launcher, rank, size, local_rank, size if local_size is None else local_size, mpi
+    )
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Returns what an MPI launcher or srun announced, or None where nothing started several processes."""
-    return next(filter(None, (_announced(environment, *row[:-1], mpi=row[-1]) for row in _NAMES)), None)
+    """Returns what an MPI launcher or srun announced, or None where nothing started several
+    processes.
+    """
+    return next(
+        filter(None, (_announced(environment, *row[:-1], mpi=row[-1]) for row in _NAMES)), None
+    )
 
 
 def rendezvous(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Returns what the variables of env:// (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, all there) say, or None."""
+    """Returns what the variables of env:// (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, all
+    there) say, or None.
+    """
     if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
-    return _announced(environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False)
+    return _announced(
+        environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False
+    )
 
 
 def announce() -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where mpirun or srun started this process and they are
-    not set: other programs look for them."""
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where mpirun or srun started this
+    process and they are not set: other programs look for them.
+    """
     found = launched()
-    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (found or ())[1:5], strict=False):
+    for name, value in zip(
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (found or ())[1:5], strict=False
+    ):
         os.environ.setdefault(name, str(value))
 
 
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The rank that a launcher gave this process, None without one. Only for deciding who speaks."""
+    """The rank that a launcher gave this process, None without one.
+
+    Only for deciding who speaks.
+    """
     for _, name, *_ in _NAMES:
         if (found := _number(environment, name)) is not None:
             return found
@@ -112,7 +145,9 @@ def mpi_library(text: str) -> str:
     for name in ("MPICH", "Open MPI"):
         if line.startswith(name):
             words = line.removeprefix(name).replace(",", " ").split()
-            number = next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+            number = next(
+                (word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), ""
+            )
             return f"{name} {number}".rstrip()
     return printable(line, limit=60)
 
@@ -123,12 +158,17 @@ def check_library(found: Launched | None, text: str) -> None:
     text: what the MPI library says about itself.
     """
     library = mpi_library(text)
-    if found is None or found.launcher not in ("Open MPI", "PMIx") or not library.startswith("MPICH"):
+    if (
+        found is None
+        or found.launcher not in ("Open MPI", "PMIx")
+        or not library.startswith("MPICH")
+    ):
         return
     if "pmix" not in text.lower():  # else it was configured to understand this one
         how = "srun --mpi=pmix" if found.launcher == "PMIx" else "Open MPI's mpirun"
         do = "srun --mpi=pmi2" if found.launcher == "PMIx" else "the mpirun of this environment"
         raise ConfigError(
-            f"[comm] {how} started {found.size} processes, but the MPI library of mpi4py is {library}, which it cannot "
+            f"[comm] {how} started {found.size} processes, but the MPI library of mpi4py is "
+            f"{library}, which it cannot "
             f"start; use {do}"
         ).on_all_ranks()

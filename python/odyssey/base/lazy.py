@@ -1,4 +1,6 @@
-"""Public names of a package that are loaded when they are first used, so that importing the package costs little."""
+"""Public names of a package that are loaded when they are first used, so that importing the
+package costs little.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def attach(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(
+    package: str, homes: dict[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package.
 
-    homes: modules below `odyssey` -> their names, with spaces between; a name after the module's own is the module.
+    homes: modules below `odyssey` -> their names, with spaces between; a name after the module's
+    own is the module.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

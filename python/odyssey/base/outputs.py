@@ -18,7 +18,10 @@ class ReaderGone(Exception):
 
 
 def say(line: str) -> None:
-    """Prints a line on standard output, at once. Raises ReaderGone, OutputError: it does not get there."""
+    """Prints a line on standard output, at once.
+
+    Raises ReaderGone, OutputError: it does not get there.
+    """
     try:
         print(line, flush=True)
     except BrokenPipeError as problem:
@@ -26,12 +29,15 @@ def say(line: str) -> None:
         raise ReaderGone from problem
     except OSError as problem:
         drop()
-        raise OutputError(f"[output] standard output cannot be written: {problem.strerror or problem}") from problem
+        raise OutputError(
+            f"[output] standard output cannot be written: {problem.strerror or problem}"
+        ) from problem
 
 
 def open_streams() -> None:
-    """Opens those of standard input, output and error that are closed, on nothing: what is opened next would take their
-    numbers, and get what was meant for a user."""
+    """Opens those of standard input, output and error that are closed, on nothing: what is
+    opened next would take their numbers, and get what was meant for a user.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -51,15 +57,21 @@ def drop() -> None:
 
 
 def check(path: Path, option: str) -> None:
-    """OutputError now if the file that `option` names could not be written after hours of training."""
+    """OutputError now if the file that `option` names could not be written after hours of
+    training.
+    """
     target = Path(os.path.realpath(path))
     try:
         if target.is_dir():
             raise OutputError(f"[output] {option} {path} is a directory; name a file in it")
         if not target.parent.is_dir():
-            raise OutputError(f"[output] {option} {path}: {target.parent} is not a directory; create it first")
+            raise OutputError(
+                f"[output] {option} {path}: {target.parent} is not a directory; create it first"
+            )
         if target.exists() and not os.access(target, os.W_OK):
-            raise OutputError(f"[output] {option} {path} is there and write-protected; name another file")
+            raise OutputError(
+                f"[output] {option} {path} is there and write-protected; name another file"
+            )
         if target.exists() and not target.is_file():
             return  # a pipe or a device: written in place
         aside = target.with_name(f".odyssey-{os.getpid()}.tmp")
@@ -67,11 +79,15 @@ def check(path: Path, option: str) -> None:
             pass
         aside.unlink()
     except OSError as problem:
-        raise OutputError(f"[output] {option} {path} cannot be written: {problem.strerror}") from problem
+        raise OutputError(
+            f"[output] {option} {path} cannot be written: {problem.strerror}"
+        ) from problem
 
 
 def write(path: Path, option: str, make: Callable[[BinaryIO], Any]) -> None:
-    """Lets `make` fill the file, which is there whole or not at all; a pipe or a device is written in place."""
+    """Lets `make` fill the file, which is there whole or not at all; a pipe or a device is
+    written in place.
+    """
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not target.is_file():
@@ -80,7 +96,9 @@ def write(path: Path, option: str, make: Callable[[BinaryIO], Any]) -> None:
         else:
             write_whole(target, make, mode=0o666)
     except OSError as problem:
-        raise OutputError(f"[output] {option} {path} cannot be written: {problem.strerror or problem}") from problem
+        raise OutputError(
+            f"[output] {option} {path} cannot be written: {problem.strerror or problem}"
+        ) from problem
 
 
 def finite(value: Any) -> Any:
@@ -100,7 +118,9 @@ def write_json(path: Path, option: str, value: Any) -> None:
     write(path, option, lambda file: file.write(data))
 
 
-def write_weights(file: BinaryIO, state: dict[str, Any], about: dict[str, str] | None = None) -> None:
+def write_weights(
+    file: BinaryIO, state: dict[str, Any], about: dict[str, str] | None = None
+) -> None:
     """Writes arrays by name, and texts about them, in the safetensors format."""
     from safetensors.numpy import save
 

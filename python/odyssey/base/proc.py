@@ -9,7 +9,8 @@ SHARED = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
 
 
 def stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the state on: 0 state, 1 parent, 11 and 12 ticks used, 19 start, 21 memory.
+    """The fields of /proc/PID/stat from the state on: 0 state, 1 parent, 11 and 12 ticks used,
+    19 start, 21 memory.
 
     Raises OSError: there is no such process, or no /proc.
     """
@@ -23,15 +24,22 @@ def mapped(pid: int | str = "self") -> dict[str, int]:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:
         for line in maps:
             words = line.rstrip("\n").split(maxsplit=5)
-            if len(words) == 6 and words[5][0] == "/" and words[4].isdigit() and not words[5].endswith(" (deleted)"):
+            if (
+                len(words) == 6
+                and words[5][0] == "/"
+                and words[4].isdigit()
+                and not words[5].endswith(" (deleted)")
+            ):
                 found[words[5]] = int(words[4])
     return found
 
 
 def attach(pid: int, descriptor: int) -> tuple[int, int]:
-    """(a handle of a process, its slot opened for reading): they show how it ended also when it is long gone.
+    """(a handle of a process, its slot opened for reading): they show how it ended also when it
+    is long gone.
 
-    Each is -1 where it is not to be had: an old Python, a filter of system calls, a process that has ended.
+    Each is -1 where it is not to be had: an old Python, a filter of system calls, a process that
+    has ended.
     """
     handle = opened = -1
     with contextlib.suppress(OSError, AttributeError, OverflowError):

@@ -1,8 +1,9 @@
 """Registry of what folders of the package add to it: each says so in a file `provides.json`.
 
-So what lies below finds what lies above without an import: a folder that is not there adds nothing. The file is an
-object of kinds, each of names, each with "module:object" of that folder; ":object" of its __init__.py, and "module" or
-"" for a module itself. CONTRIBUTING.md shows how to add a folder.
+So what lies below finds what lies above without an import: a folder that is not there adds nothing.
+The file is an object of kinds, each of names, each with "module:object" of that folder; ":object"
+of its __init__.py, and "module" or "" for a module itself. CONTRIBUTING.md shows how to add a
+folder.
 
 | kind | name | object |
 |---|---|---|

@@ -1,8 +1,9 @@
 """Packages that odyssey needs, and the command that installs those that are missing.
 
-The distribution is `ml-odyssey`, the import is `odyssey`. The package index has another project's `odyssey` and no
-`ml-odyssey` yet, so a message names the packages that are missing themselves. That is right in a checkout, after an
-installation from a wheel's file, and in a folder of `odyssey build --output`.
+The distribution is `ml-odyssey`, the import is `odyssey`. The package index has another project's
+`odyssey` and no `ml-odyssey` yet, so a message names the packages that are missing themselves. That
+is right in a checkout, after an installation from a wheel's file, and in a folder of `odyssey build
+--output`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ DISTRIBUTION = "ml-odyssey"
 FILE_NAME = "ml_odyssey"  # how names of wheels and of metadata spell it
 REINSTALL = f"install {DISTRIBUTION} again, from its wheel or checkout"
 
-#: Copies of lines of pyproject.toml, which an installed package does not have; a test compares them.
+#: Copies of lines of pyproject.toml, which an installed package does not have; a test compares
+#: them.
 DEPENDENCIES = {
     "max": "max==26.7.0",
     "mpi4py": "mpi4py>=4.0,<5",
@@ -39,5 +41,7 @@ def install_extra(extra: str) -> str:
 
 
 def install_packages(names: Iterable[str]) -> str:
-    """Returns the command that installs packages, those that odyssey depends on in a version that it takes."""
+    """Returns the command that installs packages, those that odyssey depends on in a version
+    that it takes.
+    """
     return shlex.join(["pip", "install", *(DEPENDENCIES.get(name, name) for name in names)])

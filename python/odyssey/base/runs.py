@@ -1,6 +1,8 @@
-"""A run: one training from its start to its end, over all attempts, and the directory that holds what it leaves.
+"""A run: one training from its start to its end, over all attempts, and the directory that holds
+what it leaves.
 
-A process that is part of a run finds it by two environment variables. A training without a run directory works as well.
+A process that is part of a run finds it by two environment variables. A training without a run
+directory works as well.
 """
 
 from __future__ import annotations
@@ -20,19 +22,27 @@ EXPECTED_RANKS = "ODYSSEY_RANKS"  # how many the launcher of a run started
 
 
 def begin(run: Run, command: list[str]) -> None:
-    """Makes the directory of a run, or goes on in it, and says in it what is run: the first command stays.
+    """Makes the directory of a run, or goes on in it, and says in it what is run: the first
+    command stays.
 
-    Whether a command goes on with the same training is not compared here, but where its checkpoint is read: it may be
-    another layout. Raises OutputError: it cannot be written, or belongs to another user.
+    Whether a command goes on with the same training is not compared here, but where its checkpoint
+    is read: it may be another layout. Raises OutputError: it cannot be written, or belongs to
+    another user.
     """
     private_directory(run.path)
     if run.description.exists():
         return
-    about = {"command": command, "directory": os.getcwd(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    about = {
+        "command": command,
+        "directory": os.getcwd(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
     try:
         write_json(run.description, about)
     except OSError as problem:
-        raise OutputError(f"[run] {run.description} cannot be written: {problem.strerror}") from problem
+        raise OutputError(
+            f"[run] {run.description} cannot be written: {problem.strerror}"
+        ) from problem
 
 
 def _file(name: str) -> Any:
@@ -41,7 +51,9 @@ def _file(name: str) -> Any:
 
 
 class Run(NamedTuple):
-    """A run's directory, and the number of the attempt that this process belongs to (from 1; 0: none)."""
+    """A run's directory, and the number of the attempt that this process belongs to (from 1; 0:
+    none).
+    """
 
     path: Path
     attempt: int = 0
@@ -56,8 +68,10 @@ class Run(NamedTuple):
         return cls(Path(where), int(number) if number.isascii() and number.isdigit() else 0)
 
     description = _file("run.json")  # what is run: command, configuration, version; written once
-    attempt_file = _file("attempt.json")  # the attempt that may write: its number, launcher (host, pid), ranks
-    control = _file("control.json")  # what somebody asks of the running job: to stop, to go on with other ranks
+    # the attempt that may write: its number, launcher (host, pid), ranks
+    attempt_file = _file("attempt.json")
+    # what somebody asks of the running job: to stop, to go on with other ranks
+    control = _file("control.json")
     checkpoints = _file("checkpoints")  # step_00000120/ ... (odyssey.checkpoints)
     steps = _file("steps")  # what each step did: cursor, loss, fingerprints (odyssey.audit.steplog)
     journal = _file("journal.jsonl")  # what happened when (odyssey.view.journal)
@@ -75,9 +89,22 @@ class Run(NamedTuple):
 
 
 def end_record(
-    rank: int, host: str, code: int | None, signal: int | None, step: int, reason: str, attempt: int,
+    rank: int,
+    host: str,
+    code: int | None,
+    signal: int | None,
+    step: int,
+    reason: str,
+    attempt: int,
     following: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """RUN/ends/RANK.reason.json; `following`: it is the consequence of another rank's end."""
-    value = {"rank": rank, "host": host, "code": code, "signal": signal, "step": step, "reason": reason[:500]}
+    value = {
+        "rank": rank,
+        "host": host,
+        "code": code,
+        "signal": signal,
+        "step": step,
+        "reason": reason[:500],
+    }
     return {**value, "attempt": attempt, "following": following}

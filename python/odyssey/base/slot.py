@@ -1,14 +1,18 @@
-"""The status slot of this process: where it is and what it waits for, in 1024 bytes that another process can read.
+"""The status slot of this process: where it is and what it waits for, in 1024 bytes that another
+process can read.
 
-Written by `odyssey.comm` (calls, waits) and by the trainer (phases, steps); read by the watcher of the node
-(run/watcher.py) out of /proc/PID/fd/N. `publish` puts it into a file without a name (a memfd, as a rule), of which
-nothing is left behind; before that, and where there is none, it is plain memory, so that writing never asks.
+Written by `odyssey.comm` (calls, waits) and by the trainer (phases, steps); read by the watcher of
+the node (run/watcher.py) out of /proc/PID/fd/N. `publish` puts it into a file without a name (a
+memfd, as a rule), of which nothing is left behind; before that, and where there is none, it is
+plain memory, so that writing never asks.
 
-Numbers are aligned 8-byte stores. A version, odd while something is written, says to a reader whether what it has
-copied is of one moment; who stops or ends in the middle of writing leaves an odd version, and `read` says so.
+Numbers are aligned 8-byte stores. A version, odd while something is written, says to a reader
+whether what it has copied is of one moment; who stops or ends in the middle of writing leaves an
+odd version, and `read` says so.
 
-What it is not: a log (only the present is here), or safe for several writers: phases, steps and waits are those of the
-thread that trains. The standard library only: the watcher runs without this package's dependencies.
+What it is not: a log (only the present is here), or safe for several writers: phases, steps and
+waits are those of the thread that trains. The standard library only: the watcher runs without this
+package's dependencies.
 """
 
 from __future__ import annotations
@@ -27,27 +31,63 @@ from typing import Any, NamedTuple
 SIZE = 1024
 MAGIC = int.from_bytes(b"odyslot1", "little")
 
-#: What a rank does. "wait" is never set: it is what `enter` and `leave` take off the phase around them.
+#: What a rank does. "wait" is never set: it is what `enter` and `leave` take off the phase around
+#: them.
 PHASES = ("start", "compile", "data", "compute", "wait", "evaluate", "checkpoint", "end")
 CODES = {name: code for code, name in enumerate(PHASES)}
 WAIT = CODES["wait"]
-SLOW = ("start", "compile", "checkpoint", "end")  # phases that may take long without any sign of life
+# phases that may take long without any sign of life
+SLOW = ("start", "compile", "checkpoint", "end")
 
-# Numbers of 8 bytes, from the start. _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are counted.
-(_MAGIC, _VERSION, _RANK, _WORLD, _PID, _ATTEMPT, _STEP, _SAMPLES, _PROGRESS, _PHASE, _SINCE, _TIMES) = range(12)
-(_CALL, _CALL_GROUP, _WAITING, _WAIT_SEQUENCE, _WAIT_GROUP, _ENDED, _CODE, _STACKS, _ORDERS, _LINK) = range(
-    _TIMES + len(PHASES), _TIMES + len(PHASES) + 10
-)
+# Numbers of 8 bytes, from the start. _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are
+# counted.
+(
+    _MAGIC,
+    _VERSION,
+    _RANK,
+    _WORLD,
+    _PID,
+    _ATTEMPT,
+    _STEP,
+    _SAMPLES,
+    _PROGRESS,
+    _PHASE,
+    _SINCE,
+    _TIMES,
+) = range(12)
+(
+    _CALL,
+    _CALL_GROUP,
+    _WAITING,
+    _WAIT_SEQUENCE,
+    _WAIT_GROUP,
+    _ENDED,
+    _CODE,
+    _STACKS,
+    _ORDERS,
+    _LINK,
+) = range(_TIMES + len(PHASES), _TIMES + len(PHASES) + 10)
 _NUMBERS = 34
 assert _LINK + 4 <= _NUMBERS
 
-STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time one: none of the named ones is free in every MPI
+# a real-time one: none of the named ones is free in every MPI
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 
 # Texts, UTF-8, padded with zeros.
 TEXT = 144  # as in comm/calls.py
-_SIZES = {"host": 64, "call_text": TEXT, "wait_text": TEXT, "members": 64, "missing": 64, "note": 96, "end": 176}
+_SIZES = {
+    "host": 64,
+    "call_text": TEXT,
+    "wait_text": TEXT,
+    "members": 64,
+    "missing": 64,
+    "note": 96,
+    "end": 176,
+}
 _ENDS = tuple(itertools.accumulate(_SIZES.values(), initial=8 * _NUMBERS))
-_PLACES = {_name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)}
+_PLACES = {
+    _name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)
+}
 _CALL_AT, _CALL_TO = _PLACES["call_text"]
 _WAIT_AT, _WAIT_TO = _PLACES["wait_text"]
 _MISSING_TO = _PLACES["missing"][1]
@@ -58,7 +98,12 @@ _now = time.monotonic_ns
 
 _memory: Any = bytearray(SIZE)
 _q = memoryview(_memory).cast("q")
-_q[_MAGIC], _q[_PHASE], _q[_SINCE], _q[_RANK], _q[_WORLD], _q[_CALL] = MAGIC, CODES["start"], _now(), 0, 1, -1
+_q[_MAGIC] = MAGIC
+_q[_PHASE] = CODES["start"]
+_q[_SINCE] = _now()
+_q[_RANK] = 0
+_q[_WORLD] = 1
+_q[_CALL] = -1
 _version = 0
 _descriptor = -1
 _quick: Any = None  # the text of the latest call, if `quick` has written it
@@ -84,7 +129,9 @@ def _open() -> None:
 
 def phase(name: str) -> str:
     """This process now does `name`, one of PHASES; returns what it did before."""
-    q, now, code = _q, _now(), CODES[name]
+    q = _q
+    now = _now()
+    code = CODES[name]
     before = q[_PHASE]
     _open()
     q[_TIMES + before] += now - q[_SINCE]
@@ -103,15 +150,21 @@ def span(name: str) -> Iterator[None]:
     if listener is None:
         yield
         return
-    heard, begun, thread = listener, _now(), threading.current_thread()
+    heard = listener
+    begun = _now()
+    thread = threading.current_thread()
     try:
         yield
     finally:
-        heard.span("main" if thread is threading.main_thread() else thread.name, name, begun, _now())
+        heard.span(
+            "main" if thread is threading.main_thread() else thread.name, name, begun, _now()
+        )
 
 
 def step(number: int, samples: int = 0) -> None:
-    """Step `number` (the count of steps so far) is complete; it had so many samples on this rank."""
+    """Step `number` (the count of steps so far) is complete; it had so many samples on this
+    rank.
+    """
     q = _q
     _open()
     q[_STEP] = number
@@ -121,7 +174,9 @@ def step(number: int, samples: int = 0) -> None:
 
 
 def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
-    """A collective call was started: its number in its group, what it is and where it stands in the program."""
+    """A collective call was started: its number in its group, what it is and where it stands in
+    the program.
+    """
     global _quick
     q = _q
     _quick = None
@@ -134,12 +189,14 @@ def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
 
 
 def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
-    """This process waits from now on, in a collective call (its number in its group) or for a message (-1).
+    """This process waits from now on, in a collective call (its number in its group) or for a
+    message (-1).
 
     text: what it is, with file and line, as `Header.text`.
     group: (a number that is the same on all members, who they are as `ranges` writes it).
     """
-    q, now = _q, _now()
+    q = _q
+    now = _now()
     _open()
     if not q[_WAITING]:
         q[_TIMES + q[_PHASE]] += now - q[_SINCE]
@@ -159,7 +216,9 @@ def leave() -> None:
         return
     now = _now()
     if listener is not None:
-        listener.waited(_memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now)
+        listener.waited(
+            _memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now
+        )
     _open()
     q[_TIMES + WAIT] += now - q[_SINCE]
     q[_SINCE] = now
@@ -169,12 +228,16 @@ def leave() -> None:
 
 
 def missing(ranks: Sequence[int]) -> None:
-    """World ranks that this process waits for, as far as it can tell; said now and then while it waits."""
+    """World ranks that this process waits for, as far as it can tell; said now and then while it
+    waits.
+    """
     _text("missing", ranges(ranks))
 
 
 def waited(nanoseconds: int) -> None:
-    """So much of the time of this phase went by waiting, in a call that is too short for `enter` and `leave`."""
+    """So much of the time of this phase went by waiting, in a call that is too short for `enter`
+    and `leave`.
+    """
     q = _q
     q[_TIMES + q[_PHASE]] -= nanoseconds
     q[_TIMES + WAIT] += nanoseconds
@@ -184,14 +247,19 @@ def waited(nanoseconds: int) -> None:
 
 
 def busy() -> int:
-    """Nanoseconds so far in which this process read data and computed, without those in which it waited."""
-    q, working = _q, [CODES[name] for name in ("start", "data", "compute")]
+    """Nanoseconds so far in which this process read data and computed, without those in which it
+    waited.
+    """
+    q = _q
+    working = [CODES[name] for name in ("start", "data", "compute")]
     now = _now() - q[_SINCE] if q[_PHASE] in working and not q[_WAITING] else 0
     return now + sum(q[_TIMES + code] for code in working)
 
 
 def quick(sequence: int, group: int, text: str) -> None:
-    """Does what `call` does, for the shortest calls: rewrites the text only where it is another object than before."""
+    """Does what `call` does, for the shortest calls: rewrites the text only where it is another
+    object than before.
+    """
     global _quick
     _q[_CALL] = sequence
     if text is not _quick:
@@ -201,10 +269,14 @@ def quick(sequence: int, group: int, text: str) -> None:
 
 
 def link(rank: int, size: int, ns: int, times: int) -> None:
-    """Data of a rank on another machine are slow: so many bytes of late took so long, so many times as long as those of
-    others. times = 0: none are."""
+    """Data of a rank on another machine are slow: so many bytes of late took so long, so many
+    times as long as those of others. times = 0: none are.
+    """
     _open()
-    _q[_LINK], _q[_LINK + 1], _q[_LINK + 2], _q[_LINK + 3] = rank, size, ns, times
+    _q[_LINK] = rank
+    _q[_LINK + 1] = size
+    _q[_LINK + 2] = ns
+    _q[_LINK + 3] = times
     _q[_VERSION] = _version
 
 
@@ -240,9 +312,14 @@ def _waited_for(members: str) -> bytes:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ranks as short text: "0-3,8". "" for none; "?" in the end where they are too many for a slot."""
+    """Ranks as short text: "0-3,8".
+
+    "" for none; "?" in the end where they are too many for a slot.
+    """
     words = []
-    for _, group in itertools.groupby(enumerate(sorted(set(ranks))), lambda pair: pair[1] - pair[0]):
+    for _, group in itertools.groupby(
+        enumerate(sorted(set(ranks))), lambda pair: pair[1] - pair[0]
+    ):
         run = [rank for _, rank in group]
         words.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}")
     text = ",".join(words)
@@ -250,14 +327,22 @@ def ranges(ranks: Sequence[int]) -> str:
 
 
 def ranks_of(text: str, size: int) -> list[int] | None:
-    """The ranks of `ranges`, in a world of `size`; None if they are not all known, or if it is no such text."""
+    """The ranks of `ranges`, in a world of `size`; None if they are not all known, or if it is
+    no such text.
+    """
     if text == "all":
         return list(range(size))
     found: list[int] = []
     for word in text.split(",") if text else ():
         a, _, b = word.partition("-")
         b = b or a
-        if not (f"{a}{b}".isascii() and a.isdigit() and b.isdigit() and len(word) < 14 and int(a) <= int(b) < size):
+        if not (
+            f"{a}{b}".isascii()
+            and a.isdigit()
+            and b.isdigit()
+            and len(word) < 14
+            and int(a) <= int(b) < size
+        ):
             return None
         found.extend(range(int(a), int(b) + 1))
     return found
@@ -265,19 +350,27 @@ def ranks_of(text: str, size: int) -> list[int] | None:
 
 def describe(rank: int, world: int, attempt: int = 0) -> None:
     _open()
-    _q[_RANK], _q[_WORLD], _q[_PID], _q[_ATTEMPT] = rank, world, os.getpid(), attempt
+    _q[_RANK] = rank
+    _q[_WORLD] = world
+    _q[_PID] = os.getpid()
+    _q[_ATTEMPT] = attempt
     _text("host", os.uname().nodename)
 
 
 def arm(stacks: int, orders: int) -> None:
-    """Descriptors of this process: the file that its stacks are dumped into, the pipe that it takes orders from."""
+    """Descriptors of this process: the file that its stacks are dumped into, the pipe that it
+    takes orders from.
+    """
     _open()
-    _q[_STACKS], _q[_ORDERS] = stacks, orders
+    _q[_STACKS] = stacks
+    _q[_ORDERS] = orders
     _q[_VERSION] = _version
 
 
 def publish() -> int:
-    """Puts the slot where other processes of this user can open it; its descriptor here, or -1 where there is none."""
+    """Puts the slot where other processes of this user can open it; its descriptor here, or -1
+    where there is none.
+    """
     global _memory, _q, _descriptor
     if _descriptor >= 0 and _q[_PID] == os.getpid():
         return _descriptor
@@ -285,19 +378,23 @@ def publish() -> int:
         return -1  # nobody could open it
     try:
         descriptor = nameless("odyssey-slot")
-        os.write(descriptor, bytes(SIZE))  # there must be room for it: a store into a file on a full disk is a SIGBUS
+        # there must be room for it: a store into a file on a full disk is a SIGBUS
+        os.write(descriptor, bytes(SIZE))
         memory = mmap.mmap(descriptor, SIZE)
     except OSError:
         return -1
     memory[:] = bytes(_memory[:])
-    _memory, _descriptor = memory, descriptor
+    _memory = memory
+    _descriptor = descriptor
     _q = memoryview(memory).cast("q")
     return descriptor
 
 
 def nameless(name: str) -> int:
-    """A descriptor of a file without a name: in memory, or, where an old Python or a filter of system calls is against
-    that, one of this user alone that was unlinked at once. Raises OSError: there is none to be had."""
+    """A descriptor of a file without a name: in memory, or, where an old Python or a filter of
+    system calls is against that, one of this user alone that was unlinked at once. Raises
+    OSError: there is none to be had.
+    """
     with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create(name)
     import tempfile
@@ -321,11 +418,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class StatusSlot(NamedTuple):
-    """Contents of a slot, in the order in which they stand there. Times are CLOCK_MONOTONIC of its machine in ns;
-    `waiting` is 0 for a rank that does not wait.
+    """Contents of a slot, in the order in which they stand there.
 
-    `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `link`: as `link()` was told. `call`
-    numbers the latest collective call that it has started, in group `call_group`; -1: none.
+    Times are CLOCK_MONOTONIC of its machine in ns; `waiting` is 0 for a rank that does not wait.
+
+    `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `link`: as `link()`
+    was told. `call` numbers the latest collective call that it has started, in group `call_group`;
+    -1: none.
     """
 
     rank: int
@@ -373,7 +472,9 @@ def parse(data: bytes) -> StatusSlot | None:
     if not 0 <= q[_RANK] < q[_WORLD] < 1 << 24:
         return None
     texts = {
-        name: "".join(c if c.isprintable() else "?" for c in data[a:b].rstrip(b"\0").decode(errors="replace"))
+        name: "".join(
+            c if c.isprintable() else "?" for c in data[a:b].rstrip(b"\0").decode(errors="replace")
+        )
         for name, (a, b) in _PLACES.items()
     }
     return StatusSlot(
@@ -391,7 +492,10 @@ def parse(data: bytes) -> StatusSlot | None:
 
 
 def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
-    """The slot in an open file; None if it is none. After some tries as it is, with `whole` False."""
+    """The slot in an open file; None if it is none.
+
+    After some tries as it is, with `whole` False.
+    """
     found = None
     for _ in range(tries):
         data = os.pread(descriptor, SIZE, 0)

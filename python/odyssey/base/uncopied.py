@@ -1,4 +1,6 @@
-"""A base class of objects that can't be copied, because they hold threads, connections or addresses of memory."""
+"""A base class of objects that can't be copied, because they hold threads, connections or
+addresses of memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from ..errors import ConfigError
 def refuse(value: Any, instead: str) -> NoReturn:
     """Raises the ConfigError about a copy of an object. `instead` is what to do."""
     raise ConfigError(
-        f"[copy] a {type(value).__name__} can't be copied or pickled, because it holds threads, connections or "
+        f"[copy] a {type(value).__name__} can't be copied or pickled, because it holds threads, "
+        "connections or "
         f"addresses of memory; {instead}"
     )
 

@@ -14,8 +14,8 @@ from ..errors import ConfigError
 def named(option: str, place: str, example: str) -> Callable[..., Any]:
     """The class or function that "FILE.py:NAME" names; the file is run as an import would run it.
 
-    option: with who asks, for messages: "[load] --model". Raises ConfigError: there is no such file, or nothing of that
-    name in it.
+    option: with who asks, for messages: "[load] --model". Raises ConfigError: there is no such
+    file, or nothing of that name in it.
     """
     file, _, name = place.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
@@ -29,6 +29,10 @@ def named(option: str, place: str, example: str) -> Callable[..., Any]:
         raise ConfigError(f"{option} {place}: there is no file {file}") from None
     found = getattr(module, name, None)
     if not callable(found):
-        there = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == spec.name]
-        raise ConfigError(f"{option} {place}: {file} has no class {name}, but {', '.join(there) or 'none'}")
+        there = [
+            n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == spec.name
+        ]
+        raise ConfigError(
+            f"{option} {place}: {file} has no class {name}, but {', '.join(there) or 'none'}"
+        )
     return found

@@ -1,4 +1,5 @@
-"""Folders with odyssey and its compiled kernels for machines without the compiler: what is in one, and its checks.
+"""Folders with odyssey and its compiled kernels for machines without the compiler: what is in
+one, and its checks.
 
     <folder>/odyssey                  a launcher: `<folder>/odyssey train` and all other commands
     <folder>/manifest.json            versions, targets, and the SHA-256 of every file
@@ -8,8 +9,9 @@
     <folder>/python/                  the package, with the Mojo sources in it as in a wheel
     <folder>/site/                    Python packages that it needs, if they were asked for
 
-`ODYSSEY_KERNELS=<folder>` has the libraries used by whatever odyssey runs, if its sources are the same. The digests
-find what was torn or altered by accident; whoever can write to the folder can write the manifest too.
+`ODYSSEY_KERNELS=<folder>` has the libraries used by whatever odyssey runs, if its sources are the
+same. The digests find what was torn or altered by accident; whoever can write to the folder can
+write the manifest too.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ class PackManifest(NamedTuple):
     """Manifest of a folder.
 
     Attributes:
-        odyssey, compiler: versions. system, cpu, accelerators: what its libraries are for. sources: SHA-256 of the Mojo
-        sources (library.source_hash). glibc: the oldest that the libraries run with, () if unknown. files: size in
-        bytes and SHA-256 by name, "/" between folders.
+        odyssey, compiler: versions. system, cpu, accelerators: what its libraries are for. sources:
+        SHA-256 of the Mojo sources (library.source_hash). glibc: the oldest that the libraries run
+        with, () if unknown. files: size in bytes and SHA-256 by name, "/" between folders.
     """
 
     odyssey: str
@@ -61,8 +63,15 @@ class PackManifest(NamedTuple):
 
     def json(self) -> dict[str, Any]:
         """Returns it as the file holds it."""
-        files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
-        lists = {"accelerators": list(self.accelerators), "glibc": ".".join(map(str, self.glibc)), "files": files}
+        files = {
+            name: {"bytes": size, "sha256": digest}
+            for name, (size, digest) in sorted(self.files.items())
+        }
+        lists = {
+            "accelerators": list(self.accelerators),
+            "glibc": ".".join(map(str, self.glibc)),
+            "files": files,
+        }
         return {"format": FORMAT, **self._asdict(), **lists}
 
 
@@ -80,14 +89,21 @@ def read(home: Path) -> PackManifest:
         raise _refused(home, f"{MANIFEST} cannot be read ({type(problem).__name__})") from problem
     number = value.get("format") if isinstance(value, dict) else None
     if type(number) is int and number != FORMAT:
-        raise BuildError(f"[build] {home} is refused: it has format {number}, and {FORMAT} is read; build it again")
+        raise BuildError(
+            f"[build] {home} is refused: it has format {number}, and {FORMAT} is read; build it "
+            "again"
+        )
     try:
-        texts, accelerators = [value[name] for name in PackManifest._fields[:5]], value["accelerators"]
+        texts = [value[name] for name in PackManifest._fields[:5]]
+        accelerators = value["accelerators"]
         right = type(number) is int and isinstance(accelerators, list)
         if not right or not all(isinstance(text, str) for text in (*texts, *accelerators)):
             raise TypeError
         glibc = tuple(int(part) for part in value["glibc"].split(".") if part)
-        files = {_name(name): (int(entry["bytes"]), entry["sha256"]) for name, entry in value["files"].items()}
+        files = {
+            _name(name): (int(entry["bytes"]), entry["sha256"])
+            for name, entry in value["files"].items()
+        }
         return PackManifest(*texts, tuple(accelerators), glibc, files)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise _refused(home, f"{MANIFEST} is not one that `odyssey build` writes") from problem
@@ -96,34 +112,53 @@ def read(home: Path) -> PackManifest:
 def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     """A library of a folder, after everything that can be wrong with it here has been looked at.
 
-    accelerator: of the GPU; None: of the CPU. sources: SHA-256 of the Mojo sources of the running odyssey, if any.
+    accelerator: of the GPU; None: of the CPU. sources: SHA-256 of the Mojo sources of the running
+    odyssey, if any.
 
-    Raises BuildError: it is for another machine or another version, or a file is not as it was written.
+    Raises BuildError: it is for another machine or another version, or a file is not as it was
+    written.
     """
     manifest = read(home)
     here = system()
     if manifest.system != here:
-        raise _refused(home, f"it is for {manifest.system}, and this is {here}", "build one on such a machine")
+        raise _refused(
+            home, f"it is for {manifest.system}, and this is {here}", "build one on such a machine"
+        )
     if lacking := compiler.lacking(manifest.cpu):
         why = f"it is for {manifest.cpu}, and this CPU has no {', '.join(lacking)}"
         raise _refused(home, why, f"build one with --target-cpu {compiler.host_cpu()}")
     if (own := _glibc()) and own < manifest.glibc:
         versions = (".".join(map(str, version)) for version in (manifest.glibc, own))
-        raise _refused(home, "it needs glibc {} and this system has {}".format(*versions), "use a newer system")
+        raise _refused(
+            home, "it needs glibc {} and this system has {}".format(*versions), "use a newer system"
+        )
     if sources is not None and sources != manifest.sources:
-        why = f"it is of odyssey {manifest.odyssey} with other kernel sources than the odyssey that runs"
+        why = (
+            f"it is of odyssey {manifest.odyssey} with other kernel sources than the odyssey "
+            "that runs"
+        )
         raise _refused(home, why, f"start {home / 'odyssey'}, or build it again")
     if accelerator is not None and accelerator not in manifest.accelerators:
         kinds = ", ".join(manifest.accelerators) or "no GPU"
-        raise _refused(home, f"it is for {kinds}, not for {accelerator}", f"build one with --target {accelerator}")
+        raise _refused(
+            home,
+            f"it is for {kinds}, not for {accelerator}",
+            f"build one with --target {accelerator}",
+        )
     name = library_name(accelerator)
     if name not in manifest.files:
         raise _refused(home, f"{MANIFEST} does not name {name}")
     wanted = [name]
-    if accelerator is None:  # what is used along with it; all at the first library that is asked for
+    # what is used along with it; all at the first library that is asked for
+    if accelerator is None:
         wanted += [file for file in manifest.files if file.startswith("lib/")]
-        if Path(__file__).resolve().is_relative_to((home / "python").resolve()):  # the odyssey that runs is its own
-            wanted += [file for file in manifest.files if file.startswith("python/") and file.endswith(".py")]
+        # the odyssey that runs is its own
+        if Path(__file__).resolve().is_relative_to((home / "python").resolve()):
+            wanted += [
+                file
+                for file in manifest.files
+                if file.startswith("python/") and file.endswith(".py")
+            ]
     verify(home, manifest, wanted)
     return home / name
 
@@ -141,7 +176,9 @@ def verify(home: Path, manifest: PackManifest, names: Iterable[str]) -> None:
 
 
 def damage(file: BinaryIO, size: int, digest: str) -> str | None:
-    """Returns what an open file is not, that once had `size` bytes with this SHA-256; None if it is as it was."""
+    """Returns what an open file is not, that once had `size` bytes with this SHA-256; None if it
+    is as it was.
+    """
     if os.fstat(file.fileno()).st_size != size:
         return f"has not the {size} bytes that it had"
     if hashlib.sha256(file.read(size + 1)).hexdigest() != digest:
@@ -149,7 +186,9 @@ def damage(file: BinaryIO, size: int, digest: str) -> str | None:
     return None
 
 
-def _refused(home: Path, why: str, then: str = "copy the folder again, or build it again") -> BuildError:
+def _refused(
+    home: Path, why: str, then: str = "copy the folder again, or build it again"
+) -> BuildError:
     return BuildError(f"[build] {home} is refused: {why}; {then}")
 
 

@@ -1,9 +1,10 @@
-"""Which GPUs this machine has and what the compiler calls them: NVIDIA's driver is asked, AMD's has said so in /sys.
+"""Which GPUs this machine has and what the compiler calls them: NVIDIA's driver is asked, AMD's
+has said so in /sys.
 
 NVML is what is asked: unlike CUDA it starts nothing on a GPU.
 
-Environment: `ODYSSEY_TARGET_ACCELERATOR` names the kind, whatever is here; `CUDA_VISIBLE_DEVICES`, and for AMD
-`ROCR_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES`, as the drivers themselves read them.
+Environment: `ODYSSEY_TARGET_ACCELERATOR` names the kind, whatever is here; `CUDA_VISIBLE_DEVICES`,
+and for AMD `ROCR_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES`, as the drivers themselves read them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ..errors import DeviceError
 
 NVML = "libnvidia-ml.so.1"
 KFD = Path("/sys/class/kfd/kfd/topology/nodes")
-DRIVER = 580  # NVIDIA's oldest driver that MAX 26.7 takes PTX to; older ones need its MODULAR_NVPTX_COMPILER_PATH
+# NVIDIA's oldest driver that MAX 26.7 takes PTX to; older ones need its MODULAR_NVPTX_COMPILER_PATH
+DRIVER = 580
 
 
 class GpuModel(NamedTuple):
@@ -35,7 +37,9 @@ class GpuModel(NamedTuple):
 
 @functools.cache
 def found() -> tuple[GpuModel, ...]:
-    """The GPUs that a process of this environment sees, in the driver's order; asked once in a process."""
+    """The GPUs that a process of this environment sees, in the driver's order; asked once in a
+    process.
+    """
     nvidia = visible(_nvidia(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     amd = visible(_amd(), os.environ.get("ROCR_VISIBLE_DEVICES"))
     return tuple(nvidia) or tuple(visible(amd, os.environ.get("HIP_VISIBLE_DEVICES")))
@@ -47,8 +51,9 @@ def count() -> int:
 
 
 def accelerator() -> str | None:
-    """Returns what kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of the first GPU; None without
-    a GPU. Raises DeviceError: no name of an accelerator."""
+    """Returns what kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of the
+    first GPU; None without a GPU. Raises DeviceError: no name of an accelerator.
+    """
     named = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
     if named:
         return canonical(named, "ODYSSEY_TARGET_ACCELERATOR")
@@ -56,16 +61,25 @@ def accelerator() -> str | None:
 
 
 def canonical(name: str, source: str = "--target") -> str:
-    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90": all that the chip has. DeviceError: no name."""
+    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90": all that the chip has.
+
+    DeviceError: no name.
+    """
     form = re.fullmatch(r"(?:(?:nvidia|amdgpu):)?([a-z][a-z0-9_-]{1,30})", name.strip().lower())
     if form is None:
-        raise DeviceError(f"[gpu] {source} is {name!r}, which names no accelerator; give one such as sm_90 or gfx942")
+        raise DeviceError(
+            f"[gpu] {source} is {name!r}, which names no accelerator; give one such as sm_90 or "
+            "gfx942"
+        )
     return re.sub(r"^(sm_\d+)a$", r"\1", form[1])
 
 
 def visible(gpus: Sequence[GpuModel], setting: str | None) -> list[GpuModel]:
-    """Returns the GPUs that a list of indices and UUIDs lets through, in its order. As in CUDA the first entry that
-    fits none ends the list, and a UUID may be cut short; an instance of a GPU (MIG-...) is of the kind of the first."""
+    """Returns the GPUs that a list of indices and UUIDs lets through, in its order.
+
+    As in CUDA the first entry that fits none ends the list, and a UUID may be cut short; an
+    instance of a GPU (MIG-...) is of the kind of the first.
+    """
     if setting is None:
         return list(gpus)
     chosen: list[GpuModel] = []
@@ -86,7 +100,9 @@ def _nvidia() -> list[GpuModel]:
     """Returns what NVML says; [] where it is not installed, or does not answer."""
     gpus: list[GpuModel] = []
     with contextlib.suppress(OSError, AttributeError), contextlib.ExitStack() as opened:
-        nvml, number, by = ctypes.CDLL(NVML), ctypes.c_uint(0), ctypes.byref
+        nvml = ctypes.CDLL(NVML)
+        number = ctypes.c_uint(0)
+        by = ctypes.byref
         if nvml.nvmlInit_v2() != 0:
             return []
         opened.callback(nvml.nvmlShutdown)
@@ -94,7 +110,9 @@ def _nvidia() -> list[GpuModel]:
             return []
         driver = _text(nvml, "nvmlSystemGetDriverVersion")
         for index in range(number.value):
-            handle, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+            handle = ctypes.c_void_p()
+            major = ctypes.c_int(0)
+            minor = ctypes.c_int(0)
             failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), by(handle))
             if failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, by(major), by(minor)):
                 continue
@@ -113,10 +131,14 @@ def _text(nvml: ctypes.CDLL, function: str, *arguments: ctypes.c_void_p) -> str:
 
 
 def _amd() -> list[GpuModel]:
-    """Returns what the kernel's driver shows: a node a processor, with its instructions' version if it is a GPU."""
+    """Returns what the kernel's driver shows: a node a processor, with its instructions' version
+    if it is a GPU.
+    """
     gpus = []
     with contextlib.suppress(OSError):
-        for node in sorted((n for n in KFD.iterdir() if n.name.isdecimal()), key=lambda n: int(n.name)):
+        for node in sorted(
+            (n for n in KFD.iterdir() if n.name.isdecimal()), key=lambda n: int(n.name)
+        ):
             with contextlib.suppress(OSError):
                 text = (node / "properties").read_text(errors="replace")
                 version = re.search(r"^gfx_target_version (\d+)$", text, re.MULTILINE)

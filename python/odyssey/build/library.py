@@ -1,7 +1,7 @@
 """Compiles the Mojo kernels into shared libraries, once, and says where they are.
 
-docs/kernels.md says how a library is made from parts, what an entry of the cache is known by, and what is refused.
-Nothing here opens a library; see `odyssey.core.native`.
+docs/kernels.md says how a library is made from parts, what an entry of the cache is known by, and
+what is refused. Nothing here opens a library; see `odyssey.core.native`.
 
     <cache>/kernels/<key>/libodyssey.so     the library
     <cache>/kernels/<key>/part.o            or a part of one, an entry like any other
@@ -9,7 +9,8 @@ Nothing here opens a library; see `odyssey.core.native`.
     <cache>/kernels/<key>.lock              held while compiling; names the process that does
     <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
 
-A wheel may bring kernels for some CPUs (scripts/release); where one is for this CPU, nothing is compiled:
+A wheel may bring kernels for some CPUs (scripts/release); where one is for this CPU, nothing is
+compiled:
 
     odyssey/_kernels/<cpu>/libodyssey.so    a folder of folder.py, which says of what sources and by which compiler
 
@@ -43,24 +44,31 @@ OWN = f"{sources.FOLDER}/own.mojo"  # where a file of a user's own ops lies for 
 SHIPPED = Path(__file__).resolve().parents[1] / "_kernels"
 FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 
-# What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that they need beside them.
+# What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that
+# they need beside them.
 _RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
 
 _WAIT_NOTICE_S = 2.0
 _RECORD_LIMIT = 1 << 16  # bytes of build.json
-_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # with Linux's O_PATH it need not be readable
+# with Linux's O_PATH it need not be readable
+_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Opened(NamedTuple):
-    """A library that was looked at. descriptor: of the file whose bytes these were, None for a prebuilt one."""
+    """A library that was looked at. descriptor: of the file whose bytes these were, None for a
+    prebuilt one.
+    """
 
     path: Path
     descriptor: int | None = None
 
     def to_load(self) -> str:
-        """Returns what a loader is to be given. It names the open file, whatever its path has come to mean since; for
-        that the file stays open, and tools that look at this process from outside find it by the same name."""
+        """Returns what a loader is to be given.
+
+        It names the open file, whatever its path has come to mean since; for that the file stays
+        open, and tools that look at this process from outside find it by the same name.
+        """
         if self.descriptor is None:
             return str(self.path)
         name = f"/proc/{os.getpid()}/fd/{self.descriptor}"
@@ -74,10 +82,16 @@ class Opened(NamedTuple):
 
 
 def open_library(accelerator: str | None = None) -> Opened:
-    """The compiled kernels, for the CPU or an accelerator: the prebuilt library that was named, the cached one, or one
-    compiled now. Raises BuildError: they cannot be compiled, or what is there is refused."""
+    """The compiled kernels, for the CPU or an accelerator: the prebuilt library that was named,
+    the cached one, or one compiled now. Raises BuildError: they cannot be compiled, or what
+    is there is refused.
+    """
     named = os.environ.get("ODYSSEY_KERNELS")
-    return Opened(_prebuilt(Path(named), accelerator)) if named else _cached_library(accelerator=accelerator)
+    return (
+        Opened(_prebuilt(Path(named), accelerator))
+        if named
+        else _cached_library(accelerator=accelerator)
+    )
 
 
 def library_path() -> Path:
@@ -104,7 +118,8 @@ def _accelerator(name: str | None) -> str:
     found = gpus.accelerator() if name is None else gpus.canonical(name, "the accelerator")
     if found is None:
         raise DeviceError(
-            "[build] this machine has no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say to sm_90"
+            "[build] this machine has no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say "
+            "to sm_90"
         )
     return found
 
@@ -112,7 +127,8 @@ def _accelerator(name: str | None) -> str:
 def runtime_libraries() -> list[Path]:
     """The run-time libraries of the compiler, in loading order, as absolute paths.
 
-    They come with the compiler; with `ODYSSEY_KERNELS` the ones beside the prebuilt library go first.
+    They come with the compiler; with `ODYSSEY_KERNELS` the ones beside the prebuilt library go
+    first.
     """
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     places = [root / "lib" for root in compiler.sdk_roots()]
@@ -126,13 +142,14 @@ def runtime_libraries() -> list[Path]:
         if there is None:
             where = ", ".join(map(str, places)) or "no installed compiler"
             raise BuildError(
-                f"[build] {name} is in none of: {where}; install the package `max`, or put it beside the library"
+                f"[build] {name} is in none of: {where}; install the package `max`, or put it "
+                "beside the library"
             )
         found.append(there)
     return found
 
 
-# -- what is compiled -----------------------------------------------------------------------------------------------
+# -- what is compiled ------------------------------------------------------------------------------
 
 
 def source_hash(root: Path) -> str:
@@ -173,21 +190,36 @@ class BuildInputs(NamedTuple):
         found = []
         for root in self.roots:
             texts = sources.imported(self.texts, root)
-            found.append(self._replace(sources=sources.digest(texts), texts=texts, part=root, library="part.o"))
+            found.append(
+                self._replace(
+                    sources=sources.digest(texts), texts=texts, part=root, library="part.o"
+                )
+            )
         return sorted(found, key=lambda part: -sum(map(len, part.texts.values())))
 
 
 def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> BuildInputs:
-    """Returns what would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU:
-    unless told otherwise it is for all CPUs of this kind, and one file serves all."""
-    own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
+    """Returns what would be compiled from `root` on this machine.
+
+    A library for GPUs only starts work on the CPU: unless told otherwise it is for all CPUs of this
+    kind, and one file serves all.
+    """
+    own = (
+        compiler.portable_cpu()
+        if accelerator
+        else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
+    )
     texts = sources.read(root, gpu=accelerator is not None)
-    made_by, system, roots = compiler_version(), folder.system(), sources.roots(texts, gpu=accelerator is not None)
-    inputs = BuildInputs(sources.digest(texts), made_by, target_cpu or own, FLAGS, system, accelerator, texts, roots)
+    made_by = compiler_version()
+    system = folder.system()
+    roots = sources.roots(texts, gpu=accelerator is not None)
+    inputs = BuildInputs(
+        sources.digest(texts), made_by, target_cpu or own, FLAGS, system, accelerator, texts, roots
+    )
     return inputs._replace(library=folder.library_name(accelerator))
 
 
-# -- the cache --------------------------------------------------------------------------------------------------------
+# -- the cache -------------------------------------------------------------------------------------
 
 
 def cache_dir() -> Path:
@@ -195,19 +227,24 @@ def cache_dir() -> Path:
     if own := os.environ.get("ODYSSEY_CACHE_DIR"):
         return Path(own).absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")).absolute() / ".cache") / "odyssey"
+    return (
+        Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")).absolute() / ".cache"
+    ) / "odyssey"
 
 
 def cached(accelerator: str | None = None) -> Path | None:
-    """The library for this machine, or that of an accelerator, if it has been compiled already and is as it was. Raises
-    BuildError: there is one that somebody else may have put there."""
+    """The library for this machine, or that of an accelerator, if it has been compiled already
+    and is as it was. Raises BuildError: there is one that somebody else may have put there.
+    """
     what = plan(root := source_root(), accelerator=accelerator)
     found = _shipped(root, what) or _whole(cache_dir(), what)
     return found.close() if found else None
 
 
 def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
-    """The library for this machine, `target_cpu` or an accelerator, from the cache, or compiled now."""
+    """The library for this machine, `target_cpu` or an accelerator, from the cache, or compiled
+    now.
+    """
     return _cached_library(target_cpu, accelerator).close()
 
 
@@ -218,10 +255,14 @@ def open_own_library(source: bytes, exports: str, accelerator: str | None = None
 
     Raises BuildError: it does not compile, or what is there is refused.
     """
-    what = plan(source_root(), accelerator=_accelerator(accelerator) if accelerator is not None else None)
+    what = plan(
+        source_root(), accelerator=_accelerator(accelerator) if accelerator is not None else None
+    )
     texts = {**what.texts, OWN: source, f"{sources.FOLDER}/root.mojo": exports.encode()}
     roots = (f"{sources.FOLDER}/root.mojo",)
-    return _from_cache(what._replace(sources=sources.digest(texts), texts=texts, roots=roots, library="libown.so"))
+    return _from_cache(
+        what._replace(sources=sources.digest(texts), texts=texts, roots=roots, library="libown.so")
+    )
 
 
 def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
@@ -231,12 +272,15 @@ def _cached_library(target_cpu: str | None = None, accelerator: str | None = Non
 
 
 def _shipped(root: Path, what: BuildInputs) -> Opened | None:
-    """The library that came with the package, if there is one of these sources, by this compiler, for this CPU."""
+    """The library that came with the package, if there is one of these sources, by this
+    compiler, for this CPU.
+    """
     home = SHIPPED / what.cpu
     if what.accelerator or what.flags or not folder.is_folder(home):
         return None
     try:
-        made, here = folder.read(home), source_hash(root)
+        made = folder.read(home)
+        here = source_hash(root)
         if (made.compiler, made.sources) != (what.compiler, here):
             return None
         return Opened(folder.library(home, None, here))
@@ -270,15 +314,20 @@ class _Damaged(Exception):
 
 
 def _whole(cache: Path, what: BuildInputs) -> Opened | None:
-    """The library of this entry, if it is there undamaged. Raises BuildError: somebody else may have put it there."""
+    """The library of this entry, if it is there undamaged.
+
+    Raises BuildError: somebody else may have put it there.
+    """
     with contextlib.suppress(_Damaged):
         return _open_entry(cache, what)
     return None
 
 
 def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
-    """The library of this entry if it is there. Each directory is looked at and then opened from, no link is followed
-    below the cache's directory, and what is checked of a file is what is behind the descriptor.
+    """The library of this entry if it is there.
+
+    Each directory is looked at and then opened from, no link is followed below the cache's
+    directory, and what is checked of a file is what is behind the descriptor.
 
     Raises BuildError: somebody else may have put it there. _Damaged: it is not as it was written.
     """
@@ -287,7 +336,9 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
 
         def look(path: Path, flags: int, within: int | None = None) -> int:
             try:
-                descriptor = os.open(path if within is None else path.name, flags | os.O_CLOEXEC, dir_fd=within)
+                descriptor = os.open(
+                    path if within is None else path.name, flags | os.O_CLOEXEC, dir_fd=within
+                )
             except OSError as problem:
                 if within is not None and path.is_symlink():
                     raise _foreign(path, "it is a link") from problem
@@ -316,7 +367,9 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
                     raise _Damaged(f"{what.library} {found}")
             return Opened(entry / what.library, os.dup(library))
         except OSError as problem:
-            raise _Damaged(f"{problem.filename or 'build.json'} cannot be read ({problem.strerror})") from problem
+            raise _Damaged(
+                f"{problem.filename or 'build.json'} cannot be read ({problem.strerror})"
+            ) from problem
         except (ValueError, KeyError, TypeError, RecursionError) as problem:
             raise _Damaged("build.json is not one that this version writes") from problem
 
@@ -340,8 +393,11 @@ def _make_writable(directory: Path) -> None:
 
 
 def _temporary_cache(instead_of: Path) -> Path:
-    """A directory of this user alone under the system's temporary one. Others can write there, so nothing that
-    somebody else may have put in place is used: code is loaded from it."""
+    """A directory of this user alone under the system's temporary one.
+
+    Others can write there, so nothing that somebody else may have put in place is used: code is
+    loaded from it.
+    """
     import tempfile
 
     path = Path(tempfile.gettempdir()) / f"odyssey-{os.getuid()}"
@@ -351,7 +407,9 @@ def _temporary_cache(instead_of: Path) -> Path:
             path.mkdir(mode=0o700)
         info = path.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-            what = f"{instead_of} cannot be written, and {path} is not this user's alone (mode 0700)"
+            what = (
+                f"{instead_of} cannot be written, and {path} is not this user's alone (mode 0700)"
+            )
             raise BuildError(f"[build] {what}; {advice}")
         _make_writable(path / "kernels")
     except OSError as problem:
@@ -361,8 +419,11 @@ def _temporary_cache(instead_of: Path) -> Path:
 
 
 def _build_once(what: BuildInputs, cache: Path) -> Opened:
-    """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
-    the same error instead of compiling the same sources again."""
+    """Compile into the entry unless another process has just done so.
+
+    Whoever waited for a build that failed gets the same error instead of compiling the same sources
+    again.
+    """
     kernels = cache / "kernels"
     with _locked(kernels / f"{what.key}.lock") as (lock, waited):
         damaged = None
@@ -388,37 +449,57 @@ def _build_once(what: BuildInputs, cache: Path) -> Opened:
 
 
 def _build(what: BuildInputs, kernels: Path) -> Opened:
-    """Compile, or link, beside the entry, where nobody else looks, then rename: it is there whole or not at all."""
+    """Compile, or link, beside the entry, where nobody else looks, then rename: it is there
+    whole or not at all.
+    """
     import tempfile
 
-    entry, start = kernels / what.key, time.perf_counter()
+    entry = kernels / what.key
+    start = time.perf_counter()
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{entry.name}.tmp-", dir=kernels, ignore_cleanup_errors=True) as aside:
-            work, made = Path(aside), Path(aside) / "entry"
+        with tempfile.TemporaryDirectory(
+            prefix=f"{entry.name}.tmp-", dir=kernels, ignore_cleanup_errors=True
+        ) as aside:
+            work = Path(aside)
+            made = Path(aside) / "entry"
             made.mkdir(0o755)
             if what.part:
                 _compile(what, work / "sources", made / what.library)
             else:
                 _compile_and_link(what, kernels.parent, made / what.library)
-            code, seconds = (made / what.library).read_bytes(), time.perf_counter() - start
-            record = {**what.record(), "bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
-            record |= {"seconds": round(seconds, 1), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            code = (made / what.library).read_bytes()
+            seconds = time.perf_counter() - start
+            record = {
+                **what.record(),
+                "bytes": len(code),
+                "sha256": hashlib.sha256(code).hexdigest(),
+            }
+            record |= {
+                "seconds": round(seconds, 1),
+                "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            }
             (made / "build.json").write_text(json.dumps(record, indent=1) + "\n")
             for path in made.iterdir():
-                path.chmod(path.stat().st_mode & 0o755)  # for nobody else to write to, whatever the umask is
+                # for nobody else to write to, whatever the umask is
+                path.chmod(path.stat().st_mode & 0o755)
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
             if os.path.lexists(entry):  # damaged, or it would have been used
                 files.exchange(made, entry, work / "damaged")
             else:
-                with contextlib.suppress(OSError):  # where locks do not work, another process may have been faster
+                # where locks do not work, another process may have been faster
+                with contextlib.suppress(OSError):
                     os.rename(made, entry)
         found = _whole(kernels.parent, what)
         if found is None:
-            raise BuildError(f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR")
+            raise BuildError(
+                f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR"
+            )
         return found
     except OSError as problem:
-        raise BuildError(f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR") from problem
+        raise BuildError(
+            f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR"
+        ) from problem
 
 
 def _compile(part: BuildInputs, root: Path, output: Path) -> None:
@@ -431,27 +512,40 @@ def _compile(part: BuildInputs, root: Path, output: Path) -> None:
 
 
 def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
-    """Compiles the parts that are not in the cache, as many at a time as this process has cores, and links all."""
+    """Compiles the parts that are not in the cache, as many at a time as this process has cores,
+    and links all.
+    """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
     if what.accelerator:
         compiler.check_accelerator(what.accelerator)
-    parts, start = what.parts(), time.perf_counter()
+    parts = what.parts()
+    start = time.perf_counter()
     found = {part.key: _whole(cache, part) for part in parts}
     missing = [part for part in parts if found[part.key] is None]
-    target, up_to = (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
+    target, up_to = (
+        (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
+    )
     if loud := bool(missing) and OWN not in what.texts:  # own ops take seconds
         names = ", ".join(sorted(Path(part.part).stem for part in missing))
-        some = "" if len(missing) == len(parts) else f", {len(missing)} of {len(parts)} parts ({names})"
+        some = (
+            ""
+            if len(missing) == len(parts)
+            else f", {len(missing)} of {len(parts)} parts ({names})"
+        )
         _say(f"compiling the kernels for {target}{some}, once (up to {up_to}) ...")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     pool = ThreadPoolExecutor(cores)
 
     def make(part: BuildInputs) -> None:
         found[part.key] = _build_once(part, cache)
 
     try:
-        for number, done in enumerate(as_completed([pool.submit(make, part) for part in missing]), 1):
+        for number, done in enumerate(
+            as_completed([pool.submit(make, part) for part in missing]), 1
+        ):
             done.result()
             if loud and sys.stderr.isatty():  # shorter than the line that follows
                 line = f"odyssey: compiling the kernels ... {number} of {len(missing)}"
@@ -469,9 +563,14 @@ def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
-    """Hold the lock file; yields it and whether another process had it first. Without locks everybody compiles."""
+    """Hold the lock file; yields it and whether another process had it first.
+
+    Without locks everybody compiles.
+    """
     lock = files.LockFile(path)
-    waited, said = False, launcher.rank() not in (None, 0)  # one of several ranks speaks
+    # one of several ranks speaks
+    waited = False
+    said = launcher.rank() not in (None, 0)
     try:
         start = time.monotonic()
         with contextlib.suppress(OSError):
@@ -479,7 +578,9 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
                 waited = True
                 if not said and time.monotonic() - start > _WAIT_NOTICE_S:
                     said = True
-                    _say(f"waiting for process {lock.read().get('pid', '?')} to compile the kernels")
+                    _say(
+                        f"waiting for process {lock.read().get('pid', '?')} to compile the kernels"
+                    )
                 time.sleep(0.05)
         yield lock, waited
     finally:
@@ -487,7 +588,9 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
 
 
 def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
-    """A library that ODYSSEY_KERNELS names; of a folder that `odyssey build --output` made everything is checked."""
+    """A library that ODYSSEY_KERNELS names; of a folder that `odyssey build --output` made
+    everything is checked.
+    """
     path = named.absolute()
     home = path if path.is_dir() else path.parent
     if folder.is_folder(home):
@@ -501,8 +604,10 @@ def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
         path = path / LIBRARY
     if not path.is_file():
         raise BuildError(
-            f"[build] ODYSSEY_KERNELS={named}, but there is no file {path}; make it with `odyssey build --output DIR"
-            f"{f' --target {accelerator}' if accelerator else ''}`, or unset ODYSSEY_KERNELS to compile the kernels"
+            f"[build] ODYSSEY_KERNELS={named}, but there is no file {path}; make it with "
+            "`odyssey build --output DIR"
+            f"{f' --target {accelerator}' if accelerator else ''}`, or unset ODYSSEY_KERNELS to "
+            "compile the kernels"
         )
     return path
 

@@ -1,4 +1,6 @@
-"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler."""
+"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without
+the compiler.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from ..base.requirements import DISTRIBUTION, FILE_NAME, install_packages
 from . import compiler, folder, gpus
 from . import library as build
 
-# What odyssey imports besides numpy and mpi4py, which are compiled for a version of Python and bring an MPI: click for
-# every command, rich for a terminal, safetensors to write weights.
+# What odyssey imports besides numpy and mpi4py, which are compiled for a version of Python and
+# bring an MPI: click for every command, rich for a terminal, safetensors to write weights.
 DEPENDENCIES = ("click", "rich", "markdown-it-py", "mdurl", "pygments", "safetensors")
 _LAUNCHER = """\
 #!/bin/sh
@@ -36,17 +38,22 @@ exec "${ODYSSEY_PYTHON:-python3}" -m odyssey "$@"
 
 
 def pack(
-    output: Path, *, target_cpu: str | None = None, accelerators: Sequence[str] = (), dependencies: bool = False
+    output: Path,
+    *,
+    target_cpu: str | None = None,
+    accelerators: Sequence[str] = (),
+    dependencies: bool = False,
 ) -> folder.PackManifest:
     """Makes a folder, or makes it again; returns what is in it.
 
     Args:
-        output: a directory that is not there, is empty, or is a folder that this has made and nothing was put into.
+        output: a directory that is not there, is empty, or is a folder that this has made and
+            nothing was put into.
         target_cpu: what the kernels for the CPU are compiled for. Default: compiler.portable_cpu().
         accelerators: the kinds of GPUs. dependencies: copy the packages of `DEPENDENCIES` too.
 
-    Raises BuildError: something does not compile, or a package is not installed here. OutputError: the folder cannot be
-    written, or holds something else.
+    Raises BuildError: something does not compile, or a package is not installed here. OutputError:
+    the folder cannot be written, or holds something else.
     """
     output = output.absolute()
     names = list(dict.fromkeys(gpus.canonical(name) for name in accelerators))
@@ -55,8 +62,11 @@ def pack(
     libraries = [build.cached_library(cpu), *(build.cached_library(cpu, name) for name in names)]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        prefix, beside = f".{output.name}.tmp-", output.parent
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=beside, ignore_cleanup_errors=True) as aside:
+        prefix = f".{output.name}.tmp-"
+        beside = output.parent
+        with tempfile.TemporaryDirectory(
+            prefix=prefix, dir=beside, ignore_cleanup_errors=True
+        ) as aside:
             (made := Path(aside) / "made").mkdir()
             glibc = _libraries(libraries, made)
             _package(made / "python")
@@ -72,9 +82,17 @@ def pack(
     return manifest
 
 
-def seal(home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: tuple[int, ...]) -> folder.PackManifest:
+def seal(
+    home: Path, system: str, cpu: str, accelerators: Sequence[str], glibc: tuple[int, ...]
+) -> folder.PackManifest:
     """Writes the manifest of a folder that has all its files; the arguments are the manifest's."""
-    texts = odyssey.__version__, build.compiler_version(), system, cpu, build.source_hash(build.source_root())
+    texts = (
+        odyssey.__version__,
+        build.compiler_version(),
+        system,
+        cpu,
+        build.source_hash(build.source_root()),
+    )
     files = {}
     for name in _names(home):
         data = (home / name).read_bytes()
@@ -108,7 +126,10 @@ def _usable(output: Path) -> None:
 
 
 def _put(made: Path, output: Path) -> None:
-    """Gives the folder its name; what had it is at `made` then. A process that uses that keeps its open files."""
+    """Gives the folder its name; what had it is at `made` then.
+
+    A process that uses that keeps its open files.
+    """
     if output.is_symlink():
         output.unlink()
     if output.exists():
@@ -118,17 +139,21 @@ def _put(made: Path, output: Path) -> None:
 
 
 def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
-    """Copies the kernels and the run-time libraries that are loaded with them; returns the glibc that all need."""
+    """Copies the kernels and the run-time libraries that are loaded with them; returns the glibc
+    that all need.
+    """
     (target / "lib").mkdir()
     runtime = build.runtime_libraries()
     runtime += runtime[0].parent.glob(f"lib*Globals{runtime[0].suffix}")  # which those need
     copies = [(path, target / path.name) for path in libraries]
     copies += [(path, target / "lib" / path.name) for path in runtime]
-    strip, glibc = shutil.which("strip"), ()
+    strip = shutil.which("strip")
+    glibc = ()
     for source, copy in copies:
         shutil.copyfile(source, copy)
         copy.chmod(0o755)
-        if strip and copy.suffix == ".so":  # what only a linker or a debugger reads; where it fails, it is as it was
+        # what only a linker or a debugger reads; where it fails, it is as it was
+        if strip and copy.suffix == ".so":
             command = [strip, "--strip-unneeded", str(copy)]
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
         glibc = max(glibc, newest_glibc(copy.read_bytes()))
@@ -136,13 +161,17 @@ def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
 
 
 def newest_glibc(library: bytes) -> tuple[int, ...]:
-    """The highest version of glibc that a library names among the versions of symbols, such as (2, 34); () if none."""
+    """The highest version of glibc that a library names among the versions of symbols, such as
+    (2, 34); () if none.
+    """
     found = re.findall(rb"\0GLIBC_(\d+(?:\.\d+)*)(?=\0)", library)
     return max((tuple(map(int, version.split(b"."))) for version in found), default=())
 
 
 def _package(target: Path) -> None:
-    """Copies the package that runs, with the Mojo sources and its version where a wheel has them."""
+    """Copies the package that runs, with the Mojo sources and its version where a wheel has
+    them.
+    """
     package = Path(odyssey.__file__).resolve().parent
     for name in _names(package):
         if not name.startswith(("_mojo/", "_kernels/")) and not name.endswith((".so", ".pyc")):
@@ -153,7 +182,9 @@ def _package(target: Path) -> None:
             _copy(path, target / "odyssey" / "_mojo" / path.relative_to(root))
     info = target / f"{FILE_NAME}-{odyssey.__version__}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {odyssey.__version__}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {odyssey.__version__}\n"
+    )
 
 
 def _dependencies(target: Path) -> None:
@@ -168,7 +199,10 @@ def _dependencies(target: Path) -> None:
             if ".." in file.parts or "__pycache__" in file.parts or file.name == "direct_url.json":
                 continue  # scripts, what Python writes itself, and where it was installed from
             if file.suffix == ".so" and ".abi3." not in file.name:
-                raise BuildError(f"[build] the package {name} has {file}, which is for one version of Python alone")
+                raise BuildError(
+                    f"[build] the package {name} has {file}, which is for one version of Python "
+                    "alone"
+                )
             _copy(Path(str(file.locate())), target / file)
 
 

@@ -1,7 +1,8 @@
-"""The Mojo sources of the libraries: read once, as bytes by name, and what of them a root file imports.
+"""The Mojo sources of the libraries: read once, as bytes by name, and what of them a root file
+imports.
 
-Everything later - the keys of the cache, what the compiler is given - is of these bytes: whatever an editor does to the
-files while they are compiled, what is kept under a key is what the key says.
+Everything later - the keys of the cache, what the compiler is given - is of these bytes: whatever
+an editor does to the files while they are compiled, what is kept under a key is what the key says.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _IMPORT = re.compile(r"^[ \t]*(?:from\s+([.\w]+)\s+)?import\s+(\([^)]*\)|[^\n]*)
 
 
 def read(root: Path, gpu: bool = True) -> dict[str, bytes]:
-    """All Mojo files under `mojo/`, as bytes by their names below `root`, in the names' order; gpu False: without those
-    that are for GPUs alone, a folder `gpu` and files `gpu_*`."""
+    """All Mojo files under `mojo/`, as bytes by their names below `root`, in the names' order;
+    gpu False: without those that are for GPUs alone, a folder `gpu` and files `gpu_*`.
+    """
     paths = {path.relative_to(root).as_posix(): path for path in (root / FOLDER).rglob("*.mojo")}
     return {name: paths[name].read_bytes() for name in sorted(paths) if gpu or not for_gpus(name)}
 
@@ -43,12 +45,19 @@ def digest(texts: Mapping[str, bytes]) -> str:
 
 def roots(texts: Mapping[str, bytes], gpu: bool = False) -> tuple[str, ...]:
     """The files that are compiled, each by itself, and linked to a library."""
-    return (GPU_ROOT,) if gpu else (ROOT, *(name for name in sorted(texts) if name.startswith(FAMILIES)))
+    return (
+        (GPU_ROOT,)
+        if gpu
+        else (ROOT, *(name for name in sorted(texts) if name.startswith(FAMILIES)))
+    )
 
 
 def imported(texts: Mapping[str, bytes], root: str) -> dict[str, bytes]:
-    """Returns what a root file imports, directly or not, itself included. It may be more, such as a word that stands
-    behind an `import` in a text, and it is never less without an error: the compiler is given nothing else."""
+    """Returns what a root file imports, directly or not, itself included.
+
+    It may be more, such as a word that stands behind an `import` in a text, and it is never less
+    without an error: the compiler is given nothing else.
+    """
     found: dict[str, bytes] = {}
     open_ = [root]
     while open_:

@@ -3,8 +3,8 @@
     from odyssey.callbacks import EarlyStopping
     trainer.fit(loader, validation, epochs=50, callbacks=[EarlyStopping("test_loss", patience=3)])
 
-The events and their order are in base.py, those that come with odyssey in standard.py, and docs/callbacks.md shows how
-to use and write them. Loggers (odyssey.loggers) are callbacks as well.
+The events and their order are in base.py, those that come with odyssey in standard.py, and
+docs/callbacks.md shows how to use and write them. Loggers (odyssey.loggers) are callbacks as well.
 """
 
 from .base import Callback, Context, joined
@@ -19,6 +19,14 @@ from .standard import (
 )
 
 __all__ = [
-    "Callback", "Context", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint", "Monitor",
-    "ReduceLROnPlateau", "Timer", "joined",
-]  # fmt: skip
+    "Callback",
+    "Context",
+    "EarlyStopping",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "Monitor",
+    "ReduceLROnPlateau",
+    "Timer",
+    "joined",
+]

@@ -1,7 +1,7 @@
 """The events of a training, whoever listens, and what the environment adds to one.
 
-A trainer says what happens and knows nobody that listens: progress, step log, loggers, requests to stop, verify and
-replay are callbacks, as are those that are given to fit(). The order of events:
+A trainer says what happens and knows nobody that listens: progress, step log, loggers, requests to
+stop, verify and replay are callbacks, as are those that are given to fit(). The order of events:
 
     on_fit_plan                              before anything is done; may change the plan (Context)
     on_fit_start                             the checkpoint, if there is one, is put back
@@ -11,9 +11,9 @@ replay are callbacks, as are those that are given to fit(). The order of events:
     on_exception                             where fit() ends with one, on the ranks that raise it
     on_fit_end                               finished or not
 
-All ranks call all of them at the same steps (but on_exception and on_server_update), so a callback may call
-collectives, and must then call them on all ranks. A callback is called with a `Context`. What one rank alone wishes,
-all do: train/stop_requests.py.
+All ranks call all of them at the same steps (but on_exception and on_server_update), so a callback
+may call collectives, and must then call them on all ranks. A callback is called with a `Context`.
+What one rank alone wishes, all do: train/stop_requests.py.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Context:
     """Where a training is: one object per fit(), the same for all its events.
 
-    The plan, which on_fit_plan may change: `limit` (optimizer steps, None: all epochs), `validate` (False: the
-    validation set is left out), `pieces` (in so many each batch of the loader is cut), `saving`.
+    The plan, which on_fit_plan may change: `limit` (optimizer steps, None: all epochs), `validate`
+    (False: the validation set is left out), `pieces` (in so many each batch of the loader is cut),
+    `saving`.
     """
 
     trainer: Trainable
@@ -52,7 +53,8 @@ class Context:
     saving: Saving = dataclasses.field(default_factory=Saving)
     batch_size: int = 0  # of a step; 0: not known
     steps_per_epoch: int = 0  # 0: not known
-    cursor: Cursor = dataclasses.field(default_factory=Cursor)  # in on_step_end: of the step that has ended
+    # in on_step_end: of the step that has ended
+    cursor: Cursor = dataclasses.field(default_factory=Cursor)
     tally: Tally = dataclasses.field(default_factory=Tally)  # of the epoch that is under way
     batch: Batch | None = None  # of the last step
     step: Step | None = None  # the last one
@@ -60,19 +62,24 @@ class Context:
     record: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the last epoch
     error: Exception | None = None
     folder: Path | None = None  # of the checkpoints; None: there are none
-    stop: str | None = None  # why the training is to stop here, to go on some other time: fit() raises Stopped
+    # why the training is to stop here, to go on some other time: fit() raises Stopped
+    stop: str | None = None
     finished: str | None = None  # why it is complete here: fit() returns
-    logged: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)  # by log(): its number, value
+    # by log(): its number, value
+    logged: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
     log_calls: int = 0
     due: bool = False  # in on_epoch_end: a checkpoint of this moment is wanted
-    marks: set[str] = dataclasses.field(default_factory=set)  # in on_checkpoint: further names of it, as links
-    kept: set[int] = dataclasses.field(default_factory=set)  # likewise: steps whose checkpoints stay with the newest
+    # in on_checkpoint: further names of it, as links
+    marks: set[str] = dataclasses.field(default_factory=set)
+    # likewise: steps whose checkpoints stay with the newest
+    kept: set[int] = dataclasses.field(default_factory=set)
     callbacks: Sequence[Callback] = ()
     given: Sequence[Callback] = ()  # those of them that were given to fit()
     loader: Any = None  # as it was given to fit()
     asking: Callback | None = None  # whose event it is, or was
     finisher: Callback | None = None  # who has finished it
-    figures: Sequence[str] | None = None  # what an epoch's record will have; None: not known before the first has ended
+    # what an epoch's record will have; None: not known before the first has ended
+    figures: Sequence[str] | None = None
 
     def __repr__(self) -> str:
         where = f"epoch {min(self.epoch, self.epochs)} of {self.epochs}, step {self.steps}"
@@ -95,9 +102,12 @@ class Context:
         return self.trainer.steps
 
     def finish(self, why: str) -> None:
-        """Completes the training here, with its last checkpoint, as if it had been asked for so many steps; fit()
-        returns. Said by any rank, in on_step_end, on_validation_end or on_epoch_end."""
-        self.finished, self.finisher = why, self.asking
+        """Completes the training here, with its last checkpoint, as if it had been asked for so
+        many steps; fit() returns. Said by any rank, in on_step_end, on_validation_end or
+        on_epoch_end.
+        """
+        self.finished = why
+        self.finisher = self.asking
 
     @property
     def own_code(self) -> bool:
@@ -110,7 +120,9 @@ class Context:
         self.logged[name] = self.log_calls, float(value)
 
     def named(self) -> dict[str, Callback]:
-        """The callbacks that were given to fit(), by the names that checkpoints have for them: Timer, Timer-2."""
+        """The callbacks that were given to fit(), by the names that checkpoints have for them:
+        Timer, Timer-2.
+        """
         found: dict[str, Callback] = {}
         for callback in self.given:
             name = type(callback).__name__
@@ -122,10 +134,10 @@ class Context:
 class Callback:
     """Hears of a training; override what you need.
 
-    exact: where on_step_end is overridden, a wish to stop or finish takes effect at its very step: ranks then talk
-    after each. False: within about a tenth of a second.
-    after: hears of each event after those whose `after` is lower.
-    writes: leaves something that outlives the training, so it is left out where one is only tried: verify, replay.
+    exact: where on_step_end is overridden, a wish to stop or finish takes effect at its very step:
+    ranks then talk after each. False: within about a tenth of a second. after: hears of each event
+    after those whose `after` is lower. writes: leaves something that outlives the training, so it
+    is left out where one is only tried: verify, replay.
     """
 
     exact = True
@@ -145,33 +157,48 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back, on all ranks, what state_dict() gave; after on_fit_start, and where training goes back."""
+        """Takes back, on all ranks, what state_dict() gave; after on_fit_start, and where
+        training goes back.
+        """
 
     def still_finished(self, context: Context) -> bool:
-        """Returns whether a training that this callback finished, before it was started again, is to be left so."""
+        """Returns whether a training that this callback finished, before it was started again,
+        is to be left so.
+        """
         return True
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns, for one that joins from the environment, keywords that go before those `given`."""
+        """Returns, for one that joins from the environment, keywords that go before those
+        `given`.
+        """
         return {}
 
     def on_fit_plan(self, context: Context) -> None:
         """fit() was called."""
 
     def on_fit_start(self, context: Context) -> None:
-        """The first step comes next; of a training that is resumed, `cursor` and `history` say where it is."""
+        """The first step comes next; of a training that is resumed, `cursor` and `history` say
+        where it is.
+        """
 
     def on_epoch_start(self, context: Context) -> None:
         """An epoch begins, or what is left of it."""
 
     def on_step_end(self, context: Context) -> None:
-        """An optimizer step was taken or skipped: `step`, `batch`, `loss`; `tally` counts it. Also outside of fit()."""
+        """An optimizer step was taken or skipped: `step`, `batch`, `loss`; `tally` counts it.
+
+        Also outside of fit().
+        """
 
     def on_server_update(self, context: Context) -> None:
-        """Hears of an update of an asynchronous parameter server, on rank 0 alone (`loss`, `tally`)."""
+        """Hears of an update of an asynchronous parameter server, on rank 0 alone (`loss`,
+        `tally`).
+        """
 
     def on_sync(self, context: Context) -> None:
-        """Ranks have just talked to each other, as about ten times a second: a time for collective calls."""
+        """Ranks have just talked to each other, as about ten times a second: a time for
+        collective calls.
+        """
 
     def on_checkpoint(self, context: Context) -> None:
         """A checkpoint of this moment is about to be made."""
@@ -190,23 +217,34 @@ class Callback:
 
 
 def check_events(callback: Callback) -> None:
-    """Raises ConfigError where a method is called like an event and is none, or does not take a context alone."""
-    events, kind = [name for name in vars(Callback) if name.startswith("on_")], type(callback).__name__
-    for name in (name for name in dir(callback) if name.startswith("on_") and callable(getattr(callback, name))):
+    """Raises ConfigError where a method is called like an event and is none, or does not take a
+    context alone.
+    """
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    kind = type(callback).__name__
+    for name in (
+        name
+        for name in dir(callback)
+        if name.startswith("on_") and callable(getattr(callback, name))
+    ):
         if name not in events:
-            raise ConfigError(f"[train] {kind}.{name} is no event of a training; events are {', '.join(events)}")
+            raise ConfigError(
+                f"[train] {kind}.{name} is no event of a training; events are {', '.join(events)}"
+            )
         try:
             inspect.signature(getattr(callback, name)).bind(None)
         except TypeError:
             raise ConfigError(
-                f"[train] {kind}.{name} does not take the context alone, with which it is called: def {name}(self, "
+                f"[train] {kind}.{name} does not take the context alone, with which it is "
+                f"called: def {name}(self, "
                 "context); the trainer is context.trainer"
             ) from None
 
 
 def joined(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a trainer's __init__: sets `trainer.callbacks`, those that the environment asks for (at most one),
-    whose arguments go before those that were given."""
+    """Decorates a trainer's __init__: sets `trainer.callbacks`, those that the environment asks
+    for (at most one), whose arguments go before those that were given.
+    """
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -216,7 +254,8 @@ def joined(init: Callable[..., None]) -> Callable[..., None]:
         for callback in trainer.callbacks:
             bound = signature.bind(trainer, *args, **kwargs)
             bound.arguments.update(callback.arguments(dict(bound.arguments)))
-            args, kwargs = bound.args[1:], bound.kwargs
+            args = bound.args[1:]
+            kwargs = bound.kwargs
         init(trainer, *args, **kwargs)
 
     return wrapped

@@ -1,7 +1,8 @@
-"""The callbacks that come with odyssey: stopping early, keeping the best checkpoint, the learning rate, time.
+"""The callbacks that come with odyssey: stopping early, keeping the best checkpoint, the
+learning rate, time.
 
-What they decide by is rank 0's, so all ranks decide alike; what they remember is in checkpoints, so a training that
-goes on decides as one that was never stopped.
+What they decide by is rank 0's, so all ranks decide alike; what they remember is in checkpoints, so
+a training that goes on decides as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -36,19 +37,25 @@ def _number(value: Any) -> bool:
 class Monitor(Callback):
     """Looks at a figure of an epoch's record, such as "test_loss", "test_accuracy" or "train_loss".
 
-    mode: "min" if less is better, "max", or "auto": "max" for what ends in accuracy or top5 (any number), else "min".
-    min_delta: by how much it must be better than the best to count as better.
-    Raises ConfigError: a setting is not allowed; an epoch has no such figure: before the first step where it can be
-    known then (Context.figures), else at the end of the first epoch.
+    mode: "min" if less is better, "max", or "auto": "max" for what ends in accuracy or top5 (any
+    number), else "min". min_delta: by how much it must be better than the best to count as better.
+    Raises ConfigError: a setting is not allowed; an epoch has no such figure: before the first step
+    where it can be known then (Context.figures), else at the end of the first epoch.
     """
 
-    def __init__(self, monitor: str = "test_loss", mode: str = "auto", min_delta: float = 0.0) -> None:
-        self.monitor = _check(self, "monitor", monitor, isinstance(monitor, str), "give the name of a figure")
+    def __init__(
+        self, monitor: str = "test_loss", mode: str = "auto", min_delta: float = 0.0
+    ) -> None:
+        self.monitor = _check(
+            self, "monitor", monitor, isinstance(monitor, str), "give the name of a figure"
+        )
         self.mode = _check(self, "mode", mode, mode in MODES, f"choose from {', '.join(MODES)}")
         if mode == "auto":
             self.mode = "max" if re.search(r"(accuracy|top\d+)$", monitor) else "min"
         ok = _number(min_delta) and min_delta >= 0
-        self.min_delta = _check(self, "min_delta", min_delta, ok, "it must be a number of at least 0")
+        self.min_delta = _check(
+            self, "min_delta", min_delta, ok, "it must be a number of at least 0"
+        )
         self.best: float | None = None
 
     def on_fit_start(self, context: Context) -> None:
@@ -61,29 +68,39 @@ class Monitor(Callback):
         """Raises ConfigError, on all ranks: `monitor` is none of the figures that an epoch has."""
         if self.monitor not in known:
             part, _, figure = self.monitor.partition("_")
-            why, tests = "", ("test", "val", "valid", "validation", "eval")
+            why = ""
+            tests = ("test", "val", "valid", "validation", "eval")
             if part in tests[1:] and f"test_{figure}" in known:
                 why = f"write 'test_{figure}', or "
             elif part in tests and not any(name.startswith("test_") for name in known):
                 why = "give fit() a validation set, whose figures are test_loss, ..., or "
             raise ConfigError(
-                f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose from {', '.join(known)}"
+                f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose "
+                f"from {', '.join(known)}"
             ).on_all_ranks()
 
     def value(self, context: Context) -> float | None:
-        """Rank 0's figure of this epoch, on all ranks; None where verify or replay leaves validation out."""
+        """Rank 0's figure of this epoch, on all ranks; None where verify or replay leaves
+        validation out.
+        """
         record = context.record
-        known = [name for name, v in record.items() if isinstance(v, (int, float)) and name != "epoch"]
+        known = [
+            name for name, v in record.items() if isinstance(v, (int, float)) and name != "epoch"
+        ]
         if self.monitor not in known and not context.validate:
             return None
         self.check(known)
-        return float(context.trainer.comm.broadcast(np.array([record[self.monitor]], np.float64))[0])
+        return float(
+            context.trainer.comm.broadcast(np.array([record[self.monitor]], np.float64))[0]
+        )
 
     def better(self, value: float, than: float | None) -> bool:
         """Returns whether a figure is better than another; NaN never is."""
         if math.isnan(value) or than is None:
             return not math.isnan(value)
-        return value < than - self.min_delta if self.mode == "min" else value > than + self.min_delta
+        return (
+            value < than - self.min_delta if self.mode == "min" else value > than + self.min_delta
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -96,7 +113,11 @@ class Patience(Monitor):
     """Counts epochs since the figure was better for the last time: `waited`."""
 
     def __init__(
-        self, monitor: str = "test_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
+        self,
+        monitor: str = "test_loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "auto",
     ) -> None:
         super().__init__(monitor, mode, min_delta)
         self.patience = check_integer(f"[{type(self).__name__}] patience", patience, 0)
@@ -112,7 +133,8 @@ class Patience(Monitor):
         if value is None:
             return False
         if self.better(value, self.best):
-            self.best, self.waited = value, 0
+            self.best = value
+            self.waited = 0
         else:
             self.waited += 1
         return self.waited >= max(self.patience, 1)
@@ -126,7 +148,9 @@ class Patience(Monitor):
 
 
 class EarlyStopping(Patience):
-    """Finishes the training after `patience` epochs in which the figure was not better by more than `min_delta`."""
+    """Finishes the training after `patience` epochs in which the figure was not better by more
+    than `min_delta`.
+    """
 
     def on_epoch_end(self, context: Context) -> None:
         if self.too_long(context):
@@ -140,24 +164,32 @@ class EarlyStopping(Patience):
 
     @classmethod
     def parse(cls, text: str, figures: Sequence[str]) -> EarlyStopping:
-        """That of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`. Raises ConfigError: it is no such
-        text, or names none of these figures."""
+        """That of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`.
+
+        Raises ConfigError: it is no such text, or names none of these figures.
+        """
         monitor, *numbers = (part.strip() for part in text.split(":"))
         if monitor not in figures:
-            raise ConfigError(f"[train] --early-stopping names {monitor!r}; choose from {', '.join(figures)}")
+            raise ConfigError(
+                f"[train] --early-stopping names {monitor!r}; choose from {', '.join(figures)}"
+            )
         try:
-            return cls(monitor, *(kind(n) for kind, n in zip((int, float, None), numbers, strict=False)))
+            return cls(
+                monitor, *(kind(n) for kind, n in zip((int, float, None), numbers, strict=False))
+            )
         except ConfigError:
             raise
         except (TypeError, ValueError):
             raise ConfigError(
-                f"[train] --early-stopping is {text!r}; give FIGURE[:PATIENCE[:MIN_DELTA]], such as {monitor}:3:0.01"
+                f"[train] --early-stopping is {text!r}; give FIGURE[:PATIENCE[:MIN_DELTA]], such "
+                f"as {monitor}:3:0.01"
             ) from None
 
 
 class ReduceLROnPlateau(Patience):
-    """Multiplies the learning rate with `factor` after `patience` epochs in which the figure was not better, and waits
-    anew; not below `min_lr`. A schedule goes on as a factor on it."""
+    """Multiplies the learning rate with `factor` after `patience` epochs in which the figure was
+    not better, and waits anew; not below `min_lr`. A schedule goes on as a factor on it.
+    """
 
     def __init__(
         self,
@@ -169,8 +201,12 @@ class ReduceLROnPlateau(Patience):
         min_lr: float = 0.0,
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
-        self.factor = _check(self, "factor", factor, _number(factor) and 0 < factor < 1, "it must be between 0 and 1")
-        self.min_lr = _check(self, "min_lr", min_lr, _number(min_lr) and min_lr >= 0, "it must be at least 0")
+        self.factor = _check(
+            self, "factor", factor, _number(factor) and 0 < factor < 1, "it must be between 0 and 1"
+        )
+        self.min_lr = _check(
+            self, "min_lr", min_lr, _number(min_lr) and min_lr >= 0, "it must be at least 0"
+        )
 
     def on_epoch_end(self, context: Context) -> None:
         if not self.too_long(context):
@@ -179,24 +215,42 @@ class ReduceLROnPlateau(Patience):
         rate = context.trainer.base_rate
         if rate > self.min_lr:
             context.trainer.scale_rate(max(self.factor, self.min_lr / rate))
-            context.trainer.say(f"learning rate {rate:g} -> {context.trainer.base_rate:g}: {self.monitor} is no better")
+            context.trainer.say(
+                f"learning rate {rate:g} -> {context.trainer.base_rate:g}: {self.monitor} is no "
+                "better"
+            )
 
 
 class ModelCheckpoint(Monitor):
-    """Keeps the checkpoints of the `save_top_k` best epochs beside the most recent ones, and gives two of them names:
-    `best` (or `name`) and `last` in the directory of checkpoints lead to them, for fit(resume=), load_checkpoint() and
-    odyssey.load(). `best_value` and `best_path` are those of the best so far.
+    """Keeps the checkpoints of the `save_top_k` best epochs beside the most recent ones, and
+    gives two of them names: `best` (or `name`) and `last` in the directory of checkpoints
+    lead to them, for fit(resume=), load_checkpoint() and odyssey.load(). `best_value` and
+    `best_path` are those of the best so far.
 
     Raises ConfigError: fit() makes no checkpoints.
     """
 
     def __init__(
-        self, monitor: str = "test_loss", mode: str = "auto", save_top_k: int = 1, *, name: str = "best"
+        self,
+        monitor: str = "test_loss",
+        mode: str = "auto",
+        save_top_k: int = 1,
+        *,
+        name: str = "best",
     ) -> None:
         super().__init__(monitor, mode)
         self.save_top_k = check_integer("[ModelCheckpoint] save_top_k", save_top_k, 1)
-        ok = isinstance(name, str) and re.fullmatch(r"(?!step_|last$)[A-Za-z][A-Za-z0-9_-]{0,63}", name) is not None
-        self.name = _check(self, "name", name, ok, "give letters, digits, - and _; not 'last', nor what begins step_")
+        ok = (
+            isinstance(name, str)
+            and re.fullmatch(r"(?!step_|last$)[A-Za-z][A-Za-z0-9_-]{0,63}", name) is not None
+        )
+        self.name = _check(
+            self,
+            "name",
+            name,
+            ok,
+            "give letters, digits, - and _; not 'last', nor what begins step_",
+        )
         self.top: list[tuple[float, int]] = []  # (figure, step), the best first
         self._folder: Path | None = None
 
@@ -212,22 +266,30 @@ class ModelCheckpoint(Monitor):
 
     def on_fit_start(self, context: Context) -> None:
         super().on_fit_start(context)
-        self.top, self._folder = [], context.folder
+        self.top = []
+        self._folder = context.folder
         if context.folder is None and not context.saving.off:
-            raise ConfigError("[ModelCheckpoint] fit() makes no checkpoints; give it a checkpoint_dir").on_all_ranks()
+            raise ConfigError(
+                "[ModelCheckpoint] fit() makes no checkpoints; give it a checkpoint_dir"
+            ).on_all_ranks()
 
     def on_epoch_end(self, context: Context) -> None:
         value = self.value(context)
         if value is None or math.isnan(value):
             return
         sign = 1 if self.mode == "min" else -1
-        others = [one for one in self.top if one[1] != context.steps]  # an epoch may end twice: before a restart, after
-        self.top = sorted([*others, (value, context.steps)], key=lambda one: sign * one[0])[: self.save_top_k]
+        # an epoch may end twice: before a restart, after
+        others = [one for one in self.top if one[1] != context.steps]
+        self.top = sorted([*others, (value, context.steps)], key=lambda one: sign * one[0])[
+            : self.save_top_k
+        ]
         context.due = context.due or any(step == context.steps for _, step in self.top)
 
     def on_checkpoint(self, context: Context) -> None:
         context.kept |= {step for _, step in self.top}
-        context.marks |= {"last"} | ({self.name} if self.top and self.top[0][1] == context.steps else set())
+        context.marks |= {"last"} | (
+            {self.name} if self.top and self.top[0][1] == context.steps else set()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"top": self.top}
@@ -237,7 +299,9 @@ class ModelCheckpoint(Monitor):
 
 
 class LearningRateMonitor(Callback):
-    """Gives loggers the learning rate of each step, as "lr", and the record of an epoch that of its last."""
+    """Gives loggers the learning rate of each step, as "lr", and the record of an epoch that of
+    its last.
+    """
 
     exact = False
 
@@ -247,24 +311,30 @@ class LearningRateMonitor(Callback):
 
 
 class Timer(Callback):
-    """Finishes the training after a time: seconds, a datetime.timedelta, or "HH:MM:SS" (days as "DD:HH:MM:SS").
+    """Finishes the training after a time: seconds, a datetime.timedelta, or "HH:MM:SS" (days as
+    "DD:HH:MM:SS").
 
-    What was trained before a restart counts. The first rank whose time is over ends it for all, about a tenth of a
-    second later.
+    What was trained before a restart counts. The first rank whose time is over ends it for all,
+    about a tenth of a second later.
     """
 
     exact = False
 
     def __init__(self, duration: float | str | datetime.timedelta) -> None:
         self.duration = self._seconds(duration)
-        self._begun, self._before = 0.0, 0.0
+        self._begun = 0.0
+        self._before = 0.0
 
     def _seconds(self, given: Any) -> float:
         seconds = given.total_seconds() if isinstance(given, datetime.timedelta) else given
         if isinstance(given, str):
             parts = given.split(":")
             ok = 3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts)
-            seconds = sum(int(p) * n for p, n in zip(parts[::-1], (1, 60, 3600, 86400), strict=False)) if ok else None
+            seconds = (
+                sum(int(p) * n for p, n in zip(parts[::-1], (1, 60, 3600, 86400), strict=False))
+                if ok
+                else None
+            )
         ok = _number(seconds) and seconds > 0
         _check(self, "duration", given, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'")
         return float(seconds)
@@ -275,7 +345,8 @@ class Timer(Callback):
         return self._before + time.monotonic() - self._begun if self._begun else self._before
 
     def on_fit_start(self, context: Context) -> None:
-        self._begun, self._before = time.monotonic(), 0.0
+        self._begun = time.monotonic()
+        self._before = 0.0
 
     def on_step_end(self, context: Context) -> None:
         if self.elapsed >= self.duration:
@@ -284,7 +355,8 @@ class Timer(Callback):
     on_epoch_end = on_step_end
 
     def on_fit_end(self, context: Context) -> None:
-        self._before, self._begun = self.elapsed, 0.0
+        self._before = self.elapsed
+        self._begun = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.elapsed}
@@ -297,8 +369,9 @@ class Timer(Callback):
 
 
 class LambdaCallback(Callback):
-    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda c: print(c.record)). Raises
-    ConfigError: there is no such event."""
+    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda c:
+    print(c.record)). Raises ConfigError: there is no such event.
+    """
 
     own_code = True
 
@@ -306,8 +379,14 @@ class LambdaCallback(Callback):
         events = [name for name in vars(Callback) if name.startswith("on_")]
         for name, function in functions.items():
             if name not in events:
-                raise ConfigError(f"[LambdaCallback] {name!r} is no event{did_you_mean(name, events)}")
-            setattr(self, name, _check(self, name, function, callable(function), "give a function of a Context"))
+                raise ConfigError(
+                    f"[LambdaCallback] {name!r} is no event{did_you_mean(name, events)}"
+                )
+            setattr(
+                self,
+                name,
+                _check(self, name, function, callable(function), "give a function of a Context"),
+            )
 
     def __repr__(self) -> str:
         return f"LambdaCallback({', '.join(vars(self))})"

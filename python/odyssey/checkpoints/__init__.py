@@ -1,6 +1,8 @@
-"""Checkpoints: the state of a training on disk, whole or not there, and every byte of it checked before it is used.
+"""Checkpoints: the state of a training on disk, whole or not there, and every byte of it checked
+before it is used.
 
-docs/checkpoints.md has the format and what is promised. What it is not: `odyssey.checkpoint`, for activations.
+docs/checkpoints.md has the format and what is promised. What it is not: `odyssey.checkpoint`, for
+activations.
 """
 
 from ..base.lazy import attach

@@ -1,8 +1,9 @@
 """The header of a safetensors file, and which tensors a checkpoint may have.
 
-A file is 8 bytes (length of the JSON, little-endian), the JSON, then the data of all tensors without gaps. Format:
-https://github.com/huggingface/safetensors. No header is ever parsed: the manifest names a file's tensors, and there is
-one header for them, which the file must begin with (reader.py).
+A file is 8 bytes (length of the JSON, little-endian), the JSON, then the data of all tensors
+without gaps. Format: https://github.com/huggingface/safetensors. No header is ever parsed: the
+manifest names a file's tensors, and there is one header for them, which the file must begin with
+(reader.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ INTEGER_LIMIT = 1 << 63
 LENGTH_BYTES = 8
 ROWS_LIMIT = 1 << 22  # of all parts of a tensor
 
-DTYPES = {  # name in the file -> numpy dtype, little-endian; numpy has no bfloat16: its bits come as uint16
+# name in the file -> numpy dtype, little-endian; numpy has no bfloat16: its bits come as uint16
+DTYPES = {
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
     **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"},
     **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1"},
@@ -36,7 +38,9 @@ _CHARACTERS = re.compile(r"[A-Za-z0-9_./-]+")
 
 
 class ElementRun(NamedTuple):
-    """Elements of a tensor in C order: `count` times `length` of them, from `start` on, `step` apart."""
+    """Elements of a tensor in C order: `count` times `length` of them, from `start` on, `step`
+    apart.
+    """
 
     start: int
     length: int
@@ -52,7 +56,9 @@ class ElementRun(NamedTuple):
         return self.start + (self.count - 1) * self.step + self.length
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-        """Elements lo to hi of the run: (number in the run, number in the tensor, how many follow each other)."""
+        """Elements lo to hi of the run: (number in the run, number in the tensor, how many
+        follow each other).
+        """
         while lo < hi:
             row, column = divmod(lo, self.length)
             n = min(self.length - column, hi - lo)
@@ -61,11 +67,17 @@ class ElementRun(NamedTuple):
 
 
 def rows(runs: list[tuple[int, int]]) -> list[ElementRun]:
-    """Runs (start, length) in their order, where neighbours of one length that are equally far apart are one."""
+    """Runs (start, length) in their order, where neighbours of one length that are equally far
+    apart are one.
+    """
     made: list[ElementRun] = []
     for at, n in runs:
         last = made[-1] if made else None
-        if last and last.length == n and (last.count == 1 or at - last.start == last.count * last.step):
+        if (
+            last
+            and last.length == n
+            and (last.count == 1 or at - last.start == last.count * last.step)
+        ):
             made[-1] = last._replace(step=(at - last.start) // last.count, count=last.count + 1)
         else:
             made.append(ElementRun(at, n, n, 1))
@@ -73,7 +85,9 @@ def rows(runs: list[tuple[int, int]]) -> list[ElementRun]:
 
 
 class Entry(NamedTuple):
-    """One tensor of a file, or `run` of one of shape `whole`: bytes `begin` to `end` of what follows the header."""
+    """One tensor of a file, or `run` of one of shape `whole`: bytes `begin` to `end` of what
+    follows the header.
+    """
 
     name: str
     dtype: str
@@ -89,7 +103,9 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Returns, of a part, the stem of the file that its tensor would be in otherwise, and the tensor's name."""
+        """Returns, of a part, the stem of the file that its tensor would be in otherwise, and
+        the tensor's name.
+        """
         stem, _, name = self.name.rpartition("/")[0].partition("/")
         return stem, name
 
@@ -104,19 +120,27 @@ def name_problem(name: Any) -> str | None:
 
 
 def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) -> Entry:
-    """The tensor that a file describes; CheckpointError if it cannot be one within `space` bytes of data."""
+    """The tensor that a file describes; CheckpointError if it cannot be one within `space` bytes
+    of data.
+    """
     problem = name_problem(name)
     if problem:
         raise CheckpointError(f"{ascii(name)[:80]}: {problem}")
     if type(dtype) is not str or dtype not in DTYPES:
         raise CheckpointError(f"{name}: dtype {ascii(dtype)[:40]} is none of {' '.join(DTYPES)}")
     if not _whole_numbers(shape) or len(shape) > RANK_LIMIT:
-        raise CheckpointError(f"{name}: a shape is at most {RANK_LIMIT} whole numbers, not {ascii(shape)[:60]}")
+        raise CheckpointError(
+            f"{name}: a shape is at most {RANK_LIMIT} whole numbers, not {ascii(shape)[:60]}"
+        )
     if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= space:
-        raise CheckpointError(f"{name}: bytes {ascii(offsets)[:60]} are not within the {space} bytes of data")
+        raise CheckpointError(
+            f"{name}: bytes {ascii(offsets)[:60]} are not within the {space} bytes of data"
+        )
     begin, end = offsets
     if math.prod(shape) * _WIDTHS[dtype] != end - begin:
-        raise CheckpointError(f"{name}: {dtype} of shape {ascii(shape)[:80]} is not {end - begin} bytes")
+        raise CheckpointError(
+            f"{name}: {dtype} of shape {ascii(shape)[:80]} is not {end - begin} bytes"
+        )
     return Entry(name, dtype, tuple(shape), begin, end)
 
 
@@ -125,7 +149,10 @@ def check_tiling(tensors: list[Entry], space: int) -> None:
     at = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
         if tensor.begin != at:
-            raise CheckpointError(f"{tensor.name}: its bytes begin at {tensor.begin}, not at {at}: a gap or an overlap")
+            raise CheckpointError(
+                f"{tensor.name}: its bytes begin at {tensor.begin}, not at {at}: a gap or an "
+                "overlap"
+            )
         at = tensor.end
     if at != space:
         raise CheckpointError(f"the tensors fill {at} bytes, the file has {space} of data")
@@ -133,12 +160,28 @@ def check_tiling(tensors: list[Entry], space: int) -> None:
 
 def check_part(tensor: Entry, whole: Any, run: Any) -> Entry:
     """The tensor of a file as a part of another one; CheckpointError if it cannot be."""
-    if not _whole_numbers(whole) or len(whole) > RANK_LIMIT or not _whole_numbers(run) or len(run) != 4:
-        raise CheckpointError(f"{tensor.name}: whole and run are whole numbers, not {ascii([whole, run])[:80]}")
-    made, name = ElementRun(*run), tensor.key[1]
+    if (
+        not _whole_numbers(whole)
+        or len(whole) > RANK_LIMIT
+        or not _whole_numbers(run)
+        or len(run) != 4
+    ):
+        raise CheckpointError(
+            f"{tensor.name}: whole and run are whole numbers, not {ascii([whole, run])[:80]}"
+        )
+    made = ElementRun(*run)
+    name = tensor.key[1]
     fits = made.count == 1 or made.length <= made.step
-    if not name or not fits or made.count < 1 or (made.size,) != tensor.shape or made.stop > math.prod(whole):
-        raise CheckpointError(f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape {ascii(whole)[:80]}")
+    if (
+        not name
+        or not fits
+        or made.count < 1
+        or (made.size,) != tensor.shape
+        or made.stop > math.prod(whole)
+    ):
+        raise CheckpointError(
+            f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape {ascii(whole)[:80]}"
+        )
     return tensor._replace(whole=tuple(whole), run=made)
 
 
@@ -150,8 +193,12 @@ def check_parts(parts: Sequence[Entry]) -> None:
         raise CheckpointError(f"{'/'.join(first.key)}: its parts are of several dtypes or shapes")
     runs = [one.run for one in parts if one.run is not None and one.run.size]
     if sum(run.size for run in runs) != size or sum(run.count for run in runs) > ROWS_LIMIT:
-        raise CheckpointError(f"{'/'.join(first.key)}: its parts are not {size} elements in at most {ROWS_LIMIT} rows")
-    starts = np.concatenate([np.zeros(0, np.int64), *(run.start + run.step * np.arange(run.count) for run in runs)])
+        raise CheckpointError(
+            f"{'/'.join(first.key)}: its parts are not {size} elements in at most {ROWS_LIMIT} rows"
+        )
+    starts = np.concatenate(
+        [np.zeros(0, np.int64), *(run.start + run.step * np.arange(run.count) for run in runs)]
+    )
     lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
     order = np.argsort(starts)
     if len(runs) and (starts[order] != np.concatenate([[0], np.cumsum(lengths[order])[:-1]])).any():
@@ -160,16 +207,21 @@ def check_parts(parts: Sequence[Entry]) -> None:
 
 def encode_header(tensors: Sequence[Entry]) -> bytes:
     """The header of a file with these tensors: length and JSON."""
-    entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]} for t in tensors}
+    entries = {
+        t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]}
+        for t in tensors
+    }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
-    """The header for tensors of these dtypes and shapes (length and JSON), and their places in the order of the data.
-    Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes. Raises
-    OutputError: a name or a dtype that the format, or its limits, do not have."""
+    """The header for tensors of these dtypes and shapes (length and JSON), and their places in
+    the order of the data. Wide dtypes come first, so each tensor is aligned; then by name:
+    the same arrays give the same bytes. Raises OutputError: a name or a dtype that the
+    format, or its limits, do not have.
+    """
     for name, (dtype, shape) in forms.items():
         problem = name_problem(name)
         if problem is None and dtype.str not in _NAMES:
@@ -180,16 +232,24 @@ def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
             raise OutputError(f"{ascii(name)[:80]}: {problem}")
     if len(forms) > TENSORS_LIMIT:
         raise OutputError(f"{len(forms)} tensors in one file are more than {TENSORS_LIMIT}")
-    tensors, at = [], 0
-    for name, (dtype, shape) in sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+    tensors = []
+    at = 0
+    for name, (dtype, shape) in sorted(
+        forms.items(), key=lambda item: (-item[1][0].itemsize, item[0])
+    ):
         end = at + math.prod(shape) * dtype.itemsize
         tensors.append(Entry(name, _NAMES[dtype.str], shape, at, end))
         at = end
     header = encode_header(tensors)
     if len(header) - LENGTH_BYTES > HEADER_LIMIT:
-        raise OutputError(f"a header of {len(header)} bytes is longer than {HEADER_LIMIT}; use fewer tensors per file")
+        raise OutputError(
+            f"a header of {len(header)} bytes is longer than {HEADER_LIMIT}; use fewer tensors "
+            "per file"
+        )
     return header, tensors
 
 
 def _whole_numbers(value: Any) -> bool:
-    return type(value) is list and all(type(one) is int and 0 <= one < INTEGER_LIMIT for one in value)
+    return type(value) is list and all(
+        type(one) is int and 0 <= one < INTEGER_LIMIT for one in value
+    )

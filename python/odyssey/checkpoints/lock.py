@@ -1,4 +1,5 @@
-"""One writer per directory of checkpoints: who holds the file `.lock` (docs/checkpoints.md), and is named in it.
+"""One writer per directory of checkpoints: who holds the file `.lock` (docs/checkpoints.md), and
+is named in it.
 
 Where there is no flock, what the file says decides.
 """
@@ -28,7 +29,9 @@ class Holder(NamedTuple):
     attempt: int
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on {printable(self.host)}" + (f" (attempt {self.attempt})" if self.attempt else "")
+        return f"pid {self.pid} on {printable(self.host)}" + (
+            f" (attempt {self.attempt})" if self.attempt else ""
+        )
 
     @property
     def dead(self) -> bool:
@@ -41,7 +44,8 @@ class DirectoryLock:
 
     def __init__(self, folder: Path, attempt: int) -> None:
         """Raises OutputError: somebody else holds it. OSError: the file cannot be made."""
-        self.path, self._place = folder / NAME, printable(str(folder))
+        self._place = printable(str(folder))
+        self.path = folder / NAME
         self.mine = Holder(host_name(), os.getpid(), attempt)
         self._file: LockFile | None = self._take()
 
@@ -56,7 +60,9 @@ class DirectoryLock:
             now.release(empty=False)
         except OSError as problem:
             holder = f"nobody ({self.path.name}: {problem.strerror})"
-        raise OutputError(f"{self._place} is held by {holder} now, not by {self.mine}: nothing is written")
+        raise OutputError(
+            f"{self._place} is held by {holder} now, not by {self.mine}: nothing is written"
+        )
 
     def release(self) -> None:
         """Gives it back."""
@@ -78,7 +84,10 @@ class DirectoryLock:
                     return made
                 if time.monotonic() > until:
                     who = holder or "another process"
-                    raise OutputError(f"[checkpoint] {self._place} is in use by {who}; wait, or give another directory")
+                    raise OutputError(
+                        f"[checkpoint] {self._place} is in use by {who}; wait, or give another "
+                        "directory"
+                    )
             except BaseException:
                 file.release(empty=False)
                 raise
@@ -89,7 +98,12 @@ class DirectoryLock:
         taken = file.take()
         if taken is None:
             holder = _holder(file)
-            taken = holder is None or holder.dead or holder == self.mine or holder.attempt < self.mine.attempt
+            taken = (
+                holder is None
+                or holder.dead
+                or holder == self.mine
+                or holder.attempt < self.mine.attempt
+            )
         if not taken or not file.in_place():  # it was replaced meanwhile
             return False
         file.write(self.mine._asdict(), durable=True)
@@ -97,7 +111,9 @@ class DirectoryLock:
 
     def _take_over(self) -> LockFile:
         """Puts a new file in the place of one that an earlier attempt still holds."""
-        made = LockFile(self.path.with_name(f"{NAME}.{self.mine.attempt}.{self.mine.host}.{self.mine.pid}"))
+        made = LockFile(
+            self.path.with_name(f"{NAME}.{self.mine.attempt}.{self.mine.host}.{self.mine.pid}")
+        )
         try:
             with contextlib.suppress(OSError):
                 made.take()

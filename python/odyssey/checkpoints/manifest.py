@@ -1,7 +1,8 @@
 """manifest.json: what a checkpoint consists of, with a SHA-256 for every part and one for itself.
 
-There is exactly one text for given content, and only that text is accepted: a changed byte anywhere is found. With a
-key, an HMAC-SHA256 says as well that somebody who has the key wrote it; a checksum alone says nothing about who did.
+There is exactly one text for given content, and only that text is accepted: a changed byte anywhere
+is found. With a key, an HMAC-SHA256 says as well that somebody who has the key wrote it; a checksum
+alone says nothing about who did.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from typing import Any, NamedTuple
 
 from ..base.files import parse_json
 from ..errors import CheckpointError, ConfigError, DataError, OutputError
-from .header import INTEGER_LIMIT, TENSORS_LIMIT, Entry, check_part, check_parts, check_tensor, check_tiling
+from .header import (
+    INTEGER_LIMIT,
+    TENSORS_LIMIT,
+    Entry,
+    check_part,
+    check_parts,
+    check_tensor,
+    check_tiling,
+)
 from .snapshot import SUFFIX, is_file_name
 
 NAME = "manifest.json"
@@ -34,7 +43,9 @@ _PART_KEYS = (*_TENSOR_KEYS, "whole", "run")
 
 
 class File(NamedTuple):
-    """One safetensors file: its size in bytes, its tensors in the order of its header, and their digests (hex)."""
+    """One safetensors file: its size in bytes, its tensors in the order of its header, and their
+    digests (hex).
+    """
 
     name: str
     size: int
@@ -44,7 +55,10 @@ class File(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Contents of a checkpoint. `signed` says that a MAC is there, which is worth something only where a key is."""
+    """Contents of a checkpoint.
+
+    `signed` says that a MAC is there, which is worth something only where a key is.
+    """
 
     step: int
     attempt: int
@@ -60,11 +74,17 @@ class Manifest(NamedTuple):
     @property
     def version(self) -> int:
         """Version of the format."""
-        return PARTS if any(one.run is not None for file in self.files for one in file.tensors) else WHOLE
+        return (
+            PARTS
+            if any(one.run is not None for file in self.files for one in file.tensors)
+            else WHOLE
+        )
 
     @property
     def tensors(self) -> dict[tuple[str, str], list[tuple[File, Entry, str]]]:
-        """Returns the parts of each tensor, by (stem, name): each a tensor of a file, and its digest."""
+        """Returns the parts of each tensor, by (stem, name): each a tensor of a file, and its
+        digest.
+        """
         found: dict[tuple[str, str], list[tuple[File, Entry, str]]] = {}
         for file in self.files:
             for one, digest in zip(file.tensors, file.digests, strict=True):
@@ -83,8 +103,16 @@ class Manifest(NamedTuple):
         return body + _end(body, mac)
 
     def _body(self) -> bytes:
-        """Everything but the digests. One line per tensor: it can be read, and compared with diff."""
-        head = {"format": FORMAT, "version": self.version, "step": self.step, "attempt": self.attempt}
+        """Everything but the digests.
+
+        One line per tensor: it can be read, and compared with diff.
+        """
+        head = {
+            "format": FORMAT,
+            "version": self.version,
+            "step": self.step,
+            "attempt": self.attempt,
+        }
         head["values"] = self.values
         lines = [f'"{name}":{_text(value)}' for name, value in head.items()]
         files = ",\n".join(file_text(file) for file in self.files)
@@ -92,7 +120,10 @@ class Manifest(NamedTuple):
 
 
 def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: C901
-    """The manifest that these bytes are. Raises CheckpointError: they are none, or changed, or lack a MAC by `key`."""
+    """The manifest that these bytes are.
+
+    Raises CheckpointError: they are none, or changed, or lack a MAC by `key`.
+    """
     if len(data) > LIMIT:
         raise CheckpointError(f"{NAME} is longer than {LIMIT} bytes")
     try:
@@ -103,11 +134,17 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
         raise CheckpointError(f"{NAME} is not that of a checkpoint")
     version = content.get("version")
     if type(version) is not int or version not in VERSIONS:
-        raise CheckpointError(f"{NAME} has format version {ascii(version)[:40]}; {WHOLE} and {PARTS} can be read")
+        raise CheckpointError(
+            f"{NAME} has format version {ascii(version)[:40]}; {WHOLE} and {PARTS} can be read"
+        )
     mac = content.pop("hmac_sha256", None)
     if tuple(content) != _KEYS or not (mac is None or _is_digest(mac)):
         raise CheckpointError(f"{NAME} does not have the entries {' '.join(_KEYS)}, in this order")
-    if not _is_size(content["step"]) or not _is_size(content["attempt"]) or type(content["values"]) is not dict:
+    if (
+        not _is_size(content["step"])
+        or not _is_size(content["attempt"])
+        or type(content["values"]) is not dict
+    ):
         raise CheckpointError(f"{NAME}: step and attempt are whole numbers, values is an object")
     files = content["files"]
     if type(files) is not list or not 0 < len(files) <= FILES_LIMIT:
@@ -115,7 +152,9 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
     made = tuple(file_of(file, version == PARTS) for file in files)
     if len({file.name for file in made}) < len(made):
         raise CheckpointError(f"{NAME} names a file twice")
-    found = Manifest(content["step"], content["attempt"], content["values"], made, signed=mac is not None)
+    found = Manifest(
+        content["step"], content["attempt"], content["values"], made, signed=mac is not None
+    )
     if version == PARTS:
         for parts in found.tensors.values():
             check_parts([one for _, one, _ in parts])
@@ -134,24 +173,32 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file: its bytes without spaces and line ends around them, at least 16; for its owner's eyes only.
-    Raises ConfigError: the file cannot be a key."""
+    """The key in a file: its bytes without spaces and line ends around them, at least 16; for
+    its owner's eyes only. Raises ConfigError: the file cannot be a key.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             data = file.read(4097).strip() if stat.S_ISREG(status.st_mode) else b""
     except OSError as problem:
-        raise ConfigError(f"[checkpoint] the key file {path} cannot be read: {problem.strerror}") from problem
+        raise ConfigError(
+            f"[checkpoint] the key file {path} cannot be read: {problem.strerror}"
+        ) from problem
     if not 16 <= len(data) <= 4096:
-        raise ConfigError(f"[checkpoint] the key file {path} does not hold a key of 16 to 4096 bytes")
+        raise ConfigError(
+            f"[checkpoint] the key file {path} does not hold a key of 16 to 4096 bytes"
+        )
     if status.st_mode & 0o077:
         raise ConfigError(f"[checkpoint] the key file {path} can be read by others; chmod 600 it")
     return data
 
 
 def environment_key() -> bytes | None:
-    """The key that ODYSSEY_CHECKPOINT_KEY_FILE names, None without it. Raises ConfigError as `read_key`."""
+    """The key that ODYSSEY_CHECKPOINT_KEY_FILE names, None without it.
+
+    Raises ConfigError as `read_key`.
+    """
     path = os.environ.get(KEY_FILE)
     return read_key(Path(path)) if path else None
 
@@ -169,16 +216,23 @@ def sealed(found: Manifest, key: bytes | None) -> bytes:
 
 
 def file_of(entry: Any, parts: bool = True) -> File:
-    """A file with parts of tensors, or with whole ones. Raises CheckpointError: the entry is of none."""
+    """A file with parts of tensors, or with whole ones.
+
+    Raises CheckpointError: the entry is of none.
+    """
     if type(entry) is not dict or tuple(entry) != _FILE_KEYS:
         raise CheckpointError(f"{NAME}: a file has the entries {' '.join(_FILE_KEYS)}")
-    name, size, tensors = entry["name"], entry["size"], entry["tensors"]
+    name = entry["name"]
+    size = entry["size"]
+    tensors = entry["tensors"]
     if type(name) is not str or not is_file_name(name):
         raise CheckpointError(f"{NAME}: a file of a checkpoint is not called {ascii(name)[:80]}")
     if not _is_size(size) or not _is_digest(entry["header_sha256"]) or type(tensors) is not list:
         raise CheckpointError(f"{NAME}: {name}: size, header_sha256 or tensors is not of its kind")
     if len(tensors) > TENSORS_LIMIT:
-        raise CheckpointError(f"{NAME}: {name}: {len(tensors)} tensors are more than {TENSORS_LIMIT}")
+        raise CheckpointError(
+            f"{NAME}: {name}: {len(tensors)} tensors are more than {TENSORS_LIMIT}"
+        )
     try:
         made = tuple(_parse_tensor(one, size, parts) for one in tensors)
         check_tiling(list(made), sum(one.nbytes for one in made))

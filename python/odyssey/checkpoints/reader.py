@@ -1,6 +1,9 @@
-"""Opens one checkpoint, verifies every byte of it, and reads it. Never writes; never follows a link inside.
+"""Opens one checkpoint, verifies every byte of it, and reads it.
 
-Sizes are compared with the files before anything is allocated; what is hashed is what is given back.
+Never writes; never follows a link inside.
+
+Sizes are compared with the files before anything is allocated; what is hashed is what is given
+back.
 """
 
 from __future__ import annotations
@@ -25,20 +28,32 @@ from .manifest import File, Manifest, parse_manifest
 from .snapshot import SUFFIX, Snapshot, step_name, step_of
 
 PIECE = 1 << 20  # bytes read and hashed at a time
-THREADS_FROM = 4 << 20  # bytes from which on threads are worth starting: hashing runs at about 1 GB/s
+# bytes from which on threads are worth starting: hashing runs at about 1 GB/s
+THREADS_FROM = 4 << 20
 
 
 class Stored:
-    """A tensor of a checkpoint that is read when it is asked for, whole or in part. What is read is hashed."""
+    """A tensor of a checkpoint that is read when it is asked for, whole or in part.
 
-    def __init__(self, folder: Folder, parts: list[tuple[int, File, Entry, str]], make: Any) -> None:
+    What is read is hashed.
+    """
+
+    def __init__(
+        self, folder: Folder, parts: list[tuple[int, File, Entry, str]], make: Any
+    ) -> None:
         one = parts[0][2]
-        self.shape, self.dtype = one.shape if one.whole is None else one.whole, np.dtype(DTYPES[one.dtype])
+        self.dtype = np.dtype(DTYPES[one.dtype])
+        self.shape = one.shape if one.whole is None else one.whole
         self.size = math.prod(self.shape)
-        self._folder, self._parts, self._make = folder, parts, make
+        self._folder = folder
+        self._parts = parts
+        self._make = make
 
     def read(self, lo: int, out: np.ndarray) -> None:
-        """Fills an array (n,) with elements lo to lo + n; an empty one: checks all. Raises CheckpointError."""
+        """Fills an array (n,) with elements lo to lo + n; an empty one: checks all.
+
+        Raises CheckpointError.
+        """
         for start, file, tensor, digest in self._parts:
             run = tensor.run or ElementRun(0, self.size, self.size, 1)
             if out.size == 0 or (run.start < lo + out.size and run.stop > lo):
@@ -49,9 +64,20 @@ class Stored:
         self.read(0, whole.reshape(-1))
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
-    def _take(self, at: int, file: File, tensor: Entry, run: ElementRun, digest: str, lo: int, out: np.ndarray) -> None:
+    def _take(
+        self,
+        at: int,
+        file: File,
+        tensor: Entry,
+        run: ElementRun,
+        digest: str,
+        lo: int,
+        out: np.ndarray,
+    ) -> None:
         """Reads a part in pieces: into `out`, which begins at element lo, or past it."""
-        found, hi, step = hashlib.sha256(), lo + len(out), PIECE // self.dtype.itemsize
+        found = hashlib.sha256()
+        hi = lo + len(out)
+        step = PIECE // self.dtype.itemsize
         buffer = np.empty(min(step, run.size), self.dtype)
         with _file(self._folder.descriptor, file.name) as (descriptor, _), _naming(file.name):
             for a in range(0, run.size, step):
@@ -61,7 +87,8 @@ class Stored:
                 _read_into(descriptor, bytes_of(piece), at + tensor.begin + a * self.dtype.itemsize)
                 found.update(piece)
                 for i, j, n in [] if direct else spans:
-                    first, last = max(j, lo), min(j + n, hi)
+                    first = max(j, lo)
+                    last = min(j + n, hi)
                     if first < last:
                         out[first - lo : last - lo] = piece[i - a + first - j : i - a + last - j]
             if not hmac.compare_digest(found.hexdigest(), digest):
@@ -77,12 +104,16 @@ class Folder:
 
 
 def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[Snapshot, Manifest]:
-    """The checkpoint in a directory, of tensors that are read when they are asked for (Stored); `follow` allows the
-    directory itself to be a symbolic link. CheckpointError says what is wrong with manifest, sizes and headers."""
+    """The checkpoint in a directory, of tensors that are read when they are asked for (Stored);
+    `follow` allows the directory itself to be a symbolic link. CheckpointError says what is
+    wrong with manifest, sizes and headers.
+    """
     from ..core.offload import maker
 
     make = maker(np.empty)  # on this thread
-    with _open("the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)) as directory:
+    with _open(
+        "the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
+    ) as directory:
         check_owner(os.fstat(directory))
         found, digest = _manifest(directory, path, key)
         starts = {}
@@ -92,7 +123,9 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
                     raise CheckpointError(f"it has {size} bytes, not {file.size}")
                 starts[file.name] = _check_header(descriptor, file)
         folder = Folder(directory)
-    stems = [file.name.removesuffix(SUFFIX) for file in found.files if found.version == manifest.WHOLE]
+    stems = [
+        file.name.removesuffix(SUFFIX) for file in found.files if found.version == manifest.WHOLE
+    ]
     arrays: dict[str, dict[str, Any]] = {stem: {} for stem in stems}
     for (stem, name), parts in found.tensors.items():
         placed = [(starts[file.name], file, *one) for file, *one in parts]
@@ -100,7 +133,9 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
     return Snapshot(found.step, arrays, found.values, source=(os.path.abspath(path), digest)), found
 
 
-def load(path: Path, key: bytes | None = None, follow: bool = False, whole: bool = True) -> tuple[Snapshot, Manifest]:
+def load(
+    path: Path, key: bytes | None = None, follow: bool = False, whole: bool = True
+) -> tuple[Snapshot, Manifest]:
     """Opens as `opened` does, with every byte checked, and, if `whole`, all arrays in memory."""
     snapshot, found = opened(path, key, follow)
     keys = list(found.tensors)
@@ -131,21 +166,28 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raises CheckpointError for a directory in which anybody could have put a file, or another one in its place."""
+    """Raises CheckpointError for a directory in which anybody could have put a file, or another
+    one in its place.
+    """
     if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
         raise CheckpointError(f"it belongs to user {status.st_uid} and everybody may write to it")
 
 
 def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) -> list[Any]:
-    """Returns what `work` gives for each item; if there is much to hash, on as many threads as cores, at most 4."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns what `work` gives for each item; if there is much to hash, on as many threads as
+    cores, at most 4.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if nbytes >= THREADS_FROM and cores > 1:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(4, cores)) as pool:
             try:
                 running = [pool.submit(work, item) for item in items]
-            except RuntimeError:  # a save that goes on while the interpreter ends: no new threads any more
+            # a save that goes on while the interpreter ends: no new threads any more
+            except RuntimeError:
                 pass
             else:
                 return [one.result() for one in running]

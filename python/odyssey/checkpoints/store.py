@@ -1,4 +1,5 @@
-"""A directory of checkpoints: saves them, finds the newest valid one, keeps some, and lets one job at a time write.
+"""A directory of checkpoints: saves them, finds the newest valid one, keeps some, and lets one
+job at a time write.
 
 One process of a job owns the store and writes; any process may read, without a lock.
 """
@@ -22,7 +23,15 @@ from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, Outp
 from . import reader
 from .lock import DirectoryLock
 from .manifest import File, Manifest, sealed
-from .snapshot import Snapshot, TensorSlice, check_finite, check_step, plain_values, step_name, step_of
+from .snapshot import (
+    Snapshot,
+    TensorSlice,
+    check_finite,
+    check_step,
+    plain_values,
+    step_name,
+    step_of,
+)
 from .writer import Aside, begin, host_name, place, remove, saying, settle, write_file
 
 LOOKS = 5  # at checkpoints that are removed or replaced while they are read
@@ -41,7 +50,10 @@ class Refused(NamedTuple):
 
 
 class Store:
-    """Checkpoints of one training in `folder`, as `step_00000120/` and so on. Not for several threads at once."""
+    """Checkpoints of one training in `folder`, as `step_00000120/` and so on.
+
+    Not for several threads at once.
+    """
 
     def __init__(
         self,
@@ -52,20 +64,31 @@ class Store:
         key: bytes | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`owner` makes the directory, locks it and removes what dead writers left aside; without it nothing is
-        written. `attempt` is that of the run, 0 outside one. With a `key`, manifests are signed and must be. `tell`
-        gets a line for a person, also from another thread. Raises ConfigError: `keep` is less than 2. OutputError: the
-        directory cannot be made, is another job's now, or can be written by anybody and is somebody else's."""
+        """`owner` makes the directory, locks it and removes what dead writers left aside;
+        without it nothing is written. `attempt` is that of the run, 0 outside one. With a
+        `key`, manifests are signed and must be. `tell` gets a line for a person, also from
+        another thread. Raises ConfigError: `keep` is less than 2. OutputError: the directory
+        cannot be made, is another job's now, or can be written by anybody and is somebody
+        else's.
+        """
         if keep < 2:
-            raise ConfigError(f"[checkpoint] keep {keep} leaves nothing if the newest is damaged; keep 2 or more")
+            raise ConfigError(
+                f"[checkpoint] keep {keep} leaves nothing if the newest is damaged; keep 2 or more"
+            )
         self.folder = Path(os.path.abspath(folder))
-        self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
+        self.keep = keep
+        self.attempt = attempt
+        self.owner = owner
+        self.key = key
+        self.tell = tell
         self.kept: frozenset[int] = frozenset()  # steps whose checkpoints stay beside the newest
         self._valid: set[str] = set()  # names that this process has written or verified
-        self._staged: dict[str, dict[str, np.ndarray]] = {}  # copies of the arrays that are being written
+        # copies of the arrays that are being written
+        self._staged: dict[str, dict[str, np.ndarray]] = {}
         from concurrent.futures import Future, ThreadPoolExecutor
 
-        # Its own thread, and not one per save: starting one lets this thread wait while the other begins its work.
+        # Its own thread, and not one per save: starting one lets this thread wait while the other
+        # begins its work.
         self._thread = ThreadPoolExecutor(1, "odyssey-checkpoint")
         self._writing: Future[Path] | None = None
         self._lock: DirectoryLock | None = None
@@ -75,7 +98,9 @@ class Store:
                 self._lock = DirectoryLock(self.folder, attempt)
                 self._sweep()
             except OSError as problem:
-                raise OutputError(f"[checkpoint] {self._place} cannot be used: {problem.strerror}") from problem
+                raise OutputError(
+                    f"[checkpoint] {self._place} cannot be used: {problem.strerror}"
+                ) from problem
 
     def __enter__(self) -> Store:
         return self
@@ -84,7 +109,10 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save in the background, then gives the directory back. Raises what `wait` raises."""
+        """Waits for the save in the background, then gives the directory back.
+
+        Raises what `wait` raises.
+        """
         try:
             self.wait()
         finally:
@@ -94,29 +122,38 @@ class Store:
                 self._lock = None
             self._staged = {}
 
-    # --- reading ---------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
         return self.folder / step_name(step)
 
     def names(self) -> list[str]:
-        """The checkpoints that are there, oldest first, valid or not. Raises CheckpointError: the directory cannot be
-        read, or can be written by anybody and is somebody else's."""
+        """The checkpoints that are there, oldest first, valid or not.
+
+        Raises CheckpointError: the directory cannot be read, or can be written by anybody and is
+        somebody else's.
+        """
         try:
             reader.check_owner(os.stat(self.folder))
             found = [name for name in os.listdir(self.folder) if step_of(name) is not None]
         except FileNotFoundError:
             return []
         except CheckpointError as problem:
-            raise CheckpointError(f"[checkpoint] {self._place}: {problem}; nothing is read from there") from None
+            raise CheckpointError(
+                f"[checkpoint] {self._place}: {problem}; nothing is read from there"
+            ) from None
         except OSError as problem:
-            raise CheckpointError(f"[checkpoint] {self._place} cannot be read: {problem.strerror}") from problem
+            raise CheckpointError(
+                f"[checkpoint] {self._place} cannot be read: {problem.strerror}"
+            ) from problem
         return sorted(found, key=lambda name: step_of(name) or 0)
 
     def newest(self, whole: bool = True) -> tuple[Snapshot | None, list[Refused]]:
-        """The newest checkpoint whose every byte is as it was written, and those that were refused on the way to it;
-        its arrays in memory if `whole`. Raises CheckpointError: the directory itself cannot be read."""
+        """The newest checkpoint whose every byte is as it was written, and those that were
+        refused on the way to it; its arrays in memory if `whole`. Raises CheckpointError: the
+        directory itself cannot be read.
+        """
         for look in range(LOOKS):
             refused: list[Refused] = []
             for name in reversed(self.names()):
@@ -137,8 +174,10 @@ class Store:
         return None, refused
 
     def verified(self) -> list[Manifest | Refused]:
-        """Every checkpoint, oldest first: its manifest if every byte is right, or why it is refused; in constant
-        memory. One that its owner removes meanwhile is left out. Raises CheckpointError: as `names`."""
+        """Every checkpoint, oldest first: its manifest if every byte is right, or why it is
+        refused; in constant memory. One that its owner removes meanwhile is left out. Raises
+        CheckpointError: as `names`.
+        """
         found: list[Manifest | Refused] = []
         for path in [self.folder / name for name in self.names()]:
             for _ in range(LOOKS):
@@ -153,20 +192,28 @@ class Store:
         return found
 
     def load(self, path: Path | str, whole: bool = True) -> Snapshot:
-        """One checkpoint, wherever it is; its arrays in memory if `whole`. Raises CheckpointError: none, or changed."""
+        """One checkpoint, wherever it is; its arrays in memory if `whole`.
+
+        Raises CheckpointError: none, or changed.
+        """
         path = Path(path)
         try:
             return reader.load(path, self.key, True, whole)[0]
         except CheckpointError as problem:
-            raise CheckpointError(f"[checkpoint] {printable(str(path))} is refused: {problem}") from problem.__cause__
+            raise CheckpointError(
+                f"[checkpoint] {printable(str(path))} is refused: {problem}"
+            ) from problem.__cause__
 
     def put_aside(self) -> Path | None:
-        """Moves all checkpoints into a directory beside this one, so that a new training can begin here; None: there
-        are none. Raises OutputError: they cannot be moved."""
+        """Moves all checkpoints into a directory beside this one, so that a new training can
+        begin here; None: there are none. Raises OutputError: they cannot be moved.
+        """
         names = self.names()
         if not names:
             return None
-        places = (self.folder.with_name(f"{self.folder.name}-before-{n}") for n in itertools.count(1))
+        places = (
+            self.folder.with_name(f"{self.folder.name}-before-{n}") for n in itertools.count(1)
+        )
         aside = next(place for place in places if not place.exists())
         try:
             private_directory(aside)
@@ -175,31 +222,41 @@ class Store:
                 if name in names or path.is_symlink():  # such as best
                     os.rename(path, aside / name)
         except OSError as problem:
-            raise OutputError(f"[checkpoint] {self._place} cannot be moved to {aside}: {problem.strerror}") from problem
+            raise OutputError(
+                f"[checkpoint] {self._place} cannot be moved to {aside}: {problem.strerror}"
+            ) from problem
         return aside
 
-    # --- writing ---------------------------------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def save(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> Path:
-        """Writes a checkpoint, whole or not at all, removes those too old, returns its directory. `marks`: see `mark`.
-        One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt wrote
-        it. Raises NumericsError: parameters or optimizer hold NaN or infinity. OutputError: it cannot be written; the
-        checkpoints before it are as they were."""
+        """Writes a checkpoint, whole or not at all, removes those too old, returns its directory.
+
+        `marks`: see `mark`. One of the same step stays if it is valid and says the same; else it is
+        replaced, unless a later attempt wrote it. Raises NumericsError: parameters or optimizer
+        hold NaN or infinity. OutputError: it cannot be written; the checkpoints before it are as
+        they were.
+        """
         self.wait()
         arrays = {
             stem: {name: np.asarray(one, order="C") for name, one in some.items()}
             for stem, some in snapshot.arrays.items()
         }
         self._check(snapshot.step)
-        return self._save(Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks)
+        return self._save(
+            Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks
+        )
 
     def save_later(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> None:
-        """Copies a snapshot, which may change after the call, and writes it on a thread. Waits for the save before it:
-        what that one raised is raised here, and this snapshot is not taken. Raises NumericsError, OutputError: as
-        `save`."""
+        """Copies a snapshot, which may change after the call, and writes it on a thread.
+
+        Waits for the save before it: what that one raised is raised here, and this snapshot is not
+        taken. Raises NumericsError, OutputError: as `save`.
+        """
         self.wait()
         self._check(snapshot.step)
-        former, self._staged = self._staged, {}
+        former = self._staged
+        self._staged = {}
         for stem, some in snapshot.arrays.items():
             self._staged[stem] = {}
             for name, one in some.items():
@@ -214,7 +271,10 @@ class Store:
         self._writing = self._thread.submit(self._save, taken, marks)
 
     def mark(self, step: int, names: Sequence[str]) -> None:
-        """Gives the checkpoint of a step further names in this directory, as links. Raises OutputError."""
+        """Gives the checkpoint of a step further names in this directory, as links.
+
+        Raises OutputError.
+        """
         for name in names:
             aside = self.folder / f".{name}.{host_name()}.{os.getpid()}"
             try:
@@ -223,12 +283,17 @@ class Store:
                 os.replace(aside, self.folder / name)
             except OSError as problem:
                 raise OutputError(
-                    f"[checkpoint] {self._place}/{name} cannot be made a link to {step_name(step)}: {problem.strerror}"
+                    f"[checkpoint] {self._place}/{name} cannot be made a link to "
+                    f"{step_name(step)}: {problem.strerror}"
                 ) from problem
 
     def wait(self) -> None:
-        """Waits for the save in the background, if there is one. Raises OutputError, once: it failed, as in `save`."""
-        writing, self._writing = self._writing, None
+        """Waits for the save in the background, if there is one.
+
+        Raises OutputError, once: it failed, as in `save`.
+        """
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -238,7 +303,9 @@ class Store:
         check_step(step)
 
     def begin(self, step: int) -> Path:
-        """Begins a checkpoint whose files others write into the directory that this gives (write_file)."""
+        """Begins a checkpoint whose files others write into the directory that this gives
+        (write_file).
+        """
         self.wait()
         self._check(step)
         return self._begin(step)
@@ -248,16 +315,25 @@ class Store:
             self._hold()
             return begin(self.folder, self._aside(step, "tmp"))
 
-    def finish(self, step: int, values: dict[str, Any], files: Sequence[File], marks: Sequence[str] = ()) -> Path:
-        """Ends what `begin` began, once these files are on the disk; as `save`. Raises OutputError, as `save`."""
-        name, written, aside = step_name(step), False, self._aside(step, "tmp")
+    def finish(
+        self, step: int, values: dict[str, Any], files: Sequence[File], marks: Sequence[str] = ()
+    ) -> Path:
+        """Ends what `begin` began, once these files are on the disk; as `save`.
+
+        Raises OutputError, as `save`.
+        """
+        name = step_name(step)
+        written = False
+        aside = self._aside(step, "tmp")
         made = Manifest(step, self.attempt, values, tuple(files), signed=self.key is not None)
         try:
             with saying(name, self._place):
                 encoded = sealed(made, self.key)
                 for file in files:
                     if os.stat(self.folder / aside.name / file.name).st_size != file.size:
-                        raise OutputError(f"{file.name} is not whole; do all hosts see {self._place}?")
+                        raise OutputError(
+                            f"{file.name} is not whole; do all hosts see {self._place}?"
+                        )
                 if not self._is_there(name, made):
                     self._valid.discard(name)
                     place(self.folder, aside, encoded, self._check_fence)
@@ -271,7 +347,8 @@ class Store:
                 settle(self.folder, aside)
             except OSError as problem:
                 raise OutputError(
-                    f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to the disk: "
+                    f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to "
+                    "the disk: "
                     f"{problem.strerror}; a power failure may lose it"
                 ) from problem
         self.mark(step, marks)
@@ -287,7 +364,9 @@ class Store:
         folder = self._begin(snapshot.step)
 
         def write(stem: str) -> File:
-            pieces = [TensorSlice.of(stem, name, array) for name, array in snapshot.arrays[stem].items()]
+            pieces = [
+                TensorSlice.of(stem, name, array) for name, array in snapshot.arrays[stem].items()
+            ]
             return write_file(folder, stem, snapshot.step, pieces, False)
 
         try:
@@ -299,20 +378,28 @@ class Store:
         return self.finish(snapshot.step, snapshot.values, files, marks)
 
     def _hold(self) -> None:
-        """Makes the directory and its lock anew where somebody has removed them: the training is worth more than that,
-        and who has no lock there holds nothing."""
+        """Makes the directory and its lock anew where somebody has removed them: the training is
+        worth more than that, and who has no lock there holds nothing.
+        """
         assert self._lock is not None
         if os.path.lexists(self._lock.path):
             return
-        what = f"the lock of {self._place}" if self.folder.is_dir() else f"{self._place}, with its checkpoints,"
+        what = (
+            f"the lock of {self._place}"
+            if self.folder.is_dir()
+            else f"{self._place}, with its checkpoints,"
+        )
         private_directory(self.folder)
-        former, self._lock = self._lock, DirectoryLock(self.folder, self.attempt)
+        former = self._lock
+        self._lock = DirectoryLock(self.folder, self.attempt)
         former.release()
         self._valid.clear()
         self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")
 
     def _is_there(self, name: str, made: Manifest) -> bool:
-        """Returns whether a valid checkpoint of this name says the same; refuses to replace a later attempt's."""
+        """Returns whether a valid checkpoint of this name says the same; refuses to replace a
+        later attempt's.
+        """
         path = self.folder / name
         if not os.path.lexists(path):
             return False
@@ -323,7 +410,9 @@ class Store:
         if there.same_content(made):
             return True
         if there.attempt > self.attempt:
-            raise OutputError(f"attempt {there.attempt} has written it, and this is attempt {self.attempt}")
+            raise OutputError(
+                f"attempt {there.attempt} has written it, and this is attempt {self.attempt}"
+            )
         return False
 
     def _check_fence(self) -> None:
@@ -338,7 +427,9 @@ class Store:
         except (DataError, TypeError, KeyError):
             number = None
         if type(number) is not int:
-            raise OutputError(f"{printable(str(run.attempt_file))} does not say which attempt may write")
+            raise OutputError(
+                f"{printable(str(run.attempt_file))} does not say which attempt may write"
+            )
         if number > self.attempt:
             raise OutputError(f"attempt {self.attempt} is over, attempt {number} writes now")
 
@@ -355,7 +446,9 @@ class Store:
                 elif self._is_valid(name):
                     found += 1
         except (OSError, OdysseyError) as problem:
-            what = f"an older one cannot be removed: {getattr(problem, 'strerror', None) or problem}"
+            what = (
+                f"an older one cannot be removed: {getattr(problem, 'strerror', None) or problem}"
+            )
             raise OutputError(f"[checkpoint] {saved} is saved, but {what}") from problem
 
     def _is_valid(self, name: str) -> bool:
@@ -371,13 +464,17 @@ class Store:
         return Aside(step, kind, self.attempt, host_name(), os.getpid())
 
     def _sweep(self) -> None:
-        """Removes what writers left aside that are gone: of an earlier attempt, or dead processes of this machine."""
+        """Removes what writers left aside that are gone: of an earlier attempt, or dead
+        processes of this machine.
+        """
         for name in os.listdir(self.folder):
             aside = Aside.parse(name)
             if aside is None:
                 continue
             here = aside.host == host_name()
-            if aside.attempt < self.attempt or (here and (aside.pid == os.getpid() or gone(aside.pid))):
+            if aside.attempt < self.attempt or (
+                here and (aside.pid == os.getpid() or gone(aside.pid))
+            ):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     @property
@@ -386,7 +483,9 @@ class Store:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which directory has this name now: another one if the checkpoint was replaced, none if it was removed."""
+    """Which directory has this name now: another one if the checkpoint was replaced, none if it
+    was removed.
+    """
     try:
         status = os.lstat(path)
     except OSError:

@@ -1,4 +1,6 @@
-"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where it is, what it did."""
+"""Protocol of a trainer: what fit(), checkpoints, step log, replay and verify ask of it; where
+it is, what it did.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,23 @@ if TYPE_CHECKING:
     from . import Snapshot
 
 KEEP = 2
-SENT = ("bytes_per_step", "bytes_per_step_uncompressed", "wire_bytes_per_step")  # of an epoch's record
+# of an epoch's record
+SENT = ("bytes_per_step", "bytes_per_step_uncompressed", "wire_bytes_per_step")
 
 
 def _last(key: str, text: str) -> Any:
     """A figure of the last epoch's record; None without one."""
-    return property(lambda history: history.records[-1].get(key) if history.records else None, doc=text)
+    return property(
+        lambda history: history.records[-1].get(key) if history.records else None, doc=text
+    )
 
 
 @dataclasses.dataclass
 class History:
-    """History of a training. `records` has one dict per epoch; the last epoch's figures are attributes too."""
+    """History of a training.
+
+    `records` has one dict per epoch; the last epoch's figures are attributes too.
+    """
 
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     steps: int = 0
@@ -38,20 +46,36 @@ class History:
 
     train_loss = _last("train_loss", "Mean training loss over the samples of the last epoch.")
     test_loss = _last("test_loss", "Mean loss on the validation set after the last epoch.")
-    test_accuracy = _last("test_accuracy", "Share of the validation set that is right after the last epoch.")
-    bytes_per_step = _last("bytes_per_step", "Bytes that a rank sent per step of the last epoch, of all kinds.")
-    bytes_per_step_uncompressed = _last("bytes_per_step_uncompressed", "The same along the tree, uncompressed.")
-    wire_bytes_per_step = _last("wire_bytes_per_step", "Bytes of them to other machines, where it is the tree's sum.")
+    test_accuracy = _last(
+        "test_accuracy", "Share of the validation set that is right after the last epoch."
+    )
+    bytes_per_step = _last(
+        "bytes_per_step", "Bytes that a rank sent per step of the last epoch, of all kinds."
+    )
+    bytes_per_step_uncompressed = _last(
+        "bytes_per_step_uncompressed", "The same along the tree, uncompressed."
+    )
+    wire_bytes_per_step = _last(
+        "wire_bytes_per_step", "Bytes of them to other machines, where it is the tree's sum."
+    )
 
     def __repr__(self) -> str:
         last = (self.records or [{}])[-1].items()
-        figures = "".join(f", {k}={v:.6g}" for k, v in last if k.startswith(("train_", "test_")) and v is not None)
-        return f"History({len(self.records)} epochs, {self.steps} steps{figures}, {self.seconds:.1f} s)"
+        figures = "".join(
+            f", {k}={v:.6g}" for k, v in last if k.startswith(("train_", "test_")) and v is not None
+        )
+        return (
+            f"History({len(self.records)} epochs, {self.steps} steps{figures}, "
+            f"{self.seconds:.1f} s)"
+        )
 
     @property
     def best_accuracy(self) -> float | None:
         """The best test_accuracy of all epochs."""
-        return max((r["test_accuracy"] for r in self.records if r.get("test_accuracy") is not None), default=None)
+        return max(
+            (r["test_accuracy"] for r in self.records if r.get("test_accuracy") is not None),
+            default=None,
+        )
 
     @property
     def samples_per_second(self) -> float:
@@ -82,7 +106,8 @@ class Tally:
     samples: int = 0
     steps: int = 0
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    metrics: dict[str, float] | None = None  # sums by name; None: of accuracy alone, which is `correct`
+    # sums by name; None: of accuracy alone, which is `correct`
+    metrics: dict[str, float] | None = None
 
     @property
     def named(self) -> dict[str, float]:
@@ -91,13 +116,17 @@ class Tally:
 
     def put(self, loss: float, correct: float, metrics: dict[str, float]) -> Tally:
         """Sets the sums; returns itself."""
-        self.loss, self.correct = loss, correct
+        self.loss = loss
+        self.correct = correct
         self.metrics = None if metrics == {"accuracy": correct} else metrics
         return self
 
     def add(self, loss: float, correct: float, metrics: dict[str, float], samples: float) -> None:
-        """Adds sums over some samples; what was not summed from the start on, before a checkpoint, is left out."""
-        before, begun = self.named, self.counted > 0
+        """Adds sums over some samples; what was not summed from the start on, before a
+        checkpoint, is left out.
+        """
+        before = self.named
+        begun = self.counted > 0
         both = {k: before.get(k, 0.0) + v for k, v in metrics.items() if k in before or not begun}
         self.put(self.loss + loss, self.correct + correct, both)
         self.counted += samples
@@ -110,7 +139,9 @@ class Tally:
 
 @dataclasses.dataclass
 class Cursor:
-    """Where a training is in its data: the next step is number `step` of epoch `epoch` (both from 0) of a fit()."""
+    """Where a training is in its data: the next step is number `step` of epoch `epoch` (both
+    from 0) of a fit().
+    """
 
     epoch: int = 0
     step: int = 0
@@ -124,7 +155,9 @@ class Cursor:
 
 
 class Step(NamedTuple):
-    """A step: sums of loss and correct predictions over its samples, learning rate, whether it changed the weights."""
+    """A step: sums of loss and correct predictions over its samples, learning rate, whether it
+    changed the weights.
+    """
 
     loss: float
     correct: float
@@ -135,7 +168,9 @@ class Step(NamedTuple):
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int):  # would be False for ever
-            raise ConfigError("[callback] context.step has a step's sums and rate; its number is context.steps")
+            raise ConfigError(
+                "[callback] context.step has a step's sums and rate; its number is context.steps"
+            )
         return tuple.__eq__(self, other)
 
     __hash__ = tuple.__hash__
@@ -143,12 +178,15 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Saving:
-    """Where and when checkpoints are made: the arguments of fit(). resume: a path is that of a checkpoint, or of a
-    directory which must have some; once `folder` has checkpoints that come from there, training goes on from the newest
-    of them. off: nothing is written, whatever run the process belongs to; `resume` may still name where to start."""
+    """Where and when checkpoints are made: the arguments of fit(). resume: a path is that of a
+    checkpoint, or of a directory which must have some; once `folder` has checkpoints that
+    come from there, training goes on from the newest of them. off: nothing is written,
+    whatever run the process belongs to; `resume` may still name where to start.
+    """
 
     folder: Path | None = None
-    every: int | None = None  # optimizer steps from one to the next; None: at the end of every `epochs`-th epoch
+    # optimizer steps from one to the next; None: at the end of every `epochs`-th epoch
+    every: int | None = None
     keep: int = KEEP
     resume: str | Path = "auto"
     epochs: int = 1
@@ -161,7 +199,10 @@ class Saving:
         check_integer("[checkpoint] keep", self.keep, 2)
         check_integer("[checkpoint] checkpoint_epochs", self.epochs, 1)
         if not isinstance(self.nondeterministic, bool):
-            raise ConfigError(f"[train] allow_nondeterministic_data is {self.nondeterministic!r}; give True or False")
+            raise ConfigError(
+                f"[train] allow_nondeterministic_data is {self.nondeterministic!r}; give True or "
+                "False"
+            )
 
 
 class Mode:
@@ -169,17 +210,21 @@ class Mode:
 
     together = True
     settled = True  # weights and the optimizer's state are the same on all ranks now
-    own_loop = False  # it takes the steps of an epoch itself: only the end of one is the same moment on all ranks
+    # it takes the steps of an epoch itself: only the end of one is the same moment on all ranks
+    own_loop = False
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.comm = trainer, trainer.comm
+        self.trainer = trainer
+        self.comm = trainer.comm
 
     def part(self, batch: Batch) -> Batch | None:
         """Returns what the engine of this rank is given of a batch; None: nothing."""
         return batch
 
     def shared_out(self, samples: int) -> tuple[int, list[int]]:
-        """Workers that share a part of a batch of so many samples, and the parts' numbers of samples."""
+        """Workers that share a part of a batch of so many samples, and the parts' numbers of
+        samples.
+        """
         layout = self.trainer.layout
         return layout.workers * layout.mesh.dp, [samples]
 
@@ -204,7 +249,10 @@ class Mode:
 
 
 class Trainable(Protocol):
-    """A trainer, whatever it trains with. All methods are collective calls unless they say otherwise."""
+    """A trainer, whatever it trains with.
+
+    All methods are collective calls unless they say otherwise.
+    """
 
     comm: Communicator
     mode: Mode
@@ -227,26 +275,41 @@ class Trainable(Protocol):
         """One optimizer step over a global batch."""
 
     def gradient_norm(self) -> float | None:
-        """The norm of the mean gradient of the last step, before clipping; None: it is not known. Not collective."""
+        """The norm of the mean gradient of the last step, before clipping; None: it is not known.
+
+        Not collective.
+        """
 
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rate from here on; on all ranks alike, not collective."""
 
     def configuration(self) -> dict[str, Any]:
-        """Returns what decides the bits of the training, as JSON values by users' names for it; not collective."""
+        """Returns what decides the bits of the training, as JSON values by users' names for it;
+        not collective.
+        """
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
-        """All that training goes on from, not copied, and `values`, on rank 0; with `parts` each rank's."""
+        """All that training goes on from, not copied, and `values`, on rank 0; with `parts` each
+        rank's.
+        """
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        """Takes back what state() gave, on whatever layout; `name` is for messages. Raises ConfigError: it is of
-        another training. CheckpointError: something is missing. Nothing was changed."""
+        """Takes back what state() gave, on whatever layout; `name` is for messages.
+
+        Raises ConfigError: it is of another training. CheckpointError: something is missing.
+        Nothing was changed.
+        """
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
-        """Takes weights and buffers alone. Raises CheckpointError: one is missing or of another shape; none changed."""
+        """Takes weights and buffers alone.
+
+        Raises CheckpointError: one is missing or of another shape; none changed.
+        """
 
     def shards_moved(self, samples: int) -> tuple[int, ...]:
-        """Returns how many shards of a step of so many samples each rank computes, once some have moved; else none."""
+        """Returns how many shards of a step of so many samples each rank computes, once some
+        have moved; else none.
+        """
 
     def fingerprints(self) -> tuple[int, int]:
         """Fingerprints of the gradients of the last step, and of the weights (fingerprint.py)."""
@@ -255,16 +318,22 @@ class Trainable(Protocol):
         """Takes the same snapshot back once more, in silence."""
 
     def expect(self, snapshot: Snapshot, name: str, exactly: bool) -> None:
-        """The next step must compute what the snapshot says, if `exactly` and it can be known; not collective."""
+        """The next step must compute what the snapshot says, if `exactly` and it can be known;
+        not collective.
+        """
 
     def stays(self) -> None:
-        """Raises ConfigError: what a step computes has changed though no setting has, where that can be known."""
+        """Raises ConfigError: what a step computes has changed though no setting has, where that
+        can be known.
+        """
 
     def check_alike(self) -> None:
         """Compares what ranks hold alike: settings, weights. Raises ConfigError, NumericsError."""
 
     def named_state(self) -> Mapping[str, np.ndarray]:
-        """Weights ("weight NAME") and the optimizer's arrays ("optimizer STATE of NAME"), whole, on every rank."""
+        """Weights ("weight NAME") and the optimizer's arrays ("optimizer STATE of NAME"), whole,
+        on every rank.
+        """
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The weights by name, whole, on every rank."""

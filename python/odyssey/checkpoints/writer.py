@@ -1,6 +1,8 @@
-"""Writes one checkpoint: aside, flushed, manifest last, then in place of nothing or of the one with its name.
+"""Writes one checkpoint: aside, flushed, manifest last, then in place of nothing or of the one
+with its name.
 
-A checkpoint's directory is complete from the moment its name exists. store.py decides who may write, and what is kept.
+A checkpoint's directory is complete from the moment its name exists. store.py decides who may
+write, and what is kept.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ from .manifest import File
 from .reader import PIECE, bytes_of
 from .snapshot import SUFFIX, TensorSlice, check_finite, is_file_name, step_name
 
-_ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
+_ASIDE = re.compile(
+    r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})"
+)
 
 
 class Aside(NamedTuple):
-    """A directory that is no checkpoint: one that is being written (`tmp`) or removed (`old`), and by whom."""
+    """A directory that is no checkpoint: one that is being written (`tmp`) or removed (`old`),
+    and by whom.
+    """
 
     step: int
     kind: str
@@ -42,7 +48,9 @@ class Aside(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Aside | None:
         found = _ASIDE.fullmatch(name)
-        return cls(int(found[1]), found[2], int(found[3]), found[4], int(found[5])) if found else None
+        return (
+            cls(int(found[1]), found[2], int(found[3]), found[4], int(found[5])) if found else None
+        )
 
 
 def host_name() -> str:
@@ -52,7 +60,9 @@ def host_name() -> str:
 
 @contextlib.contextmanager
 def saying(name: str, place: str) -> Iterator[None]:
-    """Raises OutputError, naming the checkpoint and its directory, for what goes wrong while it is written."""
+    """Raises OutputError, naming the checkpoint and its directory, for what goes wrong while it
+    is written.
+    """
     try:
         yield
     except OutputError as problem:
@@ -61,7 +71,9 @@ def saying(name: str, place: str) -> Iterator[None]:
         what = "out of memory; those before it are as they were"
         raise OutputError(f"[checkpoint] {name} is not saved: {what}") from None
     except OSError as problem:
-        where = printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
+        where = (
+            printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
+        )
         raise OutputError(
             f"[checkpoint] {name} cannot be saved in {place}: {where}{problem.strerror}; "
             "those before it are as they were"
@@ -78,9 +90,12 @@ def begin(folder: Path, aside: Aside) -> Path:
 
 
 def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None]) -> None:
-    """Writes the manifest of a checkpoint whose files are there, then gives it its name; `allowed` raises if somebody
-    else has taken over, and is asked last. What had its name before lies aside afterwards: see `settle`."""
-    temporary, final = folder / aside.name, folder / step_name(aside.step)
+    """Writes the manifest of a checkpoint whose files are there, then gives it its name;
+    `allowed` raises if somebody else has taken over, and is asked last. What had its name
+    before lies aside afterwards: see `settle`.
+    """
+    temporary = folder / aside.name
+    final = folder / step_name(aside.step)
     _write_file(temporary / manifest.NAME, [memoryview(encoded)])
     sync_directory(temporary)
     allowed()
@@ -90,15 +105,21 @@ def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None
         os.rename(temporary, final)
 
 
-def write_file(folder: Path, stem: str, step: int, pieces: Sequence[TensorSlice], parts: bool) -> File:
-    """Writes a file of whole tensors, or of parts, and flushes it; copies none. Raises NumericsError, OutputError."""
+def write_file(
+    folder: Path, stem: str, step: int, pieces: Sequence[TensorSlice], parts: bool
+) -> File:
+    """Writes a file of whole tensors, or of parts, and flushes it; copies none.
+
+    Raises NumericsError, OutputError.
+    """
     given = {piece.key if parts else piece.name: piece for piece in pieces}
     digests: list[str] = []
 
     def content() -> Iterator[memoryview]:
         yield memoryview(header)
         for place in places:
-            piece, digest = given[place.name], hashlib.sha256()
+            piece = given[place.name]
+            digest = hashlib.sha256()
             for part in piece.parts(PIECE // piece.source.dtype.itemsize):
                 check_finite(step, piece.stem, piece.name, part)
                 digest.update(bytes_of(part))
@@ -110,13 +131,18 @@ def write_file(folder: Path, stem: str, step: int, pieces: Sequence[TensorSlice]
         if not is_file_name(name):
             raise OutputError(f"a file of a checkpoint is not called {ascii(stem)[:80]}")
         try:
-            forms = {key: (one.source.dtype, (one.run.size,) if parts else one.whole) for key, one in given.items()}
+            forms = {
+                key: (one.source.dtype, (one.run.size,) if parts else one.whole)
+                for key, one in given.items()
+            }
             header, places = make_header(forms)
         except OutputError as problem:
             raise OutputError(f"{name}: {problem}") from None
         _write_file(folder / name, content())
     if parts:
-        places = [one._replace(whole=given[one.name].whole, run=given[one.name].run) for one in places]
+        places = [
+            one._replace(whole=given[one.name].whole, run=given[one.name].run) for one in places
+        ]
     size = len(header) + sum(one.nbytes for one in places)
     return File(name, size, hashlib.sha256(header).hexdigest(), tuple(places), tuple(digests))
 
@@ -138,8 +164,11 @@ def remove(path: Path, aside: Aside) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Removes what had a checkpoint's name; that may have been a link or a file. What cannot be removed, such as a file
-    that another machine reads over NFS, stays until the next start."""
+    """Removes what had a checkpoint's name; that may have been a link or a file.
+
+    What cannot be removed, such as a file that another machine reads over NFS, stays until the next
+    start.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -150,7 +179,9 @@ def _discard(path: Path) -> None:
 def _write_file(path: Path, parts: Iterable[memoryview]) -> None:
     """Writes a new file and flushes it to the disk; errors name it."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         with open(descriptor, "wb", buffering=0) as file:
             for part in parts:
                 while part:  # a disk may take less than it was given

@@ -1,10 +1,12 @@
-"""The command line: finds the command of odyssey/cli/commands that was asked for, runs it, and ends the process.
+"""The command line: finds the command of odyssey/cli/commands that was asked for, runs it, and
+ends the process.
 
-What it is: an error becomes one line and an exit code, and takes the other ranks along. What it is not: a command, or a
-place for training logic. Heavy imports stand inside the commands: `--help` and a mistyped option answer at once.
+What it is: an error becomes one line and an exit code, and takes the other ranks along. What it is
+not: a command, or a place for training logic. Heavy imports stand inside the commands: `--help` and
+a mistyped option answer at once.
 
-Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 75 stopped on
-request, 130 interrupted.
+Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output,
+75 stopped on request, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from ..base import files, outputs
 from ..errors import LINE, CollectiveError, OdysseyError, OutputError, near, printable
 from .commands import COMMANDS, HELP
 
-USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
+USAGE = 64
+DEFECT = 70
+INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 class _Commands(click.Group):
@@ -38,20 +43,31 @@ class _Commands(click.Group):
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             meant = near(args[0], COMMANDS)
-            hint = f"; did you mean {' or '.join(meant)}?" if meant else f"; choose from {', '.join(COMMANDS)}"
+            hint = (
+                f"; did you mean {' or '.join(meant)}?"
+                if meant
+                else f"; choose from {', '.join(COMMANDS)}"
+            )
             context.fail(f"No such command '{printable(args[0], limit=60)}'{hint}")
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except BrokenPipeError as problem:  # click would end with 1, which says that something differs
+        # click would end with 1, which says that something differs
+        except BrokenPipeError as problem:
             outputs.drop()
             raise outputs.ReaderGone from problem
 
 
 @click.group(cls=_Commands, context_settings=HELP, invoke_without_command=True)
-@click.version_option(__version__, "--version", "-V", message="odyssey %(version)s", help="Print the version and exit.")
+@click.version_option(
+    __version__,
+    "--version",
+    "-V",
+    message="odyssey %(version)s",
+    help="Print the version and exit.",
+)
 @click.pass_context
 def group(context: click.Context) -> None:
     """Train neural nets: Mojo kernels, Python, MPI. The same bits on any number of workers."""
@@ -60,7 +76,9 @@ def group(context: click.Context) -> None:
 
 
 def main(
-    arguments: Sequence[str] | None = None, prog_name: str = "odyssey", command: click.Command = group
+    arguments: Sequence[str] | None = None,
+    prog_name: str = "odyssey",
+    command: click.Command = group,
 ) -> NoReturn:
     """Run a command and end the process with its exit code."""
     outputs.open_streams()
@@ -74,7 +92,12 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
     except OdysseyError as error:
         line = printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE)
         on_all_ranks = error.raised_on_all_ranks
-        return _end(error.exit_code, line, on_all_ranks=on_all_ranks, late=isinstance(error, CollectiveError))
+        return _end(
+            error.exit_code,
+            line,
+            on_all_ranks=on_all_ranks,
+            late=isinstance(error, CollectiveError),
+        )
     except click.ClickException as error:
         text = printable(" ".join(error.format_message().split()).rstrip("."), limit=LINE)
         context = getattr(error, "ctx", None)
@@ -86,21 +109,28 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         return _end(BROKEN_PIPE, None)
     except Exception as error:
         if isinstance(error, OSError) and (why := _unwritable(error)):
-            return _end(OutputError.exit_code, f"error: [output] standard output cannot be written: {why}")
+            return _end(
+                OutputError.exit_code, f"error: [output] standard output cannot be written: {why}"
+            )
         if isinstance(error, FileNotFoundError) and not files.current_directory():
             return _end(USAGE, f"error: {files.NO_DIRECTORY}", on_all_ranks=True)
         import traceback
 
         text = printable(traceback.format_exc(), keep="\n\t")
-        return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text)
+        return _end(
+            DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text
+        )
 
 
 def _unwritable(error: OSError) -> str:
-    """Why standard output does not take what it was given; "" if it does, and the error is another's."""
+    """Why standard output does not take what it was given; "" if it does, and the error is
+    another's.
+    """
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
-    if at is None or at.tb_frame.f_code is not click.echo.__code__:  # without a buffer it is there that it fails
+    # without a buffer it is there that it fails
+    if at is None or at.tb_frame.f_code is not click.echo.__code__:
         try:
             sys.stdout.flush()
             return ""
@@ -110,12 +140,23 @@ def _unwritable(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False) -> int:
-    """Says what happened and takes the other ranks along, which may be waiting for this one: base/exits.py."""
+def _end(
+    code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False
+) -> int:
+    """Says what happened and takes the other ranks along, which may be waiting for this one:
+    base/exits.py.
+    """
     if "odyssey.train.completion" in sys.modules:
         sys.modules["odyssey.train.completion"].incomplete()
     from ..base import exits
 
     comm = sys.modules.get("odyssey.comm")
     world = None if comm is None else comm.met()  # all processes of this run, if they have met
-    return exits.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=world)
+    return exits.end(
+        code,
+        line,
+        text=text,
+        on_all_ranks=on_all_ranks,
+        late=late and not on_all_ranks,
+        world=world,
+    )

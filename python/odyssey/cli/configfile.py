@@ -1,7 +1,8 @@
-"""The configuration file of `odyssey train`: TOML whose keys are option names, checked before anything uses it.
+"""The configuration file of `odyssey train`: TOML whose keys are option names, checked before
+anything uses it.
 
-A value is a number, true or false, or a text, which is never given to a shell, expanded or evaluated. What values mean
-and which go together is checked where `Settings` are made.
+A value is a number, true or false, or a text, which is never given to a shell, expanded or
+evaluated. What values mean and which go together is checked where `Settings` are made.
 """
 
 from __future__ import annotations
@@ -24,20 +25,27 @@ INTEGER = 2**63  # integers are below, and not below minus this: what the kernel
 
 
 def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
-    """The values of a TOML file, by the names that click uses for its options. Raises DataError: the file cannot be
-    read, is longer than LIMIT, or not UTF-8. ConfigError: it is not TOML, has a key that is no option, or a value of
-    another type than its option's."""
+    """The values of a TOML file, by the names that click uses for its options.
+
+    Raises DataError: the file cannot be read, is longer than LIMIT, or not UTF-8. ConfigError: it
+    is not TOML, has a key that is no option, or a value of another type than its option's.
+    """
     try:
         with open(path, "rb") as file:  # also a pipe, as a shell's <(...) gives
             data = file.read(LIMIT + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
-        raise DataError(f"[config] {path} cannot be read: {reason}; give --config a TOML file") from problem
+        raise DataError(
+            f"[config] {path} cannot be read: {reason}; give --config a TOML file"
+        ) from problem
     return parse_config(data, str(path), parameters)
 
 
 def parse_config(data: bytes, name: str, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
-    """The values in the bytes of a TOML file; `name` says in messages which. Errors as `read_config`."""
+    """The values in the bytes of a TOML file; `name` says in messages which.
+
+    Errors as `read_config`.
+    """
     content = _toml(data, name)
     known = _keys(parameters)
     values: dict[str, Any] = {}
@@ -45,11 +53,15 @@ def parse_config(data: bytes, name: str, parameters: Sequence[click.Parameter]) 
         option = key.replace("_", "-")
         if option not in known:
             meant = near(option, known)
-            hint = f"did you mean '{meant[0]}'?" if meant else f"known are {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean '{meant[0]}'?" if meant else f"known are {', '.join(sorted(known))}"
+            )
             raise ConfigError(f"[config] {name}: unknown key '{printable(key, limit=60)}'; {hint}")
         parameter, inverted = known[option]
         if parameter.name in values:
-            raise ConfigError(f"[config] {name}: '{key}' is given twice, in two spellings; leave one out")
+            raise ConfigError(
+                f"[config] {name}: '{key}' is given twice, in two spellings; leave one out"
+            )
         values[str(parameter.name)] = _value(name, key, value, parameter, inverted)
     return values
 
@@ -60,20 +72,33 @@ def _toml(data: bytes, name: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
     if len(data) > LIMIT:
-        raise DataError(f"[config] {name} cannot be read: it is longer than {LIMIT} bytes; give --config a TOML file")
+        raise DataError(
+            f"[config] {name} cannot be read: it is longer than {LIMIT} bytes; give --config a "
+            "TOML file"
+        )
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise DataError(f"[config] {name} cannot be read: it is not UTF-8 text; give --config a TOML file") from None
+        raise DataError(
+            f"[config] {name} cannot be read: it is not UTF-8 text; give --config a TOML file"
+        ) from None
     for number, line in enumerate(text.split("\n"), 1):
         if len(line) > LINE:
-            raise ConfigError(f"[config] {name}: line {number} has {len(line)} characters; at most {LINE} are allowed")
+            raise ConfigError(
+                f"[config] {name}: line {number} has {len(line)} characters; at most {LINE} are "
+                "allowed"
+            )
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"[config] {name} is not TOML that is read here: it is nested too deeply") from None
-    except ValueError as problem:  # TOMLDecodeError is one; so is what an integer of 5000 digits gives
-        raise ConfigError(f"[config] {name} is not TOML: {printable(str(problem), limit=200)}") from problem
+        raise ConfigError(
+            f"[config] {name} is not TOML that is read here: it is nested too deeply"
+        ) from None
+    # TOMLDecodeError is one; so is what an integer of 5000 digits gives
+    except ValueError as problem:
+        raise ConfigError(
+            f"[config] {name} is not TOML: {printable(str(problem), limit=200)}"
+        ) from problem
 
 
 def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:
@@ -91,18 +116,27 @@ def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option
 
 
 def _value(name: str, key: str, value: Any, option: click.Option, inverted: bool) -> Any:
-    """The value with the type of its option; click would turn 1.5 epochs into 1 and `true` into 1."""
+    """The value with the type of its option; click would turn 1.5 epochs into 1 and `true` into
+    1.
+    """
     if option.is_flag:
-        wanted, fits = "true or false", isinstance(value, bool)
+        wanted = "true or false"
+        fits = isinstance(value, bool)
     elif isinstance(option.type, click.types.IntParamType):
-        wanted, fits = "an integer", _integer(value)
+        wanted = "an integer"
+        fits = _integer(value)
     elif isinstance(option.type, click.types.FloatParamType):
-        wanted, fits = "a number", _integer(value) or isinstance(value, float) and math.isfinite(value)
+        wanted = "a number"
+        fits = _integer(value) or isinstance(value, float) and math.isfinite(value)
     else:
-        wanted, fits = "a text in quotes", isinstance(value, str)
+        wanted = "a text in quotes"
+        fits = isinstance(value, str)
         if fits and (len(value) > TEXT or "\0" in value):
             what = "a NUL character" if len(value) <= TEXT else f"{len(value)} characters"
-            raise ConfigError(f"[config] {name}: {key} has {what}; a text of at most {TEXT} without NUL is allowed")
+            raise ConfigError(
+                f"[config] {name}: {key} has {what}; a text of at most {TEXT} without NUL is "
+                "allowed"
+            )
     if not fits:
         raise ConfigError(f"[config] {name}: {key} = {_shown(value)}; {wanted} is allowed")
     return not value if inverted else value

@@ -1,7 +1,8 @@
-"""`odyssey doctor`: looks at everything a run needs on this machine and says what to do where something is missing.
+"""`odyssey doctor`: looks at everything a run needs on this machine and says what to do where
+something is missing.
 
-Nothing is changed or left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each process prints one
-line of JSON about itself and its MPI.
+Nothing is changed or left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each
+process prints one line of JSON about itself and its MPI.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ from ..comm.cores import memory_limit
 from ..errors import BuildError, ConfigError, OdysseyError, printable
 from ..train import preflight
 
-OK, WARN, FAIL = "ok", "warn", "fail"
-MIB, GIB = 1 << 20, 1 << 30
+OK = "ok"
+WARN = "warn"
+FAIL = "fail"
+MIB = 1 << 20
+GIB = 1 << 30
 RANK_MEMORY = 160 * MIB  # of a rank that trains LeNet-5 on MNIST: measured 122
 SECONDS = 60.0  # that a probe may take
 LIMITS = {"nofile": "-n", "nproc": "-u", "fsize": "-f", "as": "-v"}  # of ulimit
@@ -38,7 +42,9 @@ THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
 class Check(NamedTuple):
-    """Result of a check: what was looked at, "ok", "warn" or "fail", what was found, what to do (or "")."""
+    """Result of a check: what was looked at, "ok", "warn" or "fail", what was found, what to do
+    (or "").
+    """
 
     name: str
     state: str
@@ -46,7 +52,9 @@ class Check(NamedTuple):
     advice: str = ""
 
     def line(self) -> str:
-        return f"{self.state:4}  {self.name:9} {self.found}" + (f"; {self.advice}" if self.advice else "")
+        return f"{self.state:4}  {self.name:9} {self.found}" + (
+            f"; {self.advice}" if self.advice else ""
+        )
 
 
 class RunPlan(NamedTuple):
@@ -59,11 +67,15 @@ class RunPlan(NamedTuple):
 
 
 def examine(plan: RunPlan) -> list[Check]:
-    """All checks, the most important first; takes seconds. Raises ConfigError: this process is a rank of a job."""
+    """All checks, the most important first; takes seconds.
+
+    Raises ConfigError: this process is a rank of a job.
+    """
     from ..run import root_user
 
     started = launcher.launched()
-    if started is not None and started.size > 1:  # one process: an interactive shell, as `srun --pty bash`
+    # one process: an interactive shell, as `srun --pty bash`
+    if started is not None and started.size > 1:
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
     with ThreadPoolExecutor(16) as pool:
         alone = pool.submit(probe, [sys.executable]).result  # first: others wait for it
@@ -104,8 +116,10 @@ def packages(names: Sequence[str] = ("odyssey", "numpy", "mpi4py", "safetensors"
 
 
 def distributions() -> list[Check]:
-    """A warning if something is installed under the name `odyssey`: another project's package, or this one before it
-    was called `ml-odyssey`. Both install files in the same folder, so whoever removes one breaks the other."""
+    """A warning if something is installed under the name `odyssey`: another project's package,
+    or this one before it was called `ml-odyssey`. Both install files in the same folder, so
+    whoever removes one breaks the other.
+    """
     from importlib import metadata
 
     try:
@@ -139,11 +153,18 @@ def kernels() -> list[Check]:
     cpu = "named by ODYSSEY_KERNELS" if named else f"for {build.host_cpu()}"
     if path is None:
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            advice = "install a C compiler (cc, gcc or clang), which Mojo's asks for, then run `odyssey build`"
-            return [compiler, Check("kernels", FAIL, f"not compiled {cpu}, and there is no C compiler", advice)]
+            advice = (
+                "install a C compiler (cc, gcc or clang), which Mojo's asks for, then run "
+                "`odyssey build`"
+            )
+            return [
+                compiler,
+                Check("kernels", FAIL, f"not compiled {cpu}, and there is no C compiler", advice),
+            ]
         advice = "the first run does it, in up to a minute; `odyssey build` does it now"
         return [compiler, Check("kernels", WARN, f"not compiled yet {cpu}", advice)]
-    load = "from odyssey.core import native; native.library()"  # in another process: a wrong library may end it
+    # in another process: a wrong library may end it
+    load = "from odyssey.core import native; native.library()"
     done = _run([sys.executable, "-c", load], {"ODYSSEY_KERNELS": str(path)})
     if done.returncode:
         if named:
@@ -151,7 +172,10 @@ def kernels() -> list[Check]:
         elif build.SHIPPED in path.parents:
             advice = REINSTALL
         else:
-            advice = "set ODYSSEY_CACHE_DIR to another directory: the next run compiles the kernels there"
+            advice = (
+                "set ODYSSEY_CACHE_DIR to another directory: the next run compiles the "
+                "kernels there"
+            )
         return [compiler, Check("kernels", FAIL, f"{path} cannot be loaded: {_last(done)}", advice)]
     return [compiler, Check("kernels", OK, f"{cpu}, {path}")]
 
@@ -167,7 +191,9 @@ def gpus() -> Check:
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
     driver = found[0].driver
     if driver.partition(".")[0].isdecimal() and int(driver.partition(".")[0]) < of_machine.DRIVER:
-        return Check("gpus", WARN, f"{text}, driver {driver}", f"install driver {of_machine.DRIVER} or newer")
+        return Check(
+            "gpus", WARN, f"{text}, driver {driver}", f"install driver {of_machine.DRIVER} or newer"
+        )
     return _gpu_kernels(text, found[0].accelerator)
 
 
@@ -179,12 +205,20 @@ def _gpu_kernels(text: str, accelerator: str) -> Check:
         if os.environ.get("ODYSSEY_KERNELS"):
             return Check("gpus", OK, f"{text}, kernels {build.gpu_library_path(accelerator)}")
         if not (build.source_root() / sources.GPU_ROOT).is_file():
-            return Check("gpus", WARN, f"{text}, which this version has no kernels for", "CPU workers are used")
+            return Check(
+                "gpus",
+                WARN,
+                f"{text}, which this version has no kernels for",
+                "CPU workers are used",
+            )
         path = build.cached(accelerator)
     except OdysseyError as problem:
         return Check("gpus", WARN, f"{text}; {_first(problem)}", "else CPU workers are used")
     if path is None:
-        advice = f"the first run that uses one does it; `odyssey build --target {accelerator}` does it now"
+        advice = (
+            f"the first run that uses one does it; `odyssey build --target {accelerator}` "
+            "does it now"
+        )
         return Check("gpus", WARN, f"{text}, kernels not compiled yet", advice)
     return Check("gpus", OK, f"{text}, kernels {path}")
 
@@ -225,8 +259,9 @@ def mpi(found: Probed) -> Check:
 
 
 def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
-    """Returns whether that launcher starts ranks of the MPI library that mpi4py uses: else each is a world of its own,
-    or none starts. `alone`: the probe of one process."""
+    """Returns whether that launcher starts ranks of the MPI library that mpi4py uses: else each
+    is a world of its own, or none starts. `alone`: the probe of one process.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     instead = f"use {beside}" if beside.exists() else "pip install mpich, or load your site's MPI"
     if mpirun is None:
@@ -236,14 +271,17 @@ def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
     sizes = [one.get("size") for one in found.said]
     if not found.problem and sizes == [count] * count:
         return Check("mpirun", OK, f"{mpirun}: {count} ranks see each other")
-    kind, ours = maker(mpirun), library(alone())
+    kind = maker(mpirun)
+    ours = library(alone())
     if set(sizes) == {1}:
         what = f"{mpirun} starts {count} processes and each is a world of one"
     else:
         what = f"{mpirun} -n {count}: {found.problem or 'not all ranks came'}"
     if kind and not ours.startswith(kind):
         what += f" (it is of {kind}, mpi4py uses {ours})"
-    return Check("mpirun", FAIL, what, instead if str(beside) != mpirun else "pip install mpi4py mpich again")
+    return Check(
+        "mpirun", FAIL, what, instead if str(beside) != mpirun else "pip install mpi4py mpich again"
+    )
 
 
 def maker(mpirun: str) -> str:
@@ -256,7 +294,9 @@ def maker(mpirun: str) -> str:
 
 
 def reach(host: str) -> Check:
-    """Returns whether ssh reaches a host without asking, and whether this Python has the same packages there."""
+    """Returns whether ssh reaches a host without asking, and whether this Python has the same
+    packages there.
+    """
     name = f"host {host}"
     if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return Check(name, OK, "this machine")
@@ -270,7 +310,9 @@ def reach(host: str) -> Check:
         return Check(name, FAIL, f"no answer after {SECONDS:g} s", f"check `ssh {host} true`")
     said = _answers(done.stdout)
     if done.returncode == 255:
-        advice = f"`ssh {host} true` must work without a question: a key, and the host in known_hosts"
+        advice = (
+            f"`ssh {host} true` must work without a question: a key, and the host in known_hosts"
+        )
         return Check(name, FAIL, f"ssh does not get there: {_last(done)}", advice)
     if done.returncode or not said:
         text = f"{sys.executable} with odyssey does not run there: {_last(done)}"
@@ -279,7 +321,9 @@ def reach(host: str) -> Check:
     for key, value in here.items():
         if said[-1].get(key) != value:
             theirs = printable(str(said[-1].get(key)), limit=40)
-            return Check(name, FAIL, f"{key} {theirs} there, {value} here", "install the same versions")
+            return Check(
+                name, FAIL, f"{key} {theirs} there, {value} here", "install the same versions"
+            )
     return Check(name, OK, "the same versions")
 
 
@@ -294,9 +338,14 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
 
 
 def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
-    """Returns whether MPICH, and shared memory between ranks, have their room in /dev/shm. Open MPI does without."""
+    """Returns whether MPICH, and shared memory between ranks, have their room in /dev/shm.
+
+    Open MPI does without.
+    """
     if room is None:
-        return Check("/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone")
+        return Check(
+            "/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone"
+        )
     size, free = room
     need = machine.shared_need(ranks)
     windows = ranks * 4 * MIB  # comm/shm.py: two slots and two results of a rank
@@ -305,9 +354,19 @@ def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
     if not size:
         return Check("/dev/shm", OK, "no limit")
     if free < need and not mpi.startswith("Open MPI"):
-        return Check("/dev/shm", FAIL, f"{text}, MPICH needs {need / MIB:.0f} for {ranks} ranks, or crashes", larger)
+        return Check(
+            "/dev/shm",
+            FAIL,
+            f"{text}, MPICH needs {need / MIB:.0f} for {ranks} ranks, or crashes",
+            larger,
+        )
     if free < need + windows:
-        return Check("/dev/shm", WARN, f"{text}, {(need + windows) / MIB:.0f} are needed for backend shm", larger)
+        return Check(
+            "/dev/shm",
+            WARN,
+            f"{text}, {(need + windows) / MIB:.0f} are needed for backend shm",
+            larger,
+        )
     return Check("/dev/shm", OK, f"{text}, {(need + windows) / MIB:.0f} needed")
 
 
@@ -318,12 +377,20 @@ def memory(ranks: int, limit: int | None, available: int) -> Check:
     text = f"{available / GIB:,.1f} GiB available, {limited}"
     if available < need:
         advice = "start fewer ranks, or raise the limit: a rank that exceeds it is killed"
-        return Check("memory", WARN, f"{text}; {ranks} ranks of a small model take {need / GIB:.1f} GiB", advice)
+        return Check(
+            "memory",
+            WARN,
+            f"{text}; {ranks} ranks of a small model take {need / GIB:.1f} GiB",
+            advice,
+        )
     return Check("memory", OK, text)
 
 
 def _available() -> int:
-    """Bytes of memory that can still be had; many where that is not known. The limit of a control group included."""
+    """Bytes of memory that can still be had; many where that is not known.
+
+    The limit of a control group included.
+    """
     free = 1 << 60
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -333,7 +400,9 @@ def _available() -> int:
 
 
 def run_directory(path: Path | None) -> Check:
-    """Returns whether a run's files can be written there, by whom, and whether two checkpoints fit."""
+    """Returns whether a run's files can be written there, by whom, and whether two checkpoints
+    fit.
+    """
     name = "run dir"
     if path is None:
         return Check(name, OK, "none given (--run-dir)")
@@ -348,10 +417,17 @@ def run_directory(path: Path | None) -> Check:
     except OSError as problem:
         return Check(name, FAIL, f"{place} cannot be used: {problem.strerror}", "name another")
     if not os.access(place, os.W_OK | os.X_OK):
-        return Check(name, FAIL, f"{place} cannot be written to", "name another, or change its permissions")
+        return Check(
+            name, FAIL, f"{place} cannot be written to", "name another, or change its permissions"
+        )
     foreign = found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH
     if foreign and place == Path(os.path.abspath(path)):
-        return Check(name, FAIL, f"{place} is another user's and all may write to it", "name a directory in it")
+        return Check(
+            name,
+            FAIL,
+            f"{place} is another user's and all may write to it",
+            "name a directory in it",
+        )
     largest = _newest_checkpoint(place)
     text = f"{place}, {free / GIB:,.1f} GiB free"
     if largest is None:
@@ -370,7 +446,9 @@ def run_directory(path: Path | None) -> Check:
 def _newest_checkpoint(run: Path) -> int | None:
     """Bytes of the newest checkpoint of a run, None without one."""
     try:
-        steps = sorted(p for p in (run / "checkpoints").iterdir() if p.name.startswith("step_") and p.is_dir())
+        steps = sorted(
+            p for p in (run / "checkpoints").iterdir() if p.name.startswith("step_") and p.is_dir()
+        )
         return sum(p.lstat().st_size for p in steps[-1].iterdir()) if steps else None
     except OSError:
         return None
@@ -392,15 +470,25 @@ def cache() -> Check:
 def limits(ranks: int, found: Mapping[str, float]) -> Check:
     """Limits of the shell (infinite: none): too low ones end a run in the middle."""
     need = {"nofile": 64 + 16 * ranks, "nproc": 256 + 16 * ranks, "fsize": GIB, "as": 16 * GIB}
-    text = ", ".join(f"{name} {'unlimited' if math.isinf(value) else value}" for name, value in found.items())
+    text = ", ".join(
+        f"{name} {'unlimited' if math.isinf(value) else value}" for name, value in found.items()
+    )
     low = [name for name, value in found.items() if value < need[name]]
     if low:
-        return Check("limits", WARN, text, "raise " + " and ".join(f"`ulimit {LIMITS[name]}`" for name in low))
+        return Check(
+            "limits",
+            WARN,
+            text,
+            "raise " + " and ".join(f"`ulimit {LIMITS[name]}`" for name in low),
+        )
     return Check("limits", OK, text)
 
 
 def user(uid: int, others: Sequence[int]) -> Check:
-    """`others`: ids of people who have a process here. Root among them is refused by `odyssey launch`."""
+    """`others`: ids of people who have a process here.
+
+    Root among them is refused by `odyssey launch`.
+    """
     if uid:
         return Check("user", OK, f"user {uid}")
     if others:
@@ -409,10 +497,19 @@ def user(uid: int, others: Sequence[int]) -> Check:
     return Check("user", OK, "root, and nobody else works here")
 
 
-def _run(words: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    foreign = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "HYDI_")  # of an outer job
+def _run(
+    words: Sequence[str], more: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    # of an outer job
+    foreign = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "HYDI_")
     own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace", "timeout": SECONDS}
+    how = {
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "timeout": SECONDS,
+    }
     return subprocess.run(list(words), env={**own, **launcher.OPEN_MPI, **(more or {})}, **how)
 
 
@@ -443,9 +540,14 @@ def _answer(arguments: Sequence[str]) -> None:
 
         world = backend.MPI.COMM_WORLD
         level = backend.MPI.Query_thread()
-        levels = (backend.MPI.THREAD_SINGLE, backend.MPI.THREAD_FUNNELED, backend.MPI.THREAD_SERIALIZED)
+        levels = (
+            backend.MPI.THREAD_SINGLE,
+            backend.MPI.THREAD_FUNNELED,
+            backend.MPI.THREAD_SERIALIZED,
+        )
         said["level"] = THREAD_LEVELS[levels.index(level) if level in levels else 3]
-        said["size"], said["rank"] = world.Get_size(), world.Get_rank()
+        said["size"] = world.Get_size()
+        said["rank"] = world.Get_rank()
     said.update(preflight.versions())
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()

@@ -1,5 +1,8 @@
-"""`odyssey train --script train.py --num-nodes 4`: the words of other platforms' command lines. They start what can be
-started with what they say, and name the command that can where they do not say enough."""
+"""`odyssey train --script train.py --num-nodes 4`: the words of other platforms' command lines.
+
+They start what can be started with what they say, and name the command that can where they do not
+say enough.
+"""
 
 from __future__ import annotations
 
@@ -30,27 +33,42 @@ def asked(words: list[str]) -> bool:
 @click.option("--address")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
-    script: str, num_gpus: int, num_nodes: int, gpus_per_node: int | None, backend: str, address: str | None,
+    script: str,
+    num_gpus: int,
+    num_nodes: int,
+    gpus_per_node: int | None,
+    backend: str,
+    address: str | None,
     arguments: tuple[str, ...],
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Start the ranks of a script."""
     from ..distributed.config import FRAMEWORKS
     from ..launch import DistributedLauncher, LaunchConfig
 
     if backend not in (*BACKENDS, "ray"):
-        why = f"is another framework; {FRAMEWORKS[backend]}" if backend in FRAMEWORKS else "is unknown"
-        raise ConfigError(f"[train] --backend {backend} {why}; choose from {', '.join((*BACKENDS, 'ray'))}")
+        why = (
+            f"is another framework; {FRAMEWORKS[backend]}"
+            if backend in FRAMEWORKS
+            else "is unknown"
+        )
+        raise ConfigError(
+            f"[train] --backend {backend} {why}; choose from {', '.join((*BACKENDS, 'ray'))}"
+        )
     each = gpus_per_node or num_gpus
     launch = f"`odyssey launch -n {num_nodes * each} --hosts h1:{each},h2:{each} {script}`"
     if address is not None or backend == "ray":
         raise ConfigError(
-            "[train] Ray starts ranks from a Python program: ray.init(address=...) and odyssey.ray.RayTrainer; without "
+            "[train] Ray starts ranks from a Python program: ray.init(address=...) and "
+            "odyssey.ray.RayTrainer; without "
             f"Ray, {launch} does, over ssh"
         )
     if num_nodes > 1 and "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(
-            f"[train] --num-nodes {num_nodes} does not say which machines; name them: {launch}, or have SLURM "
+            f"[train] --num-nodes {num_nodes} does not say which machines; name them: {launch}, "
+            "or have SLURM "
             f"find some: `odyssey slurm -N {num_nodes} --ntasks-per-node {each} {script} > job.sh`"
         )
-    config = LaunchConfig(nproc_per_node=each, nnodes=num_nodes, backend=BACKENDS[backend], max_restarts=3)
+    config = LaunchConfig(
+        nproc_per_node=each, nnodes=num_nodes, backend=BACKENDS[backend], max_restarts=3
+    )
     sys.exit(DistributedLauncher(config).launch(script, *arguments))

@@ -1,7 +1,10 @@
-"""The run of `odyssey train`, from settings to results. You can do the same from Python with the same objects.
+"""The run of `odyssey train`, from settings to results.
 
-`run` is the whole run, and the other functions are its steps, in the order of the run. They import what needs NumPy
-themselves: `connect_ranks` checks the limits of this process first, and `odyssey train --help` needs none of it.
+You can do the same from Python with the same objects.
+
+`run` is the whole run, and the other functions are its steps, in the order of the run. They import
+what needs NumPy themselves: `connect_ranks` checks the limits of this process first, and `odyssey
+train --help` needs none of it.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ TEST_BATCH_SIZE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run, the mesh that they form, and the warnings of the checks before the run."""
+    """The ranks of a run, the mesh that they form, and the warnings of the checks before the
+    run.
+    """
 
     world: Communicator
     mesh: Mesh
@@ -118,17 +123,25 @@ def connect_ranks(settings: Settings) -> Communicator:
 
 
 def is_replay() -> bool:
-    """Tells whether `odyssey replay` started this process. It then leaves the run directory as it is."""
+    """Tells whether `odyssey replay` started this process.
+
+    It then leaves the run directory as it is.
+    """
     return bool(os.environ.get(declarations.REPLAY))
 
 
 def layout_is_imposed() -> bool:
-    """Tells whether a tool such as `odyssey verify` chooses the layout of this run, instead of the options."""
+    """Tells whether a tool such as `odyssey verify` chooses the layout of this run, instead of
+    the options.
+    """
     return any(map(os.environ.get, registry.provided("joining")))
 
 
 def choose_layout(settings: Settings, world: Communicator, words: Sequence[str] | None) -> Settings:
-    """Returns the settings with the layout for `--layout auto` that rank 0 plans. Collective if `--layout` is used."""
+    """Returns the settings with the layout for `--layout auto` that rank 0 plans.
+
+    Collective if `--layout` is used.
+    """
     if not settings.layout or layout_is_imposed():
         return settings
     from ..train import resume
@@ -137,19 +150,27 @@ def choose_layout(settings: Settings, world: Communicator, words: Sequence[str] 
     return dataclasses.replace(settings, layout=None, **layout)
 
 
-def plan_layout(settings: Settings, world: Communicator, words: Sequence[str] | None) -> dict[str, Any]:
-    """Returns the settings of the fastest layout that fits into memory, such as {"dp": 2, "zero": 1}."""
+def plan_layout(
+    settings: Settings, world: Communicator, words: Sequence[str] | None
+) -> dict[str, Any]:
+    """Returns the settings of the fastest layout that fits into memory, such as {"dp": 2,
+    "zero": 1}.
+    """
     from ..audit import planner, verify
 
     if words is None:
-        raise ConfigError("[train] --layout auto is of one training; give --dp, --pp, --tp or --zero")
+        raise ConfigError(
+            "[train] --layout auto is of one training; give --dp, --pp, --tp or --zero"
+        )
     limit = planner.machine_memory() // world.local_size
     options = without(words, {"--run-dir": 1, "--layout": 1})
     command = [sys.executable, "-m", "odyssey.train", "--no-progress", *options]
     plan_layouts = planner.Planner(command, world.local_size, limit)
     plans = planner.best(plan_layouts(tuple(planner.layouts(world.size))), 1)
     if not plans:
-        raise ConfigError(f"[train] --layout auto: no layout fits into {limit:,} bytes a rank; start more ranks")
+        raise ConfigError(
+            f"[train] --layout auto: no layout fits into {limit:,} bytes a rank; start more ranks"
+        )
     plan = plans[0]
     if not settings.no_progress:
         text = f"{plan.layout}: {1e3 * plan.seconds:.1f} ms a step, {plan.memory:,} bytes a rank"
@@ -208,15 +229,30 @@ def load_data(settings: Settings) -> TrainingData:
     if settings.evaluate:
         # The training part of a table decides its categories and scales.
         columns = getattr(train_set, "columns", None)
-        test_set = opened(settings.dataset, settings.data_dir, train=False, like=columns, **sample_settings(settings))
-        test_loader = DataLoader(test_set, batch_size=TEST_BATCH_SIZE, num_workers=settings.num_workers)
+        test_set = opened(
+            settings.dataset,
+            settings.data_dir,
+            train=False,
+            like=columns,
+            **sample_settings(settings),
+        )
+        test_loader = DataLoader(
+            test_set, batch_size=TEST_BATCH_SIZE, num_workers=settings.num_workers
+        )
     steps_per_epoch = -(-len(train_loader) // settings.accumulation_steps)
     return TrainingData(train_set, train_loader, test_loader, steps_per_epoch)
 
 
 def sample_settings(settings: Settings) -> dict[str, Any]:
-    """Returns the arguments of `data.opened` that decide what a sample is. Checkpoints keep them."""
-    return {"size": settings.image_size, "target": settings.target, "length": settings.sequence_length}
+    """Returns the arguments of `data.opened` that decide what a sample is.
+
+    Checkpoints keep them.
+    """
+    return {
+        "size": settings.image_size,
+        "target": settings.target,
+        "length": settings.sequence_length,
+    }
 
 
 @on_all_ranks()
@@ -225,7 +261,9 @@ def build_schedule(settings: Settings, data: TrainingData) -> Schedule:
     from .. import optim
 
     _, total_steps = settings.length(data.steps_per_epoch)
-    return optim.schedule(settings.schedule, total_steps=total_steps, warmup_steps=settings.warmup(total_steps))
+    return optim.schedule(
+        settings.schedule, total_steps=total_steps, warmup_steps=settings.warmup(total_steps)
+    )
 
 
 def is_language_model(settings: Settings) -> bool:
@@ -235,12 +273,17 @@ def is_language_model(settings: Settings) -> bool:
 
 @on_all_ranks()
 def build_model(settings: Settings, data: TrainingData) -> Module:
-    """Builds the network for the samples of the training set. Its weights depend on the seed alone."""
+    """Builds the network for the samples of the training set.
+
+    Its weights depend on the seed alone.
+    """
     from .. import nn
     from ..core.offload import offload
 
     with offload(settings.offload):
-        return nn.models.build(settings.model, seed=settings.seed, **model_arguments(settings, data.train_set))
+        return nn.models.build(
+            settings.model, seed=settings.seed, **model_arguments(settings, data.train_set)
+        )
 
 
 def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
@@ -248,7 +291,8 @@ def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
     if is_language_model(settings):
         if not hasattr(train_set, "vocabulary"):
             raise ConfigError(
-                f"[train] --model {settings.model} is for text, --dataset {settings.dataset} has none; "
+                f"[train] --model {settings.model} is for text, --dataset {settings.dataset} has "
+                "none; "
                 "use shakespeare, or text"
             )
         return {
@@ -256,7 +300,10 @@ def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
             "context": settings.sequence_length,
             "dropout": GPT_DROPOUT[settings.model],
         }
-    arguments = {"sample_shape": train_set.sample_shape, "classes": output_count(settings, train_set)}
+    arguments = {
+        "sample_shape": train_set.sample_shape,
+        "classes": output_count(settings, train_set),
+    }
     if settings.normalize and settings.model == "mlp" and not train_set.classes:
         targets = train_set.labels.astype("float64")
         arguments["targets"] = (float(targets.mean()), float(targets.std()) or 1.0)
@@ -264,10 +311,13 @@ def model_arguments(settings: Settings, train_set: Any) -> dict[str, Any]:
 
 
 def output_count(settings: Settings, train_set: Any) -> int:
-    """Returns how many numbers the model must return: one for each class, or for each number of a target."""
+    """Returns how many numbers the model must return: one for each class, or for each number of
+    a target.
+    """
     if hasattr(train_set, "vocabulary"):
         raise ConfigError(
-            f"[train] --dataset {settings.dataset} gives tokens, which --model {settings.model} does not take; use "
+            f"[train] --dataset {settings.dataset} gives tokens, which --model {settings.model} "
+            "does not take; use "
             "--model gpt-mini or gpt, or train a model of your own on it from Python"
         )
     if classes := train_set.classes:
@@ -275,7 +325,8 @@ def output_count(settings: Settings, train_set: Any) -> int:
     shape = getattr(train_set.labels, "shape", ())
     if len(shape) > 2:
         raise ConfigError(
-            f"[train] targets have the shape {shape[1:]}; --model {settings.model} gives one row of numbers"
+            f"[train] targets have the shape {shape[1:]}; --model {settings.model} gives one row "
+            "of numbers"
         )
     return shape[1] if len(shape) == 2 else 1
 
@@ -293,18 +344,24 @@ def build_optimizer(settings: Settings) -> Optimizer:
             options["betas"] = GPT_BETAS
         optimizer_class = optim.BY_NAME[settings.optimizer]
         parameters = inspect.signature(optimizer_class).parameters
-        optimizer = optimizer_class(**{name: value for name, value in options.items() if name in parameters})
+        optimizer = optimizer_class(
+            **{name: value for name, value in options.items() if name in parameters}
+        )
     if is_language_model(settings):
         optimizer.undecayed = optim.vectors
     return optimizer
 
 
 def build_user_optimizer(place: str, options: dict[str, Any]) -> Optimizer:
-    """Builds an optimizer of the user's class at FILE.py:CLASS, with the options that the user set."""
+    """Builds an optimizer of the user's class at FILE.py:CLASS, with the options that the user
+    set.
+    """
     from .. import optim
 
     optimizer_class = userfile.named("[train] --optimizer", place, "lion.py:Lion")
-    arguments = {name: value for name, value in options.items() if value is not None and value is not False}
+    arguments = {
+        name: value for name, value in options.items() if value is not None and value is not False
+    }
     try:
         optimizer = optimizer_class(**arguments)
     except TypeError as problem:
@@ -338,7 +395,10 @@ def build_callbacks(settings: Settings, data: TrainingData) -> list[Callback]:
 
 
 def build_early_stopping(settings: Settings, train_set: Any) -> list[Callback]:
-    """Builds the callbacks of `--early-stopping`. If the run has checkpoints, the second one keeps the best."""
+    """Builds the callbacks of `--early-stopping`.
+
+    If the run has checkpoints, the second one keeps the best.
+    """
     from ..callbacks import EarlyStopping, ModelCheckpoint
 
     metrics = ["loss"]
@@ -382,7 +442,9 @@ def build_trainer(
         model=model,
         optimizer=optimizer,
         loss=None if data.train_set.classes else nn.MSELoss(),
-        metrics=None if settings.metrics is None else [name.strip() for name in settings.metrics.split(",")],
+        metrics=None
+        if settings.metrics is None
+        else [name.strip() for name in settings.metrics.split(",")],
         schedule=schedule,
         mesh=ranks.mesh,
         comm=ranks.world,
@@ -390,7 +452,9 @@ def build_trainer(
         **values_of(settings, declared(Training)),
     )
     data_dir = None if settings.data_dir is None else os.path.abspath(settings.data_dir)
-    trainer.data_source = {"source": {"dataset": settings.dataset, "data_dir": data_dir, **sample_settings(settings)}}
+    trainer.data_source = {
+        "source": {"dataset": settings.dataset, "data_dir": data_dir, **sample_settings(settings)}
+    }
     return trainer
 
 
@@ -411,7 +475,8 @@ def print_start(
             if value is not None:
                 lines.append(f"{name.replace('_', '-')} = {value}")
         lines.append(
-            f"ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device {trainer.device}, "
+            f"ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device "
+            f"{trainer.device}, "
             f"threads {trainer.threads} of each rank; {world.why}"
         )
     if trainer.notice:
@@ -449,9 +514,16 @@ def train(
 
 
 def report(
-    settings: Settings, ranks: Ranks, data: TrainingData, trainer: DistributedTrainer, history: History, quiet: bool
+    settings: Settings,
+    ranks: Ranks,
+    data: TrainingData,
+    trainer: DistributedTrainer,
+    history: History,
+    quiet: bool,
 ) -> None:
-    """Writes the files of `--save-weights` and `--json` and, unless `quiet`, prints the line of results. Collective."""
+    """Writes the files of `--save-weights` and `--json` and, unless `quiet`, prints the line of
+    results. Collective.
+    """
     from ..train.trainer import write_weights
 
     weights_hash = trainer.weights_sha256()
@@ -464,7 +536,9 @@ def report(
     if not ranks.is_first:
         return
     if weights is not None:
-        outputs.write(settings.save_weights, "--save-weights", lambda file: write_weights(file, weights))
+        outputs.write(
+            settings.save_weights, "--save-weights", lambda file: write_weights(file, weights)
+        )
     if settings.json is not None:
         results = results_of(settings, ranks, trainer, history, weights_hash)
         outputs.write_json(settings.json, "--json", results | bits)
@@ -473,7 +547,11 @@ def report(
 
 
 def results_of(
-    settings: Settings, ranks: Ranks, trainer: DistributedTrainer, history: History, weights_hash: str
+    settings: Settings,
+    ranks: Ranks,
+    trainer: DistributedTrainer,
+    history: History,
+    weights_hash: str,
 ) -> dict[str, Any]:
     """Returns the results that `--json` writes."""
     from ..train.progress import SENT
@@ -502,7 +580,10 @@ def results_of(
 
 
 def summary(history: History, weights_hash: str, bits: dict[str, float]) -> str:
-    """Returns the lines of results: the numbers, then the weights' hash. Text also has the test loss in bits."""
+    """Returns the lines of results: the numbers, then the weights' hash.
+
+    Text also has the test loss in bits.
+    """
     from ..train.progress import SENT, traffic
 
     parts: list[str] = []

@@ -1,4 +1,5 @@
-"""How bytes move between processes: one contract (`Communicator`), several backends, and who picks which.
+"""How bytes move between processes: one contract (`Communicator`), several backends, and who
+picks which.
 
 | backend | file | ranks are |
 |---|---|---|
@@ -8,7 +9,8 @@
 | nccl | nccl.py | mpi or shm, and NVIDIA's NCCL between the GPUs of the ranks, one of its own each |
 | mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
 
-Others are provided by other folders (base/registry.py), as Gloo for processes with the variables of env:// is.
+Others are provided by other folders (base/registry.py), as Gloo for processes with the variables of
+env:// is.
 
 docs/communication.md explains the contract.
 """
@@ -30,7 +32,8 @@ __getattr__, _, _more = attach(  # what a back end of another folder is made of
     __name__,
     {
         "comm.base": "base",
-        "comm.calls": "CODES Call Header Run calls check_envelope envelope_bytes header_bytes pack pack_envelope "
+        "comm.calls": "CODES Call Header Run calls check_envelope envelope_bytes header_bytes "
+        "pack pack_envelope "
         "tree_reduce unpack unpack_envelope",
         "comm.cores": "cores",
         "comm.mock": "mock",
@@ -52,16 +55,20 @@ def world(backend: str = "auto") -> Communicator:
     """All processes of this run; the same object whenever it is asked for again.
 
     Args:
-        backend: "local" for this process alone, "mpi", "shm", "nccl" or "gloo" for that, or "auto": MPI if a launcher
-            (mpirun, srun) started several processes, Gloo if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that
-            there are several, and instead of either shared memory where all are on one machine; else local; whatever
-            else ODYSSEY_BACKEND names. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is
-            the rank that this thread is.
+        backend: "local" for this process alone, "mpi", "shm", "nccl" or "gloo" for that, or "auto":
+            MPI if a launcher (mpirun, srun) started several processes, Gloo if RANK, WORLD_SIZE,
+            MASTER_ADDR and MASTER_PORT say that there are several, and instead of either shared
+            memory where all are on one machine; else local; whatever else ODYSSEY_BACKEND names.
+            `why` of the result says what was picked. In a thread of `mock.run`, "auto" is the rank
+            that this thread is.
 
-    Raises ConfigError: the backend is unknown or not installed, or of several processes MPI sees only one.
+    Raises ConfigError: the backend is unknown or not installed, or of several processes MPI sees
+    only one.
     """
     if backend not in BACKENDS:
-        raise ConfigError(f"[comm] backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}")
+        raise ConfigError(
+            f"[comm] backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}"
+        )
     if backend == "auto":
         mocked = getattr(base.here, "world", None)
         if mocked is not None:
@@ -87,9 +94,14 @@ def _open(backend: str, made: Communicator) -> None:
 
 
 def adopt(over: Communicator, why: str) -> Communicator:
-    """All processes of this run from now on are those of `over`, which have met by means of their own; those of before
-    are closed. Returns what `world` gives: shared memory in its place if all are on one machine."""
-    for old in {_worlds.pop(name, None) for name in (over.name, "shm", "auto")} - {None, _worlds.get("local")}:
+    """All processes of this run from now on are those of `over`, which have met by means of
+    their own; those of before are closed. Returns what `world` gives: shared memory in its
+    place if all are on one machine.
+    """
+    for old in {_worlds.pop(name, None) for name in (over.name, "shm", "auto")} - {
+        None,
+        _worlds.get("local"),
+    }:
         hooks.worlds.remove(old)
         old._is_world = False
         old.close()
@@ -110,7 +122,9 @@ def _pick() -> tuple[str, str]:
     asked = os.environ.get(ASKED)
     if asked:
         if asked not in BACKENDS[1:]:
-            raise ConfigError(f"[comm] {ASKED}={asked}; choose from {', '.join(BACKENDS[1:])}, or leave it out")
+            raise ConfigError(
+                f"[comm] {ASKED}={asked}; choose from {', '.join(BACKENDS[1:])}, or leave it out"
+            )
         return asked, f"{ASKED} asks for it"
     return _found()
 
@@ -125,19 +139,25 @@ def _found() -> tuple[str, str]:
         why = f"WORLD_SIZE is {met.size} and there is no MPI launcher"
         for name in registry.provided("backends"):
             return name, why
-        raise ConfigError(f"[comm] {why}, and no back end of this installation meets by MASTER_ADDR; use mpirun")
+        raise ConfigError(
+            f"[comm] {why}, and no back end of this installation meets by MASTER_ADDR; use mpirun"
+        )
     return "local", "no launcher" if found is None else f"{found.launcher} started one"
 
 
 def nearer(over: Communicator, why: str) -> tuple[str, str]:
     """Shared memory instead of MPI or Gloo if all ranks are on one machine.
-    There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75 of the time of
-    MPI_Allreduce on 2 and on 4 ranks of 2 cores (docs/log.md; single lines fall out on a busy machine)."""
+
+    There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75
+    of the time of MPI_Allreduce on 2 and on 4 ranks of 2 cores (docs/log.md; single lines fall out
+    on a busy machine).
+    """
     if over.size == 1 or over.local_size < over.size:
         return over.name, why
     try:
         world("shm")
-    except (ConfigError, BuildError) as e:  # on all ranks alike: too little shared memory, no kernels
+    # on all ranks alike: too little shared memory, no kernels
+    except (ConfigError, BuildError) as e:
         return over.name, f"{why}; {e}"
     return "shm", why
 
@@ -159,10 +179,15 @@ def _connect(backend: str) -> Communicator:
     comm = importlib.import_module(_OVER_MPI[backend], __name__).connect()
     if found is not None and found.size > 1 and comm.size == 1:
         how = (
-            "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of this environment"
+            "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of "
+            "this environment"
             if found.mpi
-            else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), or "
+            else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or "
+            "--mpi=pmix (Open MPI), or "
             "mpirun inside the job (and for one process alone, unset SLURM_STEP_NUM_TASKS)"
         )
-        raise ConfigError(f"[comm] the launcher started {found.size} processes but each sees a world of one: {how}")
+        raise ConfigError(
+            f"[comm] the launcher started {found.size} processes but each sees a world of one: "
+            f"{how}"
+        )
     return comm

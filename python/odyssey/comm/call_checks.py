@@ -1,11 +1,14 @@
-"""How the ranks of a group learn whether all make the same call: in rounds of a few short messages, log4 of the ranks.
+"""How the ranks of a group learn whether all make the same call: in rounds of a few short
+messages, log4 of the ranks.
 
-In round k a rank tells the ranks 1, 2 and 3 times 4^k after it what it knows, and hears as much from those before it:
-it has then heard of the 4^(k + 1) ranks up to itself, and after the last round of all. What it knows is a word of 32
-bytes: its call and whether one that it heard of differs. Counts that ranks may have of their own are checked by a sum
-(`balance`), a scatter's piece follows the word. Only if calls differ do ranks need all headers, with their texts.
+In round k a rank tells the ranks 1, 2 and 3 times 4^k after it what it knows, and hears as much
+from those before it: it has then heard of the 4^(k + 1) ranks up to itself, and after the last
+round of all. What it knows is a word of 32 bytes: its call and whether one that it heard of
+differs. Counts that ranks may have of their own are checked by a sum (`balance`), a scatter's piece
+follows the word. Only if calls differ do ranks need all headers, with their texts.
 
-`Agreement` is what a rank knows; `Heads` moves the words over an mpi4py communicator that nothing else uses.
+`Agreement` is what a rank knows; `Heads` moves the words over an mpi4py communicator that nothing
+else uses.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ RADIX = 4
 _WORD = struct.Struct("<qqQQ")
 WORD = _WORD.size
 _PIECE = struct.Struct(f"<{2 + DIMENSIONS}q")
-_DIFFERENT, _PATIENT, _KNOWN = 1, 2, 4
+_DIFFERENT = 1
+_PATIENT = 2
+_KNOWN = 4
 _MASK = (1 << 64) - 1
 _NOTE = 100  # a tag above those of rounds
 AGREED = Met(), Met(blocking=True)
@@ -33,7 +38,8 @@ AGREED = Met(), Met(blocking=True)
 @functools.lru_cache(64)
 def distances(size: int) -> tuple[tuple[int, ...], ...]:
     """How far the ranks are, in each round, that a rank of a group of `size` sends its word to."""
-    found, step = [], 1
+    found = []
+    step = 1
     while step < size:
         found.append(tuple(i * step for i in range(1, RADIX) if i * step < size))
         step *= RADIX
@@ -42,21 +48,25 @@ def distances(size: int) -> tuple[tuple[int, ...], ...]:
 
 class Agreement:
     """Knowledge of a rank of a group of `size` about the calls of all, after the rounds so far.
-    different: not all make the same call. blocking: all wait at once. piece: dtype code, dimensions, shape (scatter).
+    different: not all make the same call. blocking: all wait at once. piece: dtype code,
+    dimensions, shape (scatter).
     """
 
     __slots__ = ("_call", "_flags", "_full", "_rest", "_size", "_window", "piece")
 
     def __init__(self, header: Header, sequence: int, size: int) -> None:
-        self._call, self._size = (sequence, header.signature), size
+        self._call = (sequence, header.signature)
+        self._size = size
         self._flags = 0 if header.blocking else _PATIENT
-        # Sums over the ranks that were heard of: the last 4^k of them, and, where the ranks are no power of 4, the last
-        # (ranks modulo 4^k), which in the end are all.
-        self._window, self._rest = header.balance, 0
+        # Sums over the ranks that were heard of: the last 4^k of them, and, where the ranks are no
+        # power of 4, the last (ranks modulo 4^k), which in the end are all.
+        self._window = header.balance
+        self._rest = 0
         self._full = size == RADIX ** len(distances(size))
         self.piece: tuple[int, ...] | None = None
         if header.kind == "scatter" and header.tail[0] >= 0:
-            self.piece, self._flags = header.tail, self._flags | _KNOWN
+            self.piece = header.tail
+            self._flags = self._flags | _KNOWN
 
     def word(self) -> bytes:
         """Returns what the others are to know of it."""
@@ -66,7 +76,9 @@ class Agreement:
 
     def take(self, k: int, words: Sequence[memoryview | bytes]) -> None:
         """The words of round k, of the ranks in the order of `distances`."""
-        windows, rests, digit = [self._window], [self._rest], self._size // RADIX**k % RADIX
+        windows = [self._window]
+        rests = [self._rest]
+        digit = self._size // RADIX**k % RADIX
         for word in words:
             number, signature, window, rest = _WORD.unpack_from(word)
             self._flags |= number & 0xFF
@@ -92,12 +104,16 @@ class Agreement:
 
 
 class Heads:
-    """The words of one call at a time, in persistent messages of each round.
-    first: requests to be started with a call. begun: rounds in which this rank has sent its word. over: all have come,
-    and so have those of the calls before. texts: of a call that differs, the headers of all ranks and their request."""
+    """The words of one call at a time, in persistent messages of each round. first: requests to
+    be started with a call. begun: rounds in which this rank has sent its word. over: all have
+    come, and so have those of the calls before. texts: of a call that differs, the headers of
+    all ranks and their request.
+    """
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
-        self.rank, self.size, self._comm = rank, size, comm
+        self.rank = rank
+        self.size = size
+        self._comm = comm
         rounds = distances(size)
         self._said = np.zeros((len(rounds), WORD + _PIECE.size), np.uint8)
         self._mine = [memoryview(said)[:WORD] for said in self._said]
@@ -107,21 +123,35 @@ class Heads:
         for k, far in enumerate(rounds):
             came = np.zeros((len(far), WORD + _PIECE.size), np.uint8)
             self._came.append([memoryview(row) for row in came])
-            self._receives.append([comm.Recv_init(a, (rank - d) % size, k) for a, d in zip(came, far, strict=True)])
-            self._sends.append([comm.Send_init(self._said[k, :WORD], (rank + d) % size, k) for d in far])
+            self._receives.append(
+                [comm.Recv_init(a, (rank - d) % size, k) for a, d in zip(came, far, strict=True)]
+            )
+            self._sends.append(
+                [comm.Send_init(self._said[k, :WORD], (rank + d) % size, k) for d in far]
+            )
         self._words = [[word[:WORD] for word in came] for came in self._came]
-        self.first = [request for receives in self._receives for request in receives] + self._sends[0]
+        self.first = [request for receives in self._receives for request in receives] + self._sends[
+            0
+        ]
         self._alone = self.first[: -len(self._sends[0])]
         self.requests = [*self.first, *(request for sends in self._sends[1:] for request in sends)]
         self._long: list[Any] = []  # sends that are not persistent: words with a piece
-        self.begun, self._done, self.over = 0, 0, True
-        self.agreement: Agreement | None = None  # None: all that was heard is the same as this rank's
+        self.begun = 0
+        self._done = 0
+        self.over = True
+        # None: all that was heard is the same as this rank's
+        self.agreement: Agreement | None = None
         self.texts: tuple[np.ndarray, Any] | None = None
 
     def start(self, header: Header, sequence: int) -> list[Any]:
-        """Takes a call up, whose number need not be that in its header; gives the requests to be started now."""
-        self._header, self.sequence = header, sequence
-        self.begun, self._done, self.over = 1, 0, False
+        """Takes a call up, whose number need not be that in its header; gives the requests to be
+        started now.
+        """
+        self._header = header
+        self.sequence = sequence
+        self.begun = 1
+        self._done = 0
+        self.over = False
         self.agreement = self.texts = None
         if header.balance or header.kind == "scatter":
             self.agreement = Agreement(header, sequence, self.size)
@@ -131,7 +161,14 @@ class Heads:
                 return self._alone
             return self.first
         for mine in self._mine:
-            _WORD.pack_into(mine, 0, sequence << 8 | (0 if header.blocking else _PATIENT), header.signature, 0, 0)
+            _WORD.pack_into(
+                mine,
+                0,
+                sequence << 8 | (0 if header.blocking else _PATIENT),
+                header.signature,
+                0,
+                0,
+            )
         return self.first
 
     def _say(self, k: int) -> None:
@@ -146,8 +183,10 @@ class Heads:
             self._long.append(self._comm.Isend(word, (self.rank + d) % self.size, k))
 
     def advance(self, limit: int) -> bool:
-        """Goes on through the rounds as far as it can, but begins none that an earlier call has not begun (`limit`):
-        messages of a round are in the order of the calls. Whether all words have come and are gone."""
+        """Goes on through the rounds as far as it can, but begins none that an earlier call has
+        not begun (`limit`): messages of a round are in the order of the calls. Whether all
+        words have come and are gone.
+        """
         last = len(self._receives) - 1
         while (k := self._done) <= last:
             if k == self.begun:
@@ -187,13 +226,18 @@ class Heads:
         step = RADIX**self._done
         known = {(self.rank - i) % self.size for i in range(step)}
         if self._done < len(self._receives):
-            for d, request in zip(distances(self.size)[self._done], self._receives[self._done], strict=True):
+            for d, request in zip(
+                distances(self.size)[self._done], self._receives[self._done], strict=True
+            ):
                 if request.Test():
                     known.update((self.rank - d - i) % self.size for i in range(step))
         return known
 
     def finish(self) -> None:
-        """All words have come. Where calls differ, which all ranks know alike, it starts to get the headers of all."""
+        """All words have come.
+
+        Where calls differ, which all ranks know alike, it starts to get the headers of all.
+        """
         self.over = True
         if self.agreement is not None and self.agreement.different:
             mine = np.zeros(header_bytes(self.size), np.uint8)
@@ -203,13 +247,18 @@ class Heads:
 
 
 class Roll:
-    """Who has come to a call that takes long, where a rank hears from some ranks only: those that wait tell each other
-    the number of their latest call, and those that are beyond it answer."""
+    """Who has come to a call that takes long, where a rank hears from some ranks only: those
+    that wait tell each other the number of their latest call, and those that are beyond it
+    answer.
+    """
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
-        self._comm, self._rank = comm, rank
+        self._comm = comm
+        self._rank = rank
         self.needed = len(distances(size)) > 1
-        self._came, self._told = [0] * size, [0] * size  # calls that each has begun, as far as it is known
+        # calls that each has begun, as far as it is known
+        self._came = [0] * size
+        self._told = [0] * size
         self._notes: list[tuple[np.ndarray, Any]] = []
 
     def _tell(self, to: int, begun: int, asked: int = 0) -> None:

@@ -1,10 +1,11 @@
-"""Bytes from the memory of one rank's GPU to another's, without the host: who can, and whether it really works.
+"""Bytes from the memory of one rank's GPU to another's, without the host: who can, and whether
+it really works.
 
     NcclTransport (nccl.py)   backend "nccl": messages of NCCL in the GPU's queue; nothing waits
     MpiTransport              ODYSSEY_GPU_MPI=1: an MPI that reads and writes device memory; the host waits for it
 
-`connect` picks one for a communicator. What MPI claims is not believed: a pattern goes around all ranks first, and
-unless every bit arrives on every rank, sums go through the host.
+`connect` picks one for a communicator. What MPI claims is not believed: a pattern goes around all
+ranks first, and unless every bit arrives on every rank, sums go through the host.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ PROBE = (64, 1 << 20)  # bytes: libraries send short and long messages in differ
 
 class DeviceTransport:
     """Messages between the GPUs of the ranks of a communicator, one GPU per rank.
-    All ranks call `exchange` alike. Messages between two ranks are matched in the order given."""
+
+    All ranks call `exchange` alike. Messages between two ranks are matched in the order given.
+    """
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Sends and receives behind what is in the COMPUTE queue of the GPU, before what is put there afterwards.
-        Raises CollectiveError: a rank is gone, or the library refuses."""
+        """Sends and receives behind what is in the COMPUTE queue of the GPU, before what is put
+        there afterwards. Raises CollectiveError: a rank is gone, or the library refuses.
+        """
         raise NotImplementedError
 
     def mark(self) -> None:
@@ -46,11 +50,16 @@ class DeviceTransport:
         return True
 
     def abort(self) -> None:
-        """Lets what is in the queue end, with wrong numbers; nothing can be exchanged afterwards."""
+        """Lets what is in the queue end, with wrong numbers; nothing can be exchanged
+        afterwards.
+        """
 
 
 class MpiTransport(DeviceTransport):
-    """Over an MPI library that takes device memory (backend "mpi" or "shm"). The host waits for GPU and messages."""
+    """Over an MPI library that takes device memory (backend "mpi" or "shm").
+
+    The host waits for GPU and messages.
+    """
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -62,7 +71,9 @@ class MpiTransport(DeviceTransport):
 
 
 class Exchanged(Waiting):
-    """Exchange of a step between GPUs over `links`, as an operation of a communicator: counted, with a deadline."""
+    """Exchange of a step between GPUs over `links`, as an operation of a communicator: counted,
+    with a deadline.
+    """
 
     __slots__ = ("_links", "_sequence")
 
@@ -71,7 +82,8 @@ class Exchanged(Waiting):
         if comm._broken is not None:
             raise comm._broken
         self._links = links
-        self._sequence = comm._sequence  # one of the calls of its group, so a watcher sees who has not come so far
+        # one of the calls of its group, so a watcher sees who has not come so far
+        self._sequence = comm._sequence
         comm._sequence += 1
         slot.call(self._sequence, text, comm._mark)
 
@@ -106,8 +118,10 @@ class Exchanged(Waiting):
 
 
 def wanted(comm: Communicator) -> bool:
-    """Returns whether somebody asked for transfers between GPUs; a group of one needs none. Raises ConfigError:
-    ODYSSEY_GPU_MPI has a value that is not allowed."""
+    """Returns whether somebody asked for transfers between GPUs; a group of one needs none.
+
+    Raises ConfigError: ODYSSEY_GPU_MPI has a value that is not allowed.
+    """
     return comm.size > 1 and (comm.name == "nccl" or gpu_mpi())
 
 
@@ -115,19 +129,27 @@ def gpu_mpi() -> bool:
     """Returns what ODYSSEY_GPU_MPI says: 1 to try an MPI that takes device memory; else no."""
     text = os.environ.get(GPU_MPI, "auto")
     if text not in ("", "0", "1", "auto"):
-        raise ConfigError(f"[comm] {GPU_MPI}={text}; it must be 1 (use it if a probe succeeds), 0 or auto (do not)")
+        raise ConfigError(
+            f"[comm] {GPU_MPI}={text}; it must be 1 (use it if a probe succeeds), 0 or auto (do "
+            "not)"
+        )
     return text == "1"
 
 
 def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTransport], str]:
-    """A transport per GPU of this process to those of the same number in the other ranks, and why; a collective call.
-    No transport, and a line that says why, if sums go through the host. Raises ConfigError, DeviceError: NCCL's."""
+    """A transport per GPU of this process to those of the same number in the other ranks, and
+    why; a collective call. No transport, and a line that says why, if sums go through the
+    host. Raises ConfigError, DeviceError: NCCL's.
+    """
     if comm.name == "nccl":
         from .nccl import NcclTransport
 
         return [NcclTransport(comm, gpu) for gpu in gpus], ""
     if not hasattr(getattr(comm, "_over", comm), "exchange_memory"):
-        return [], f"{GPU_MPI}=1 has no effect with backend {comm.name}: gradients go through the host"
+        return (
+            [],
+            f"{GPU_MPI}=1 has no effect with backend {comm.name}: gradients go through the host",
+        )
     links: list[DeviceTransport] = [MpiTransport(comm, gpu) for gpu in gpus]
     wrong = probe(comm, links, gpus)
     if wrong:
@@ -136,11 +158,14 @@ def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTranspo
 
 
 def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[Gpu]) -> str:
-    """Sends patterns from each GPU to that of the next rank; "" if every bit came on all ranks, else what did not.
-    A library that takes device memory for the host's ends the process instead; this rank's status then says at what."""
+    """Sends patterns from each GPU to that of the next rank; "" if every bit came on all ranks,
+    else what did not. A library that takes device memory for the host's ends the process
+    instead; this rank's status then says at what.
+    """
     failed = ""
     slot.note("probe of MPI with device memory")
-    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    after = (comm.rank + 1) % comm.size
+    before = (comm.rank - 1) % comm.size
     for link, gpu in zip(links, gpus, strict=True):
         for size in PROBE:
             failed = failed or _probe(link, gpu, size, comm.rank, before, after)
@@ -156,14 +181,16 @@ def _probe(link: DeviceTransport, gpu: Gpu, size: int, rank: int, before: int, a
         return np.random.default_rng(rank + 1).integers(0, 256, size, np.uint8)
 
     there = [gpu.allocate(size) for _ in range(2)]
-    sent, came = pattern(rank), np.zeros(size, np.uint8)
+    sent = pattern(rank)
+    came = np.zeros(size, np.uint8)
     try:
         gpu.upload(there[0], sent)
         gpu.clear(there[1], size)
         link.exchange([(after, there[0], size)], [(before, there[1], size)])
         gpu.download(came, there[1])
         gpu.synchronize()
-    except (CollectiveError, DeviceError, RuntimeError) as error:  # mpi4py's errors are RuntimeErrors
+    # mpi4py's errors are RuntimeErrors
+    except (CollectiveError, DeviceError, RuntimeError) as error:
         return " ".join(str(error).split())
     finally:
         for at in there:

@@ -1,4 +1,6 @@
-"""The end of a world of MPI: ranks that end wait for each other, and tell those who ask that they have ended."""
+"""The end of a world of MPI: ranks that end wait for each other, and tell those who ask that
+they have ended.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,37 @@ if TYPE_CHECKING:
     from .base import Communicator
     from .mpi import MPICommunicator
 
-_ASK, _ENDED = 100, 101  # tags beyond those of rounds
+# tags beyond those of rounds
+_ASK = 100
+_ENDED = 101
 LAST_S = 2.0  # what a rank that has ended had sent before has arrived by then
-ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long for the others to do the same
+# a rank that ends with an exit code other than 0 waits so long for the others to do the same
+ALONE_S = 0.7
 
 
 class Exits:
-    """Ranks that end tell the others, so that nobody waits for them until the deadline; and nobody hangs at the end.
+    """Ranks that end tell the others, so that nobody waits for them until the deadline; and
+    nobody hangs at the end.
 
-    At the end of the interpreter the ranks wait for each other in the rounds of call_checks.py, sleeping, before
-    MPI_Finalize, which would wait as well, but on a core; a rank that waits there tells those who ask. A rank with an
-    operation that never completed, or that gave up waiting, cannot: it ends all, with a CollectiveError's exit code.
+    At the end of the interpreter the ranks wait for each other in the rounds of call_checks.py,
+    sleeping, before MPI_Finalize, which would wait as well, but on a core; a rank that waits there
+    tells those who ask. A rank with an operation that never completed, or that gave up waiting,
+    cannot: it ends all, with a CollectiveError's exit code.
     """
 
-    def __init__(self, world: MPICommunicator, finalized: Callable[[], bool], abort: Callable[[int], None]) -> None:
-        self.owner, self._finalized, self._abort = weakref.ref(world), finalized, abort
-        self.rank, self.size = world.rank, world.size
-        self.communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
-        self._hearing = threading.Lock()  # of what is probed and then received: one thread at a time
+    def __init__(
+        self, world: MPICommunicator, finalized: Callable[[], bool], abort: Callable[[int], None]
+    ) -> None:
+        self.owner = weakref.ref(world)
+        self._finalized = finalized
+        self._abort = abort
+        self.size = world.size
+        self.rank = world.rank
+        self.communicators: weakref.WeakValueDictionary[int, Communicator] = (
+            weakref.WeakValueDictionary()
+        )
+        # of what is probed and then received: one thread at a time
+        self._hearing = threading.Lock()
         self._alarm = world._data.Dup()
         self._asked: set[int] = set()
         self._over: set[int] = set()
@@ -53,7 +68,9 @@ class Exits:
         return [comm for ref in self.communicators.valuerefs() if (comm := ref()) is not None]
 
     def ended(self, rank: int) -> bool:
-        """Returns whether this world rank has said that it ends, in order; it is asked the first time."""
+        """Returns whether this world rank has said that it ends, in order; it is asked the first
+        time.
+        """
         with self._hearing:
             if rank != self.rank and rank not in self._asked:
                 self._asked.add(rank)
@@ -72,7 +89,8 @@ class Exits:
         if os.getpid() != process or self._finalized():
             return
         code, why = exits.leaving()
-        # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
+        # Others may be late with a call of this rank, but they come; with one that fails they are
+        # not waited for long.
         until = time.monotonic() + (ALONE_S if code else deadline())
         for comm in self.open():
             known = comm._broken is not None
@@ -83,19 +101,30 @@ class Exits:
                 if not known:
                     first = next((r.describe() for r in comm.unfinished()), "")
                     if code:
-                        exits.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())
+                        exits.end(
+                            code,
+                            f"{why}, while {first} is unfinished; all are ended",
+                            world=self.owner(),
+                        )
                     text = str(comm._broken or f"[comm] ends while {first} is unfinished")
                     print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
                     exits.record(CollectiveError.exit_code, text)
                 sys.stderr.flush()
-                time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
+                # the others say what they have to say, and the launcher reads it, before all is
+                # ended
+                time.sleep(0.5)
                 self._abort(CollectiveError.exit_code)
         slot.phase("end")
         exits.record(code, why)
-        nap, patience, note = 1e-5, time.monotonic() + ALONE_S, np.zeros(1, np.uint8)
+        nap = 1e-5
+        patience = time.monotonic() + ALONE_S
+        note = np.zeros(1, np.uint8)
         for k, far in enumerate(distances(self.size)):
             requests = [self._alarm.Isend(note, (self.rank + d) % self.size, k) for d in far]
-            requests += [self._alarm.Irecv(np.zeros(1, np.uint8), (self.rank - d) % self.size, k) for d in far]
+            requests += [
+                self._alarm.Irecv(np.zeros(1, np.uint8), (self.rank - d) % self.size, k)
+                for d in far
+            ]
             while not requests[0].Testall(requests):
                 if not code:  # a rank that fails ends all itself, if the others do not do the same
                     self._answer()
@@ -105,7 +134,9 @@ class Exits:
                 nap = min(1.5 * nap, 5e-3)
 
     def _answer(self) -> None:
-        """Tells those who ask that this rank has ended; and in groups of which calls it had begun before."""
+        """Tells those who ask that this rank has ended; and in groups of which calls it had
+        begun before.
+        """
         while (message := self._alarm.Improbe(tag=_ASK)) is not None:
             asks = np.zeros(1, np.int64)
             message.Recv(asks)
@@ -118,9 +149,13 @@ class Exits:
         self._notes.append(self._alarm.Isend(np.array([self.rank], np.int64), to, tag))
 
     def _wait_for_last(self, comm: MPICommunicator, until: float) -> None:
-        """Waits for the calls of a group that are under way, as long as others may still come to them."""
+        """Waits for the calls of a group that are under way, as long as others may still come to
+        them.
+        """
         shown = None
-        while (left := [r for r in comm.unfinished() if not r.test()]) and (now := time.monotonic()) <= until:
+        while (left := [r for r in comm.unfinished() if not r.test()]) and (
+            now := time.monotonic()
+        ) <= until:
             comm._progress()
             if left[0] is not shown:  # the watcher is to see that this rank waits, and in what
                 shown = left[0]

@@ -1,7 +1,8 @@
 """An all-gather in rounds, log4 of the ranks: who passes which ranks' data on to whom.
 
-In round k a rank sends to the ranks 1, 2 and 3 times 4^k after it what it has: its own data and those of the ranks just
-before it. So each message carries data of several ranks, and each rank gets the data of each other rank once.
+In round k a rank sends to the ranks 1, 2 and 3 times 4^k after it what it has: its own data and
+those of the ranks just before it. So each message carries data of several ranks, and each rank gets
+the data of each other rank once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import NamedTuple
 from .call_checks import RADIX, distances
 from .calls import Run
 
-#: Up to so many ranks with data, each sends its data to each other rank itself, which takes one step. More ranks take
-#: rounds: each of 32 ranks sends 7 messages instead of 31.
+#: Up to so many ranks with data, each sends its data to each other rank itself, which takes one
+#: step. More ranks take rounds: each of 32 ranks sends 7 messages instead of 31.
 DIRECT = 16
 
 
@@ -44,7 +45,8 @@ def gather_rounds(rank: int, ranges: Sequence[Run]) -> tuple[GatherRound, ...]:
         sends = []
         receives = []
         for distance in far:
-            count = min(step, size - distance)  # ranks whose data go this far: all others have theirs already
+            # ranks whose data go this far: all others have theirs already
+            count = min(step, size - distance)
             sends.append(Passed((rank + distance) % size, _joined(rank, count, ranges)))
             sender = (rank - distance) % size
             receives.append(Passed(sender, _joined(sender, count, ranges)))
@@ -72,5 +74,7 @@ def _joined(last: int, count: int, ranges: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def passes_on(ranges: Sequence[Run]) -> bool:
-    """True if an all-gather of these ranges that is made again and again goes in rounds; the same on all ranks."""
+    """True if an all-gather of these ranges that is made again and again goes in rounds; the
+    same on all ranks.
+    """
     return sum(begin < end for begin, end in ranges) > DIRECT

@@ -1,5 +1,7 @@
-"""How long data of ranks on other machines take to come once all ranks have come to a call: that tells a link that is
-slow from a rank that is. Counted are calls that are made again and again, over MPI."""
+"""How long data of ranks on other machines take to come once all ranks have come to a call: that
+tells a link that is slow from a rank that is. Counted are calls that are made again and
+again, over MPI.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,17 @@ from collections.abc import Collection
 
 from ..base import slot
 
-EVERY_NS = 1_000_000_000  # between judgements; what was counted before a judgement counts half after it
-SLOW_NS, TIMES = 100_000_000, 3  # a link is slow that took so long, and so many times as long a byte as all others
+# between judgements; what was counted before a judgement counts half after it
+EVERY_NS = 1_000_000_000
+# a link is slow that took so long, and so many times as long a byte as all others
+SLOW_NS = 100_000_000
+TIMES = 3
 
 
 class Links:
-    """Bytes that came to this rank from ranks on other machines, and how long they took. near: those on this one."""
+    """Bytes that came to this rank from ranks on other machines, and how long they took. near:
+    those on this one.
+    """
 
     def __init__(self, near: Collection[int]) -> None:
         self.near = frozenset(near)
@@ -25,7 +32,9 @@ class Links:
         self.seen[rank] = bytes_ + size, before + ns
 
     def judge(self, now: int) -> None:
-        """A call is complete: tells the status slot of the slowest link, if it is much slower than the others."""
+        """A call is complete: tells the status slot of the slowest link, if it is much slower
+        than the others.
+        """
         if now < self._next:
             return
         self._next = now + EVERY_NS

@@ -1,7 +1,9 @@
-"""Ranks that are threads of this process: programs of several ranks tested without MPI and without processes.
+"""Ranks that are threads of this process: programs of several ranks tested without MPI and
+without processes.
 
-`run(4, function)` calls `function(communicator)` on four ranks. Bytes move by copying, sums are added along the fixed
-tree over ranks. What it is not: a way to compute faster; the threads share one interpreter.
+`run(4, function)` calls `function(communicator)` on four ranks. Bytes move by copying, sums are
+added along the fixed tree over ranks. What it is not: a way to compute faster; the threads share
+one interpreter.
 """
 
 from __future__ import annotations
@@ -56,9 +58,13 @@ class MockCommunicator(Communicator):
 
     def __init__(self, world: _World, group: _Group, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__()
-        self._world, self._group = world, group
-        self.ranks, self.rank, self.size = ranks, rank, len(ranks)
-        self.local_rank, self.local_size = rank, self.size
+        self._world = world
+        self._group = group
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.local_size = self.size
+        self.local_rank = rank
         self.why = f"mock: {world.size} threads"
 
     def _begin(self, call: Call) -> Request:
@@ -91,7 +97,9 @@ class MockCommunicator(Communicator):
     def _sub(self, members: tuple[int, ...]) -> MockCommunicator:
         ranks = tuple(self.ranks[p] for p in members)
         with self._world.changed:  # all members have made the same number of calls in this group
-            group = self._world.groups.setdefault((id(self._group), self._sequence, ranks), _Group())
+            group = self._world.groups.setdefault(
+                (id(self._group), self._sequence, ranks), _Group()
+            )
         return MockCommunicator(self._world, group, ranks, members.index(self.rank))
 
     def abort(self, code: int) -> None:
@@ -104,8 +112,10 @@ class MockCommunicator(Communicator):
 
 def exchange(calls: Sequence[Call]) -> None:
     """Carries out one collective whose calls, of ranks 0, 1, ..., agree."""
-    first, size = calls[0], len(calls)
-    sends = [None if c.send is None else c.send.copy().reshape(-1) for c in calls]  # an out may be another's send
+    first = calls[0]
+    size = len(calls)
+    # an out may be another's send
+    sends = [None if c.send is None else c.send.copy().reshape(-1) for c in calls]
     if first.op is not None:
         total = tree_reduce(sends, first.op)
         parts = total.reshape(size, -1) if first.kind == "reduce_scatter" else [total] * size
@@ -138,7 +148,8 @@ class _Patient(Waiting):
         raise NotImplementedError
 
     def _block(self) -> None:
-        world, timeout = self._comm._world, deadline()
+        world = self._comm._world
+        timeout = deadline()
         until = time.monotonic() + timeout
         with world.changed:
             while True:
@@ -148,7 +159,9 @@ class _Patient(Waiting):
                 gone = sorted(world.ended & {self._comm.ranks[p] for p in self._late()})
                 left = until - time.monotonic()
                 if world.aborted is not None:
-                    self._give_up(f"[comm] {self._text}: all ranks were ended with code {world.aborted}")
+                    self._give_up(
+                        f"[comm] {self._text}: all ranks were ended with code {world.aborted}"
+                    )
                 elif gone:
                     self._give_up(self._ended(gone))
                 elif left <= 0:
@@ -162,7 +175,8 @@ class _Met(_Patient):
 
     def __init__(self, comm: MockCommunicator, meeting: _Meeting, call: Call) -> None:
         super().__init__(comm, call.header.text)
-        self._meeting, self._call = meeting, call
+        self._meeting = meeting
+        self._call = call
 
     def _take(self) -> None:
         if not self._meeting.done:
@@ -172,7 +186,8 @@ class _Met(_Patient):
             error.raised_on_all_ranks = self._comm.size == self._comm._world.size
             self._fail(error)
         else:
-            self._result, self._complete = self._call.result(), True
+            self._result = self._call.result()
+            self._complete = True
         self._meeting = self._call = None
 
     def _late(self) -> list[int]:
@@ -184,7 +199,8 @@ class _Received(_Patient):
 
     def __init__(self, comm: MockCommunicator, receive: Received, source: int) -> None:
         super().__init__(comm, receive.describe())
-        self._receive, self._source = receive, source
+        self._receive = receive
+        self._source = source
 
     def _take(self) -> None:
         self._follow(self._receive)
@@ -194,12 +210,15 @@ class _Received(_Patient):
 
 
 def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls `function(communicator, *arguments)` on ranks 0 to `ranks` - 1, each in a thread; returns their results.
-    In these threads `comm.world()` is the rank's communicator. Raises Whatever a rank raised: of several errors one
-    that is not a CollectiveError, of the lowest rank."""
+    """Calls `function(communicator, *arguments)` on ranks 0 to `ranks` - 1, each in a thread;
+    returns their results. In these threads `comm.world()` is the rank's communicator. Raises
+    Whatever a rank raised: of several errors one that is not a CollectiveError, of the lowest
+    rank.
+    """
     if ranks < 1:
         raise ConfigError(f"[comm] mock world of {ranks} ranks; give at least 1")
-    world, group = _World(ranks), _Group()
+    world = _World(ranks)
+    group = _Group()
     everyone = tuple(range(ranks))
     results: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
@@ -216,11 +235,16 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
                 world.ended.add(rank)
                 world.changed.notify_all()
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in everyone]
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in everyone
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
-        raise min(errors.items(), key=lambda item: (isinstance(item[1], CollectiveError), item[0]))[1]
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], CollectiveError), item[0]))[
+            1
+        ]
     return results

@@ -1,8 +1,11 @@
-"""Ranks connected by MPI. The only file that imports mpi4py; buffer calls only, nothing is pickled.
+"""Ranks connected by MPI.
 
-Each group has two MPI communicators of its own, one for headers and one for data, so that neither meets calls that a
-program makes on COMM_WORLD. The ranks learn in rounds of persistent messages (call_checks.py; its costs are in
-docs/communication.md) whether they make the same call; if so, the data follow by the library's own collective.
+The only file that imports mpi4py; buffer calls only, nothing is pickled.
+
+Each group has two MPI communicators of its own, one for headers and one for data, so that neither
+meets calls that a program makes on COMM_WORLD. The ranks learn in rounds of persistent messages
+(call_checks.py; its costs are in docs/communication.md) whether they make the same call; if so, the
+data follow by the library's own collective.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ from typing import Any
 
 import numpy as np
 
-# Read by Open MPI when it starts: its UCX component for windows prints an error for every rank where there is no UCX
-# device, and is passed over. A user's own choice is kept.
+# Read by Open MPI when it starts: its UCX component for windows prints an error for every rank
+# where there is no UCX device, and is passed over. A user's own choice is kept.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 _begun = time.time_ns()
 from mpi4py import rc  # noqa: E402
 
-# What mpi4py would do when MPI is imported is done here, after a look at the library: it would abort.
-rc.finalize, rc.initialize = rc.initialize if rc.finalize is None else rc.finalize, False
+# What mpi4py would do when MPI is imported is done here, after a look at the library: it would
+# abort.
+rc.finalize = rc.initialize if rc.finalize is None else rc.finalize
+rc.initialize = False
 from mpi4py import MPI  # noqa: E402
 
 from ..base import launcher  # noqa: E402
@@ -62,10 +67,17 @@ from .link_times import Links  # noqa: E402
 from .requests import Message, Request, Waiting  # noqa: E402
 from .staged import Headed, Met, Staged  # noqa: E402
 
-_receiving = threading.RLock()  # threads wait in groups of their own, and move on what others receive
-STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start_watcher.py)
+# threads wait in groups of their own, and move on what others receive
+_receiving = threading.RLock()
+# ns; between these MPI started, and its launcher made a file for it (run/start_watcher.py)
+STARTED = _begun, _started
 
-_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
+_OPS = {
+    ReduceOp.SUM: MPI.SUM,
+    ReduceOp.MAX: MPI.MAX,
+    ReduceOp.MIN: MPI.MIN,
+    ReduceOp.PROD: MPI.PROD,
+}
 _FUNCTIONS = {  # of a kind of call: at once, and when it is done
     "broadcast": (MPI.Comm.Ibcast, MPI.Comm.Bcast),
     "reduce": (MPI.Comm.Ireduce, MPI.Comm.Reduce),
@@ -80,22 +92,24 @@ _FUNCTIONS = {  # of a kind of call: at once, and when it is done
 }
 MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
 DATA_TAG = 200  # of calls made again and again, beside the headers: above those of call_checks.py
-# Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
-# An all-gather of more ranks than gather_rounds.DIRECT goes in rounds.
+# Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the
+# library knows better ways. An all-gather of more ranks than gather_rounds.DIRECT goes in rounds.
 NEAR = 32
 _Memories = Sequence[tuple[int, int, int]]  # rank, address, bytes
-_WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
+# for what is only moved
+_WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
 
 class _Repeated(Headed):
     """A call that is made again and again (base.Repeated), and the request of its latest time.
 
-    Header and data go at once, in persistent messages from each rank to each other: MPI has no way to look into data
-    that it receives, but nothing is returned before all headers have come and agree. Messages of a call that differs
-    may be left over, so the group is then over.
+    Header and data go at once, in persistent messages from each rank to each other: MPI has no way
+    to look into data that it receives, but nothing is returned before all headers have come and
+    agree. Messages of a call that differs may be left over, so the group is then over.
 
-    An all-gather of many ranks goes in rounds (gather_rounds.py). Its receives and the first sends start at once. A
-    later round starts when the words agree and the data that it passes on are here.
+    An all-gather of many ranks goes in rounds (gather_rounds.py). Its receives and the first sends
+    start at once. A later round starts when the words agree and the data that it passes on are
+    here.
     """
 
     __slots__ = (
@@ -115,22 +129,30 @@ class _Repeated(Headed):
     def __init__(self, comm: MPICommunicator, call: Call) -> None:
         super().__init__(comm, call, call.kind, -1)
         self._complete = True
-        # Messages of two such calls do not meet: each has a tag, and all ranks count alike, or their headers differ.
+        # Messages of two such calls do not meet: each has a tag, and all ranks count alike, or
+        # their headers differ.
         tag = 1 + comm._repeats % (MEMORY_TAG - DATA_TAG - 1)
         comm._repeats += 1
         dtype, shape, root, op, more = call.described
         text = f"again {tag}" if more is None else f"again {tag} of {str(more).replace(' ', '')}"
         call.described = (dtype, shape, root, op, text)
-        me, size = comm.rank, comm.size
+        me = comm.rank
+        size = comm.size
         self._heads = Heads(comm._head, me, size)
         tail, balance = call.tail(me)
         self._header = Header(0, 0, "", tail, call.kind, repeated=True, balance=balance)
         self._place: tuple[str, int] = ("", 0)
         gives, takes = call.routes(me, size)
-        self._own = None if call.send is call.out else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
-        word, others = _WORDS[call.out.dtype.itemsize], [p for p in range(size) if p != me]
+        self._own = (
+            None
+            if call.send is call.out
+            else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
+        )
+        word = _WORDS[call.out.dtype.itemsize]
+        others = [p for p in range(size) if p != me]
         self._messages: list[Any] = []
-        self._rounds: list[tuple[list[Any], list[Any]]] = []  # receives and sends of each, if there are any
+        # receives and sends of each, if there are any
+        self._rounds: list[tuple[list[Any], list[Any]]] = []
         self._types: list[Any] = []  # of messages that carry several pieces of the array
         self._begun_rounds = 0
         self._far: list[Any] = []
@@ -138,9 +160,14 @@ class _Repeated(Headed):
         if call.kind == "all_gather_v" and passes_on(call.ranges):
             self._prepare_rounds(DATA_TAG + tag)
             return
-        for make, array, runs in ((comm._head.Recv_init, call.out, takes), (comm._head.Send_init, call.send, gives)):
+        for make, array, runs in (
+            (comm._head.Recv_init, call.out, takes),
+            (comm._head.Send_init, call.send, gives),
+        ):
             self._messages += [
-                make([array[slice(*runs[p])], word], p, DATA_TAG + tag) for p in others if runs[p][0] < runs[p][1]
+                make([array[slice(*runs[p])], word], p, DATA_TAG + tag)
+                for p in others
+                if runs[p][0] < runs[p][1]
             ]
         came = [p for p in others if takes[p][0] < takes[p][1]]  # first among the messages
         self._far = [
@@ -150,10 +177,15 @@ class _Repeated(Headed):
         ]
 
     def _prepare_rounds(self, tag: int) -> None:
-        """Makes the messages of all rounds. How long they take says nothing of a link: they wait for other ranks."""
+        """Makes the messages of all rounds.
+
+        How long they take says nothing of a link: they wait for other ranks.
+        """
         comm = self._comm
         for now in gather_rounds(comm.rank, self.call.ranges):
-            receives = [comm._head.Recv_init(self._pieces(m.runs), m.peer, tag) for m in now.receives]
+            receives = [
+                comm._head.Recv_init(self._pieces(m.runs), m.peer, tag) for m in now.receives
+            ]
             sends = [comm._head.Send_init(self._pieces(m.runs), m.peer, tag) for m in now.sends]
             self._rounds.append((receives, sends))
         self._messages = [request for receives, _ in self._rounds for request in receives]
@@ -171,9 +203,12 @@ class _Repeated(Headed):
         return [out, 1, type_]
 
     def pass_on(self) -> bool:
-        """Starts the rounds whose data are here; whether all have started. The communicator's lock is held.
+        """Starts the rounds whose data are here; whether all have started.
 
-        Other ranks wait for it, so it is called also while this rank waits for something else (`listen`).
+        The communicator's lock is held.
+
+        Other ranks wait for it, so it is called also while this rank waits for something else
+        (`listen`).
         """
         if self._begun_rounds < len(self._rounds):
             met = self._comm._met(self._heads, self._header)
@@ -190,11 +225,14 @@ class _Repeated(Headed):
         return True
 
     def start(self) -> _Repeated:
-        comm, call = self._comm, self.call
+        comm = self._comm
+        call = self.call
         if comm._broken is not None:
             raise comm._broken
         if not self._complete:
-            raise CollectiveError(f"[comm] {self._text} is started again before it is complete; wait for it first")
+            raise CollectiveError(
+                f"[comm] {self._text} is started again before it is complete; wait for it first"
+            )
         place = caller_location(2)
         if place != self._place:
             self._place = place
@@ -203,10 +241,16 @@ class _Repeated(Headed):
         self._sequence = comm._sequence
         comm._sequence += 1
         slot.quick(self._sequence, comm._mark[0], self._text)
-        self._result, self._error, self._complete, self.posted, self._suspect = None, None, False, False, 0
+        self._result = None
+        self._error = None
+        self._complete = False
+        self.posted = False
+        self._suspect = 0
         comm._active.add(self)
         with comm._lock:
-            MPI.Prequest.Startall(comm._meet(self._heads, self._header, self._sequence) + self._first())
+            MPI.Prequest.Startall(
+                comm._meet(self._heads, self._header, self._sequence) + self._first()
+            )
         if self._own is not None:
             self._own[0][...] = self._own[1]
         return self
@@ -237,7 +281,8 @@ class _Repeated(Headed):
             self.posted = True
             if self._header.balance:  # counts are compared the first time: they stay what they are
                 self._header = self._header._replace(balance=0)
-            self._due, self._since = self._far, time.monotonic_ns() if self._far else 0
+            self._since = time.monotonic_ns() if self._far else 0
+            self._due = self._far
         if self._rounds:  # which another thread may be passing on
             with self._comm._lock:
                 done = self.pass_on() and MPI.Request.Testall(self._messages)
@@ -255,7 +300,9 @@ class _Repeated(Headed):
 
     def _look_at_links(self, done: bool) -> None:
         """Counts how long data from other machines have taken."""
-        now, links, due = time.monotonic_ns(), self._comm._links, []
+        now = time.monotonic_ns()
+        links = self._comm._links
+        due = []
         for far in self._due:
             if done or far[0].Test():
                 links.came(far[1], far[2], now - self._since)
@@ -267,8 +314,11 @@ class _Repeated(Headed):
 
     def free(self) -> None:
         """Gives the requests back; not while they are under way."""
-        requests, self._messages, self._heads.requests = self._messages + self._heads.requests, [], []
-        self._far, self._rounds = [], []
+        requests = self._messages + self._heads.requests
+        self._messages = []
+        self._heads.requests = []
+        self._far = []
+        self._rounds = []
         for request in requests:
             request.Free()
         while self._types:
@@ -280,9 +330,12 @@ class _Repeated(Headed):
 
 
 class MPICommunicator(Staged):
-    """A communicator over an mpi4py one, which it owns. Sums are added in the order of the library.
+    """A communicator over an mpi4py one, which it owns.
 
-    comm: an intra-communicator of mpi4py that nothing else uses. of: what it is a part of; None for the world.
+    Sums are added in the order of the library.
+
+    comm: an intra-communicator of mpi4py that nothing else uses. of: what it is a part of; None for
+    the world.
     """
 
     name = "mpi"
@@ -290,15 +343,23 @@ class MPICommunicator(Staged):
 
     def __init__(self, comm: Any, of: MPICommunicator | None = None) -> None:
         super().__init__()
-        self._data, self._head = comm, comm.Dup()
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._head = comm.Dup()
+        self._data = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
-        near = node.Get_group().Translate_ranks(range(self.local_size), comm.Get_group()) if of is None else ()
+        self.local_rank = node.Get_rank()
+        self.local_size = node.Get_size()
+        near = (
+            node.Get_group().Translate_ranks(range(self.local_size), comm.Get_group())
+            if of is None
+            else ()
+        )
         self._links = of._links if of is not None else Links(near)
         node.Free()
         self._heads: list[Heads] = []  # not in use
-        self._meeting: deque[Heads] = deque()  # of calls under way whose words have not all come, in order
+        # of calls under way whose words have not all come, in order
+        self._meeting: deque[Heads] = deque()
         self._roll = Roll(self._head, self.rank, self.size)
         self._repeats = 0
         self._active: set[_Repeated] = set()
@@ -310,11 +371,14 @@ class MPICommunicator(Staged):
             self._exits = Exits(self, MPI.Is_finalized, _abort)
             crowded = np.array([self.local_size > cores()], np.uint8)
             comm.Allreduce(MPI.IN_PLACE, crowded, MPI.MAX)
-            self._crowded = bool(crowded[0])  # on all or none: a blocking call does not match one that is not
+            # on all or none: a blocking call does not match one that is not
+            self._crowded = bool(crowded[0])
         else:
             theirs = comm.Get_group().Translate_ranks(range(self.size), of._data.Get_group())
             self.ranks = tuple(of.ranks[p] for p in theirs)
-            self.why, self._exits, self._crowded = of.why, of._exits, of._crowded
+            self.why = of.why
+            self._exits = of._exits
+            self._crowded = of._crowded
         self._world_size = self._exits.size
         self._exits.communicators[id(self)] = self
 
@@ -328,7 +392,8 @@ class MPICommunicator(Staged):
     def _meet(self, heads: Heads, header: Header, sequence: int) -> list[Any]:
         """Takes up a call; gives the requests to be started."""
         if self._roll.needed:
-            self._roll.listen(self._sequence)  # else what ranks tell one that never waits long would pile up
+            # else what ranks tell one that never waits long would pile up
+            self._roll.listen(self._sequence)
         self._meeting.append(heads)
         return heads.start(header, sequence)
 
@@ -341,7 +406,8 @@ class MPICommunicator(Staged):
                 until.finish()
             return
         for heads in tuple(self._meeting):
-            done, limit = heads.advance(limit), heads.begun
+            done = heads.advance(limit)
+            limit = heads.begun
             if done and heads is self._meeting[0]:
                 self._meeting.popleft().finish()
                 limit = sys.maxsize
@@ -365,7 +431,9 @@ class MPICommunicator(Staged):
         return met
 
     def listen(self) -> None:
-        """Moves calls on, and tells who asks which this rank has begun; unless another thread is testing them."""
+        """Moves calls on, and tells who asks which this rank has begun; unless another thread is
+        testing them.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 if self._meeting:
@@ -386,15 +454,19 @@ class MPICommunicator(Staged):
     # --- data ---
 
     def _post(self, call: Call, blocking: bool) -> Any:
-        kind, send, out = call.kind, call.send, call.out
+        kind = call.kind
+        send = call.send
+        out = call.out
         if kind in ("barrier", "group"):
             return None  # that all headers came is all there is to it
-        # What is only moved is words; where it is combined mpi4py looks at the array for its type (None).
+        # What is only moved is words; where it is combined mpi4py looks at the array for its type
+        # (None).
         mpi = _WORDS[(out if send is None else send).itemsize] if call.op is None else None
         give = None if send is None else MPI.IN_PLACE if send is out else [send, mpi]
         take = None if out is None else [out, mpi]
         if kind == "all_to_all_v":
-            give, take = [send, list(call.send_counts), mpi], [out, list(call.receive_counts), mpi]
+            give = [send, list(call.send_counts), mpi]
+            take = [out, list(call.receive_counts), mpi]
         elif kind == "all_gather_v":
             take = [out, [b - a for a, b in call.ranges], [a for a, _ in call.ranges], mpi]
         arguments = [take] if kind == "broadcast" else [give, take]
@@ -402,7 +474,8 @@ class MPICommunicator(Staged):
             arguments.append(_OPS[call.op])
         if call.root >= 0:
             arguments.append(call.root)
-        # Where ranks outnumber cores and all of them wait for this call, the blocking form is faster (docs/log.md).
+        # Where ranks outnumber cores and all of them wait for this call, the blocking form is
+        # faster (docs/log.md).
         return _FUNCTIONS[kind][blocking](self._data, *arguments)
 
     def _posted(self, request: Any) -> bool:
@@ -413,12 +486,16 @@ class MPICommunicator(Staged):
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> _Sent:
         return _Sent(self, array, dest, tag, envelope)
 
-    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: Header) -> _Received | _FromAny:
+    def _recv(
+        self, out: np.ndarray, source: int | None, tag: int, envelope: Header
+    ) -> _Received | _FromAny:
         with _receiving:
             return (_FromAny if source is None else _Received)(self, out, source, tag, envelope)
 
     def exchange_memory(self, sends: _Memories, receives: _Memories) -> Waiting:
-        """Starts messages of memory that need not be the host's (device.py), between two ranks in order."""
+        """Starts messages of memory that need not be the host's (device.py), between two ranks
+        in order.
+        """
         return _Memory(self, sends, receives)
 
     # --- groups and ends ---
@@ -438,7 +515,8 @@ class MPICommunicator(Staged):
     def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
         call = make()
         of_ranges = call.kind == "all_gather_v"
-        senders = sum(a < b for a, b in call.ranges) if of_ranges else self.size  # the same on all ranks
+        # the same on all ranks
+        senders = sum(a < b for a, b in call.ranges) if of_ranges else self.size
         if self.size > 1 and (senders <= NEAR or of_ranges):
             return _Repeated(self, call)
         return super()._repeated(make)
@@ -450,7 +528,10 @@ class MPICommunicator(Staged):
         return [*super().unfinished(), *self._active]
 
     def _progress(self) -> None:
-        """Calls in other groups go on. Receives take their data once the envelope is there: senders wait for it."""
+        """Calls in other groups go on.
+
+        Receives take their data once the envelope is there: senders wait for it.
+        """
         super()._progress()
         for comm in self._exits.open():
             if not isinstance(comm, MPICommunicator):
@@ -479,7 +560,9 @@ class MPICommunicator(Staged):
 
 
 def _abort(code: int) -> None:
-    """Ends all ranks, without the files in shared memory that the library removes only at an orderly end."""
+    """Ends all ranks, without the files in shared memory that the library removes only at an
+    orderly end.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     _unname("mpich_shm_", "sm_segment.")
@@ -489,7 +572,9 @@ def _abort(code: int) -> None:
 
 
 def _unname(*names: str) -> None:
-    """Removes the names of files in shared memory that the library has mapped here; the memory stays until all end."""
+    """Removes the names of files in shared memory that the library has mapped here; the memory
+    stays until all end.
+    """
     for path in mapped():
         if path.startswith(tuple(f"/dev/shm/{name}" for name in names)):
             with contextlib.suppress(OSError):
@@ -503,7 +588,8 @@ class _Meeting(Request):
 
     def __init__(self, request: Any) -> None:
         super().__init__()
-        self._complete, self._request = False, request
+        self._complete = False
+        self._request = request
 
     def test(self) -> bool:
         self._complete = self._complete or bool(self._request.Test())
@@ -513,9 +599,12 @@ class _Meeting(Request):
 class _Sent(Message):
     __slots__ = ("_array", "_envelope", "_requests")
 
-    def __init__(self, comm: MPICommunicator, array: np.ndarray, dest: int, tag: int, envelope: Header) -> None:
+    def __init__(
+        self, comm: MPICommunicator, array: np.ndarray, dest: int, tag: int, envelope: Header
+    ) -> None:
         super().__init__(comm, envelope, dest)
-        self._array, self._envelope = array, pack_envelope(envelope)
+        self._envelope = pack_envelope(envelope)
+        self._array = array
         self._requests = [
             comm._data.Isend([self._envelope, MPI.BYTE], dest, 2 * tag + 1),
             comm._data.Isend([array, _WORDS[array.dtype.itemsize]], dest, 2 * tag),
@@ -523,19 +612,26 @@ class _Sent(Message):
 
     def test(self) -> bool:
         if not self._complete and MPI.Request.Testall(self._requests):
-            self._complete, self._array = True, None
+            self._complete = True
+            self._array = None
         return self._complete
 
 
 class _Received(Message):
     __slots__ = ("_out", "_envelope", "_mine", "_request", "_line", "_tag", "_wrong")
 
-    def __init__(self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, mine: Header) -> None:
+    def __init__(
+        self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, mine: Header
+    ) -> None:
         super().__init__(comm, mine, source)
-        self._out, self._mine, self._tag, self._wrong = out, mine, 2 * tag, None
+        self._out = out
+        self._mine = mine
+        self._tag = 2 * tag
+        self._wrong = None
         self._envelope = np.zeros(envelope_bytes(), np.uint8)
         self._request = comm._data.Irecv([self._envelope, MPI.BYTE], source, 2 * tag + 1)
-        # Data must be received in the order of their envelopes: only the first of a line may read its envelope.
+        # Data must be received in the order of their envelopes: only the first of a line may read
+        # its envelope.
         self._line = comm._receives.setdefault((source, tag), deque())
         self._line.append(self)
 
@@ -548,24 +644,33 @@ class _Received(Message):
                 if self._wrong:
                     self._fail(CollectiveError(self._wrong))
                 else:
-                    self._result, self._complete = self._out, True
+                    self._result = self._out
+                    self._complete = True
                 self._out = None
         return self._complete
 
     def _open(self) -> None:
-        """Reads the envelope and has the data come into the array, or, if they do not fit, out of the way."""
+        """Reads the envelope and has the data come into the array, or, if they do not fit, out
+        of the way.
+        """
         sent, text = unpack_envelope(self._envelope)
         self._envelope = None
-        comm, source = self._comm, self.source
-        self._wrong = check_envelope(sent, text, self._out, self._mine, comm.ranks[source], comm.ranks[comm.rank])
+        comm = self._comm
+        source = self.source
+        self._wrong = check_envelope(
+            sent, text, self._out, self._mine, comm.ranks[source], comm.ranks[comm.rank]
+        )
         if self._wrong:
             status = MPI.Status()
             comm._data.Probe(source, self._tag, status)
             self._out = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        self._request = comm._data.Irecv([self._out, _WORDS[self._out.dtype.itemsize]], source, self._tag)
+        self._request = comm._data.Irecv(
+            [self._out, _WORDS[self._out.dtype.itemsize]], source, self._tag
+        )
 
     def _late(self) -> Sequence[int]:
-        return () if self._envelope is None else (self.source,)  # behind an envelope the data are on their way
+        # behind an envelope the data are on their way
+        return () if self._envelope is None else (self.source,)
 
 
 class _FromAny(Message):
@@ -573,14 +678,18 @@ class _FromAny(Message):
 
     __slots__ = ("_found", "_more")
 
-    def __init__(self, comm: MPICommunicator, out: np.ndarray, source: None, tag: int, mine: Header) -> None:
+    def __init__(
+        self, comm: MPICommunicator, out: np.ndarray, source: None, tag: int, mine: Header
+    ) -> None:
         super().__init__(comm, mine, source)
-        self._found, self._more = None, (out, tag, mine)
+        self._found = None
+        self._more = (out, tag, mine)
 
     def test(self) -> bool:
         with _receiving:
             if self._found is None:
-                (out, tag, mine), status = self._more, MPI.Status()
+                status = MPI.Status()
+                (out, tag, mine) = self._more
                 if self._comm._data.Iprobe(MPI.ANY_SOURCE, 2 * tag + 1, status):
                     self.source = status.Get_source()
                     self._found = _Received(self._comm, out, self.source, tag, mine)
@@ -593,12 +702,19 @@ class _Memory(Waiting):
     __slots__ = ("_requests", "_peers")
 
     def __init__(self, comm: MPICommunicator, sends: _Memories, receives: _Memories) -> None:
-        self._peers, data = sorted({p for p, _, _ in (*sends, *receives)}), comm._data
+        self._peers = sorted({p for p, _, _ in (*sends, *receives)})
+        data = comm._data
         names = ", ".join(str(comm.ranks[p]) for p in self._peers)
         super().__init__(comm, f"an exchange of device memory with rank {names}")
         self._requests = [
-            *(data.Irecv([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG) for p, at, n in receives),
-            *(data.Isend([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG) for p, at, n in sends),
+            *(
+                data.Irecv([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG)
+                for p, at, n in receives
+            ),
+            *(
+                data.Isend([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG)
+                for p, at, n in sends
+            ),
         ]
 
     def test(self) -> bool:
@@ -614,15 +730,17 @@ class _Memory(Waiting):
 
 
 class Window:
-    """Memory that all ranks of a communicator see, `size` bytes from each; all of them make it and free it.
-    addresses: where the part of each rank begins, in this process."""
+    """Memory that all ranks of a communicator see, `size` bytes from each; all of them make it
+    and free it. addresses: where the part of each rank begins, in this process.
+    """
 
     def __init__(self, comm: MPICommunicator, size: int) -> None:
         try:
             self._window = MPI.Win.Allocate_shared(size, 1, comm=comm._data)
         except MPI.Exception as problem:
             raise ConfigError(
-                f"[comm] {size / 2**20:.0f} MiB of memory that ranks share cannot be had from this rank; look at the "
+                f"[comm] {size / 2**20:.0f} MiB of memory that ranks share cannot be had from "
+                "this rank; look at the "
                 "size of /dev/shm and the limits (ulimit -f, ulimit -v): `odyssey doctor` does"
             ) from problem
         self.addresses = [self._window.Shared_query(p)[0].address for p in range(comm.size)]
@@ -634,11 +752,14 @@ class Window:
 def connect() -> MPICommunicator:
     """All processes that MPI knows; called once per process."""
     world = MPI.COMM_WORLD.Dup()
-    _unname("mpich_shm_")  # all ranks have it by now; MPICH would keep the name to the end, and a killed job leave it
+    # all ranks have it by now; MPICH would keep the name to the end, and a killed job leave it
+    _unname("mpich_shm_")
     return MPICommunicator(world)
 
 
 def finalize() -> None:
-    """Ends MPI in a process whose end is not that of its interpreter (base/exits.py): the last call."""
+    """Ends MPI in a process whose end is not that of its interpreter (base/exits.py): the last
+    call.
+    """
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()

@@ -1,7 +1,9 @@
-"""NVIDIA's NCCL, loaded when it is asked for: ranks that it connects, and what they move between their GPUs.
+"""NVIDIA's NCCL, loaded when it is asked for: ranks that it connects, and what they move between
+their GPUs.
 
-NCCL is found at run time: the file that ODYSSEY_NCCL_LIBRARY names, the wheel nvidia-nccl-cu12 or -cu13, or the one of
-the system. Only this file knows NCCL's interfaces. Backend "nccl" is the ranks' ordinary one, with this between GPUs.
+NCCL is found at run time: the file that ODYSSEY_NCCL_LIBRARY names, the wheel nvidia-nccl-cu12 or
+-cu13, or the one of the system. Only this file knows NCCL's interfaces. Backend "nccl" is the
+ranks' ordinary one, with this between GPUs.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Nccl:
         lib = self._lib = ctypes.CDLL(path)
         lib.ncclGetErrorString.restype = lib.ncclGetLastError.restype = ctypes.c_char_p
         lib.ncclGetLastError.argtypes = [ctypes.c_void_p]
-        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        pointer = ctypes.c_void_p
+        size = ctypes.c_size_t
+        number = ctypes.c_int
         for name, arguments in {
             "GetVersion": [pointer],
             "GetUniqueId": [pointer],
@@ -75,10 +79,14 @@ class Nccl:
         if result:
             raise self.error(result, f"nccl{name}", error)
 
-    def error(self, result: int, what: str = "", kind: type[OdysseyError] = CollectiveError) -> OdysseyError:
+    def error(
+        self, result: int, what: str = "", kind: type[OdysseyError] = CollectiveError
+    ) -> OdysseyError:
         """The error of a result."""
         if result == _REMOTE or not what:
-            return CollectiveError(f"[comm] a rank has ended, or cannot be reached: NCCL says {self.words(result)}")
+            return CollectiveError(
+                f"[comm] a rank has ended, or cannot be reached: NCCL says {self.words(result)}"
+            )
         return kind(f"[comm] {what}: {self.words(result)}")
 
     def words(self, result: int) -> str:
@@ -99,12 +107,14 @@ def library() -> Nccl:
             continue
         if found.version < OLDEST:
             raise ConfigError(
-                f"[comm] backend nccl: {path} is NCCL {spelled(found.version)}, and {spelled(OLDEST)} is the oldest "
+                f"[comm] backend nccl: {path} is NCCL {spelled(found.version)}, and "
+                f"{spelled(OLDEST)} is the oldest "
                 "that will do; pip install -U nvidia-nccl-cu12, or use backend mpi"
             )
         return found
     raise ConfigError(
-        f"[comm] backend nccl finds no NCCL ({'; '.join(tried)}); pip install nvidia-nccl-cu12 (or -cu13), set "
+        f"[comm] backend nccl finds no NCCL ({'; '.join(tried)}); pip install nvidia-nccl-cu12 "
+        "(or -cu13), set "
         f"{LIBRARY}=FILE, or use backend mpi"
     )
 
@@ -125,22 +135,30 @@ def spelled(version: int) -> str:
 
 
 class NcclTransport(DeviceTransport):
-    """Messages between GPUs that training uses, in their COMPUTE queues. Made by all ranks at the same time.
+    """Messages between GPUs that training uses, in their COMPUTE queues.
 
-    comm: over which rank 0 tells the others NCCL's id. gpu: of this rank; no two ranks may have the same.
+    Made by all ranks at the same time.
+
+    comm: over which rank 0 tells the others NCCL's id. gpu: of this rank; no two ranks may have the
+    same.
 
     Raises ConfigError: two ranks have the same GPU. DeviceError: NCCL cannot connect them.
     """
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         check_apart(comm, gpu.number)
-        self._gpu, self._driver, self._lib = gpu, driver(), library()
+        self._gpu = gpu
+        self._driver = driver()
+        self._lib = library()
         self._stream = gpu.stream()
-        unique, handle = _Id(), ctypes.c_void_p()
+        unique = _Id()
+        handle = ctypes.c_void_p()
         if comm.rank == 0:
             self._lib.call("GetUniqueId", ctypes.addressof(unique), error=DeviceError)
         comm.broadcast(np.frombuffer(unique, np.uint8), 0)
-        slot.enter(comm._sequence, f"connecting ranks {slot.ranges(comm.ranks)} by NCCL", comm._mark)
+        slot.enter(
+            comm._sequence, f"connecting ranks {slot.ranges(comm.ranks)} by NCCL", comm._mark
+        )
         try:
             at = ctypes.addressof(handle)
             self._lib.call("CommInitRank", at, comm.size, unique, comm.rank, error=DeviceError)
@@ -155,7 +173,9 @@ class NcclTransport(DeviceTransport):
         if not sends and not receives:
             return
         if self._handle is None:
-            raise CollectiveError("[comm] exchange after an error of NCCL; the ranks are not connected any more")
+            raise CollectiveError(
+                "[comm] exchange after an error of NCCL; the ranks are not connected any more"
+            )
         self._gpu.stream()  # makes the device the current one
         self._lib.call("GroupStart")
         try:
@@ -183,12 +203,15 @@ class NcclTransport(DeviceTransport):
 
     def abort(self) -> None:
         if self._end.detach() is not None:
-            handle, self._handle = self._handle, None
+            handle = self._handle
+            self._handle = None
             self._lib._lib.ncclCommAbort(handle)  # whatever it says: there is nothing left to do
 
 
 def check_apart(comm: Communicator, number: int) -> None:
-    """Raises ConfigError, on all ranks, if two of them use the same GPU, which NCCL refuses; a collective call."""
+    """Raises ConfigError, on all ranks, if two of them use the same GPU, which NCCL refuses; a
+    collective call.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     mine = np.array([machine(), zlib.crc32(visible.encode()), number], np.int64)
     seen: dict[tuple[int, ...], int] = {}
@@ -196,8 +219,10 @@ def check_apart(comm: Communicator, number: int) -> None:
         other = seen.setdefault(tuple(place), p)
         if other != p:
             raise ConfigError(
-                f"[comm] backend nccl: ranks {comm.ranks[other]} and {comm.ranks[p]} share GPU {place[2]} of one "
-                "machine, which NCCL does not allow; start at most one rank per GPU, or use backend mpi"
+                f"[comm] backend nccl: ranks {comm.ranks[other]} and {comm.ranks[p]} share GPU "
+                f"{place[2]} of one "
+                "machine, which NCCL does not allow; start at most one rank per GPU, or use "
+                "backend mpi"
             ).on_all_ranks()
 
 
@@ -209,40 +234,55 @@ def gpus() -> int:
     except DeviceError:
         count = 0
     if count < 1:
-        raise DeviceError("[comm] backend nccl: no GPU on this machine that can be used; use backend mpi")
+        raise DeviceError(
+            "[comm] backend nccl: no GPU on this machine that can be used; use backend mpi"
+        )
     return count
 
 
 def connect() -> Communicator:
-    """All processes that MPI knows: a group of backend "shm" or "mpi" that says "nccl", so that GPUs exchange by NCCL.
-    Raises ConfigError: one process alone, no NCCL, different ones, two ranks with the same GPU. DeviceError: no GPU."""
+    """All processes that MPI knows: a group of backend "shm" or "mpi" that says "nccl", so that
+    GPUs exchange by NCCL. Raises ConfigError: one process alone, no NCCL, different ones, two
+    ranks with the same GPU. DeviceError: no GPU.
+    """
     from . import nearer, world
 
     found = launcher.launched()
     if found is None or found.size == 1:
         raise ConfigError(
-            "[comm] backend nccl connects several ranks, and this one is alone; use backend local (or auto)"
+            "[comm] backend nccl connects several ranks, and this one is alone; use backend "
+            "local (or auto)"
         )
     mpi = world("mpi")
     try:
-        version, count, problem = library().version, gpus(), None
+        version = library().version
+        count = gpus()
+        problem = None
     except OdysseyError as error:
-        version, count, problem = 0, 0, error
+        version = 0
+        count = 0
+        problem = error
     versions = mpi.all_gather(np.array([version])).reshape(-1).tolist()
     if problem is not None:
         problem.raised_on_all_ranks = not any(versions)
         raise problem
     if not all(versions):
-        raise ConfigError(f"[comm] backend nccl: rank {versions.index(0)} cannot use it; see what it says")
+        raise ConfigError(
+            f"[comm] backend nccl: rank {versions.index(0)} cannot use it; see what it says"
+        )
     for rank, other in enumerate(versions):
         if other != versions[0]:
             raise ConfigError(
-                f"[comm] backend nccl: rank {rank} has NCCL {spelled(other)}, rank 0 {spelled(versions[0])}; "
+                f"[comm] backend nccl: rank {rank} has NCCL {spelled(other)}, rank 0 "
+                f"{spelled(versions[0])}; "
                 "install the same on all machines"
             )
     check_apart(mpi, mpi.local_rank % count)
     ordinary = world(nearer(mpi, "")[0])
     made = ordinary._part(tuple(range(ordinary.size)))
-    made.name, made._mark = "nccl", ordinary._mark
-    made.why = f"nccl: {made.size} ranks, NCCL {spelled(version)} between their GPUs; else {ordinary.why}"
+    made.name = "nccl"
+    made._mark = ordinary._mark
+    made.why = (
+        f"nccl: {made.size} ranks, NCCL {spelled(version)} between their GPUs; else {ordinary.why}"
+    )
     return made

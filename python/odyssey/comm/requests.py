@@ -1,7 +1,8 @@
-"""Operations under way: what a program holds of a call that it does not wait for, and how a rank waits for others.
+"""Operations under way: what a program holds of a call that it does not wait for, and how a rank
+waits for others.
 
-A backend makes subclasses of `Waiting` (or `Message`), which say what to test and whom they wait for; the back-off, the
-deadline and the end of a wait for a rank that is gone are here, once.
+A backend makes subclasses of `Waiting` (or `Message`), which say what to test and whom they wait
+for; the back-off, the deadline and the end of a wait for a rank that is gone are here, once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from .calls import Call, Header, check_envelope
 if TYPE_CHECKING:
     from .base import Communicator
 
-YIELD_S = 2e-3  # 4 ranks on 2 cores: 61,706 floats take 0.36 ms, but 10 ms with sleeps from 0.3 ms on
+# 4 ranks on 2 cores: 61,706 floats take 0.36 ms, but 10 ms with sleeps from 0.3 ms on
+YIELD_S = 2e-3
 _LOOK_S = 0.5
-_AGAIN_S = 0.1  # from the first sign that a rank has ended to the next look: what it sent before is on its way
+# from the first sign that a rank has ended to the next look: what it sent before is on its way
+_AGAIN_S = 0.1
 
 
 def deadline() -> float:
@@ -32,21 +35,28 @@ def deadline() -> float:
 
 
 class Request:
-    """An operation under way. It holds its buffers until it is complete; do not touch them before.
-    This class itself is an operation that is complete."""
+    """An operation under way.
+
+    It holds its buffers until it is complete; do not touch them before. This class itself is an
+    operation that is complete.
+    """
 
     __slots__ = ("_result", "_error", "_complete", "__weakref__")
 
     def __init__(self, result: Any = None) -> None:
-        self._result, self._error, self._complete = result, None, True
+        self._result = result
+        self._error = None
+        self._complete = True
 
     def test(self) -> bool:
         """Returns True if `wait` would not block; also makes progress."""
         return self._complete
 
     def wait(self) -> Any:
-        """The result, when it is there; again the same if called again. Raises CollectiveError: the ranks' calls
-        differ, or one did not come before the deadline."""
+        """The result, when it is there; again the same if called again.
+
+        Raises CollectiveError: the ranks' calls differ, or one did not come before the deadline.
+        """
         if not self._complete and not self.test():
             self._block()
         if self._error is not None:
@@ -57,12 +67,15 @@ class Request:
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:
-        self._error, self._complete = error, True
+        self._error = error
+        self._complete = True
 
     def _follow(self, other: Request) -> bool:
         """Ends as another request, if that has ended; whether it has."""
         if other.test():
-            self._result, self._error, self._complete = other._result, other._error, True
+            self._result = other._result
+            self._error = other._error
+            self._complete = True
         return self._complete
 
     def describe(self) -> str:
@@ -71,15 +84,22 @@ class Request:
 
 
 class Waiting(Request):
-    """A request that is not complete when made: waits by testing, with a back-off and a deadline. text: what it is."""
+    """A request that is not complete when made: waits by testing, with a back-off and a
+    deadline. text: what it is.
+    """
 
     __slots__ = ("_comm", "_text", "_suspect")
     _spins = 500  # tests before anything else
-    _looks = 3  # at a rank that has ended, before it is given up: what it sent before would have come by then
+    # at a rank that has ended, before it is given up: what it sent before would have come by then
+    _looks = 3
 
     def __init__(self, comm: Communicator, text: str) -> None:
-        self._result, self._error, self._complete = None, None, False
-        self._comm, self._text, self._suspect = comm, text, 0
+        self._result = None
+        self._error = None
+        self._complete = False
+        self._comm = comm
+        self._text = text
+        self._suspect = 0
 
     def describe(self) -> str:
         return self._text
@@ -87,12 +107,14 @@ class Waiting(Request):
     def _block(self) -> None:
         """Tests until complete: some spins, then giving the core away, then sleeping.
 
-        Spinning is for short waits on a core of one's own: with more ranks than cores a spinning rank keeps those
-        away that it waits for (4 ranks on 2 cores: a barrier takes 4 ms spinning, 17 us yielding; docs/log.md). So
-        short a wait is counted in the status slot, but not shown there.
+        Spinning is for short waits on a core of one's own: with more ranks than cores a spinning
+        rank keeps those away that it waits for (4 ranks on 2 cores: a barrier takes 4 ms spinning,
+        17 us yielding; docs/log.md). So short a wait is counted in the status slot, but not shown
+        there.
         """
         if self._spins and not self._comm._crowded:
-            test, begun = self.test, time.monotonic_ns()
+            test = self.test
+            begun = time.monotonic_ns()
             for _ in range(self._spins):
                 if test():
                     break
@@ -117,13 +139,17 @@ class Waiting(Request):
         """Tests until complete, giving the core away and then sleeping in between."""
         test = self.test
         start = begun = time.monotonic()
-        timeout, patience = self._comm.timeout or deadline(), 0.0
-        look, nap = start + _LOOK_S, 20e-6
+        timeout = self._comm.timeout or deadline()
+        patience = 0.0
+        look = start + _LOOK_S
+        nap = 20e-6
         while not test():
             self._comm._progress()
             now = time.monotonic()
             if patience != self._patience():
-                begun, patience, nap = now, self._patience(), 20e-6
+                begun = now
+                patience = self._patience()
+                nap = 20e-6
             if now - begun < patience:
                 os.sched_yield()
                 continue
@@ -141,7 +167,9 @@ class Waiting(Request):
         return timeout if until is None else min(timeout, max(round(until - start, 1), 0.0))
 
     def _patience(self) -> float:
-        """Seconds of giving the core away before sleeping; they start anew when the number changes."""
+        """Seconds of giving the core away before sleeping; they start anew when the number
+        changes.
+        """
         return YIELD_S
 
     def _late(self) -> Sequence[int]:
@@ -154,10 +182,15 @@ class Waiting(Request):
         if not late:
             return "all ranks came, but the data did not"
         what = f"rank{'s' * (len(late) > 1)} {', '.join(late)} did not come"
-        return f"{what}; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
+        return (
+            f"{what}; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
+        )
 
     def _look(self) -> bool:
-        """Called while waiting long: gives up when a rank that is waited for has ended. Whether to look again soon."""
+        """Called while waiting long: gives up when a rank that is waited for has ended.
+
+        Whether to look again soon.
+        """
         late = self._late()
         gone = self._comm._gone(late) if late else ()
         self._suspect += bool(gone)
@@ -169,7 +202,10 @@ class Waiting(Request):
         return f"[comm] waited {seconds:g} s in {self._text}: {self._absent()}"
 
     def _ended(self, ranks: Sequence[int]) -> str:
-        return f"[comm] rank {', '.join(map(str, ranks))} has ended; {self._text} waits for it for ever"
+        return (
+            f"[comm] rank {', '.join(map(str, ranks))} has ended; {self._text} waits for it "
+            "for ever"
+        )
 
     def _give_up(self, text: str) -> None:
         """The wait ends without what it was for: the ranks are no longer in step."""
@@ -179,13 +215,15 @@ class Waiting(Request):
 
 class Collective(Waiting):
     """A collective call; `_late` is right at any time, and the status slot is told.
-    sequence: its number in its group."""
+    sequence: its number in its group.
+    """
 
     __slots__ = ("call", "_sequence")
 
     def __init__(self, comm: Communicator, call: Call | None, text: str, sequence: int) -> None:
         super().__init__(comm, text)
-        self.call, self._sequence = call, sequence
+        self.call = call
+        self._sequence = sequence
 
     def _number(self) -> int:
         return self._sequence
@@ -196,30 +234,38 @@ class Collective(Waiting):
 
 
 class Message(Waiting):
-    """A message to or from another rank of the group. envelope: what the receiver sees of it, or is to see.
-    source: the other rank; None as long as it may be any."""
+    """A message to or from another rank of the group. envelope: what the receiver sees of it, or
+    is to see. source: the other rank; None as long as it may be any.
+    """
 
     __slots__ = ("source", "_kind")
 
     def __init__(self, comm: Communicator, envelope: Header, peer: int | None) -> None:
         super().__init__(comm, envelope.text)
-        self.source, self._kind = peer, envelope.kind
+        self.source = peer
+        self._kind = envelope.kind
 
     def _waited_for(self) -> tuple[int, str]:
-        return 0, slot.ranges(self._comm.ranks) if self.source is None else str(self._comm.ranks[self.source])
+        return 0, slot.ranges(self._comm.ranks) if self.source is None else str(
+            self._comm.ranks[self.source]
+        )
 
     def _absent(self) -> str:
         if self.source is None:
             return "no rank sent it; see what they do instead"
         did_not = "receive" if self._kind == "send" else "send"
-        return f"rank {self._comm.ranks[self.source]} did not {did_not} it; see what it does instead"
+        return (
+            f"rank {self._comm.ranks[self.source]} did not {did_not} it; see what it does instead"
+        )
 
 
-# --- messages within this process ------------------------------------------------------------------------------------
+# --- messages within this process -----------------------------------------------------------------
 
 
 class MessageQueue:
-    """Messages and receives of one pair of ranks and one tag, in this process: the first meets the first."""
+    """Messages and receives of one pair of ranks and one tag, in this process: the first meets
+    the first.
+    """
 
     def __init__(self) -> None:
         self.messages: deque[tuple[np.ndarray, Header]] = deque()
@@ -236,19 +282,30 @@ class Received(Request):
 
     __slots__ = ("_line", "_out", "_envelope", "_source", "_rank")
 
-    def __init__(self, line: MessageQueue, out: np.ndarray, envelope: Header, source: int, rank: int) -> None:
-        self._result, self._error, self._complete = None, None, False
-        self._line, self._out, self._envelope, self._source, self._rank = line, out, envelope, source, rank
+    def __init__(
+        self, line: MessageQueue, out: np.ndarray, envelope: Header, source: int, rank: int
+    ) -> None:
+        self._result = None
+        self._error = None
+        self._complete = False
+        self._line = line
+        self._out = out
+        self._envelope = envelope
+        self._source = source
+        self._rank = rank
         line.receives.append(self)
 
     def take(self, array: np.ndarray, envelope: Header) -> None:
         """Ends the receive with a message."""
-        wrong = check_envelope(envelope.tail, envelope.text, self._out, self._envelope, self._source, self._rank)
+        wrong = check_envelope(
+            envelope.tail, envelope.text, self._out, self._envelope, self._source, self._rank
+        )
         if wrong:
             self._fail(CollectiveError(wrong))
         else:
             self._out.reshape(-1)[...] = array.reshape(-1)
-            self._result, self._complete = self._out, True
+            self._result = self._out
+            self._complete = True
 
     def test(self) -> bool:
         if not self._complete:

@@ -29,24 +29,28 @@ class _Files:
         found = files(over, processes, size)
         if found is None:
             raise ConfigError(
-                f"[comm] the processes of the {over.size} ranks cannot share memory: each must see the others in "
+                f"[comm] the processes of the {over.size} ranks cannot share memory: each must "
+                "see the others in "
                 "/proc; use backend 'gloo'"
             )
-        self._arrays, self.addresses = found, [array.ctypes.data for array in found]
+        self.addresses = [array.ctypes.data for array in found]
+        self._arrays = found
 
     def free(self) -> None:
         self._arrays.clear()
 
 
 def window(over: Communicator, processes: np.ndarray, size: int) -> tuple[Any, list[int]]:
-    """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all ranks call it. Raises
-    ConfigError: there is not so much."""
+    """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all
+    ranks call it. Raises ConfigError: there is not so much.
+    """
     size = up(size + LINE, PAGE)
     room = shared_memory()
     free = int(over.all_reduce(np.array([2**62 if room is None else room[1]]), "min")[0])
     if size * over.size > free:
         raise ConfigError(
-            f"[comm] {over.size} ranks need {size * over.size >> 20} MiB of shared memory, but /dev/shm has "
+            f"[comm] {over.size} ranks need {size * over.size >> 20} MiB of shared memory, but "
+            "/dev/shm has "
             f"{free >> 20} MiB left; make it larger (docker run --shm-size), or use backend 'mpi'"
         )
     made = over.window(size) if over._exits is not None else _Files(over, processes, size)
@@ -54,13 +58,14 @@ def window(over: Communicator, processes: np.ndarray, size: int) -> tuple[Any, l
 
 
 def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarray] | None:
-    """uint8 arrays of `size` bytes, one per rank: files without a name, so no rank that ends in whatever way leaves
-    one behind. None where that does not work; all ranks call it.
+    """uint8 arrays of `size` bytes, one per rank: files without a name, so no rank that ends in
+    whatever way leaves one behind. None where that does not work; all ranks call it.
 
-    The others open them through the number of the process, so all must agree on what these numbers mean.
-    processes: (pid, `process_space()`) of each rank.
+    The others open them through the number of the process, so all must agree on what these numbers
+    mean. processes: (pid, `process_space()`) of each rank.
     """
-    handle, mine = -1, [os.getpid(), -1, 0]
+    handle = -1
+    mine = [os.getpid(), -1, 0]
     try:
         handle = os.memfd_create("odyssey")
         os.ftruncate(handle, up(max(size, 1), PAGE))
@@ -70,7 +75,9 @@ def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarr
     places = comm.all_gather(np.array(mine))
     maps: list[mmap.mmap] = []
     try:
-        for (process, number, inode), (_, space) in zip(places.tolist(), processes.tolist(), strict=True):
+        for (process, number, inode), (_, space) in zip(
+            places.tolist(), processes.tolist(), strict=True
+        ):
             if number < 0 or not space or space != process_space():
                 break
             theirs = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)

@@ -1,4 +1,5 @@
-"""Ranks of one machine, connected by memory that all of them see: a communicator over one of MPI or Gloo.
+"""Ranks of one machine, connected by memory that all of them see: a communicator over one of MPI
+or Gloo.
 
 Each rank has a segment of a window (shared_memory.py); all segments look alike:
 
@@ -8,15 +9,16 @@ Each rank has a segment of a window (shared_memory.py); all segments look alike:
     two slots       SLOT bytes each: what this rank gives
     two results     a slot divided by the ranks: what this rank has added
 
-Everything moves in *intervals* between barriers: what a rank writes before barrier k lies in places number k mod 2, is
-read by the others between barriers k and k + 1, and written again after that. So one barrier per piece of a slot's size
-is enough, for every operation, and memory does not depend on the size of a message. At its first barrier a call
-compares the headers of all ranks; the check costs no message of its own. Barriers, waiting and sums are in
-mojo/runtime/shared_reduce.mojo. Sums are added along the fixed tree, whoever adds them: same bits for every rank count
-of a thread, and on every call.
+Everything moves in *intervals* between barriers: what a rank writes before barrier k lies in places
+number k mod 2, is read by the others between barriers k and k + 1, and written again after that. So
+one barrier per piece of a slot's size is enough, for every operation, and memory does not depend on
+the size of a message. At its first barrier a call compares the headers of all ranks; the check
+costs no message of its own. Barriers, waiting and sums are in mojo/runtime/shared_reduce.mojo. Sums
+are added along the fixed tree, whoever adds them: same bits for every rank count of a thread, and
+on every call.
 
-What it is not: a transport of its own for everything. `send` and `recv` go over the communicator underneath, which
-also makes sub-groups. Ranks of several machines are refused.
+What it is not: a transport of its own for everything. `send` and `recv` go over the communicator
+underneath, which also makes sub-groups. Ranks of several machines are refused.
 """
 
 from __future__ import annotations
@@ -43,18 +45,23 @@ from .requests import Collective, Message, Request, deadline
 from .shared_memory import LINE, PAGE, process_ended, up
 from .shm_collectives import DIRECT, DONE, SLOT, WAITING, SteppedCommunicator
 
-# How long a wait stays in the kernel before Python looks at signals, other requests and the deadline.
+# How long a wait stays in the kernel before Python looks at signals, other requests and the
+# deadline.
 SLICE_NS = 50_000_000
 WAITED_NS = 100_000  # a sum that takes longer has waited, as a rule: status slots count it so
 SHORT_NS = 20_000  # the same while calls of other groups are under way
 
-# Looks at the counter before a rank gives its core away, about 100 us: a barrier takes 0.2 us if all are there. With
-# more ranks than cores there is nothing to look for: who is waited for needs this core.
-SPINS, YIELDS = 2000, 100
+# Looks at the counter before a rank gives its core away, about 100 us: a barrier takes 0.2 us if
+# all are there. With more ranks than cores there is nothing to look for: who is waited for needs
+# this core.
+SPINS = 2000
+YIELDS = 100
 
 MAX_RANKS = 1024  # as in shared_reduce.mojo, where a sum has a table of so many addresses
 
-_COUNTER, _ENVELOPES = 128, 256  # offsets, in bytes
+# offsets, in bytes
+_COUNTER = 128
+_ENVELOPES = 256
 _FLOAT = np.dtype(np.float32)
 
 # Groups with calls under way: whoever waits for one moves the others on as well, as MPI would.
@@ -66,8 +73,9 @@ _moving = threading.RLock()  # of these messages: each thread that waits moves o
 class ShmCommunicator(SteppedCommunicator):
     """A communicator over shared memory; see the head of this file.
 
-    over: the communicator of the same ranks underneath, which this one owns. of: the communicator it is a part of; None
-    for the world. Raises ConfigError: the ranks are on several machines, or there is too little shared memory.
+    over: the communicator of the same ranks underneath, which this one owns. of: the communicator
+    it is a part of; None for the world. Raises ConfigError: the ranks are on several machines, or
+    there is too little shared memory.
     """
 
     name = "shm"
@@ -75,17 +83,22 @@ class ShmCommunicator(SteppedCommunicator):
     def __init__(self, over: Communicator, of: ShmCommunicator | None = None) -> None:
         super().__init__()
         self._over = over
-        self.rank, self.size, self.ranks = over.rank, over.size, over.ranks
-        self.local_rank, self.local_size = over.local_rank, over.local_size
+        self.rank = over.rank
+        self.size = over.size
+        self.ranks = over.ranks
+        self.local_rank = over.local_rank
+        self.local_size = over.local_size
         if over.local_size != over.size:
             machines = int((over.all_gather(np.array([over.local_rank])) == 0).sum())
             raise ConfigError(
-                f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are on {machines} "
+                f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are "
+                f"on {machines} "
                 "machines; use backend 'mpi' (or auto)"
             )
         if over.size > MAX_RANKS:
             raise ConfigError(
-                f"[comm] backend 'shm' connects up to {MAX_RANKS} ranks, but {over.size} are running; use backend 'mpi'"
+                f"[comm] backend 'shm' connects up to {MAX_RANKS} ranks, but {over.size} are "
+                "running; use backend 'mpi'"
             )
         self._queue: deque[_Pending] = deque()
         self._lock = threading.RLock()
@@ -98,14 +111,18 @@ class ShmCommunicator(SteppedCommunicator):
             self._crowded = self.size > self._core_count
             self.why = f"shm: {self.size} ranks on one machine"
         else:
-            self._core_count, self._crowded, self.why = of._core_count, of._crowded, of.why
+            self._core_count = of._core_count
+            self._crowded = of._crowded
+            self.why = of.why
         self._world_size = over._world_size
         if over._exits is not None:
             over._exits.communicators[id(self)] = self
         self._lay_out()
 
     def _all_cores(self) -> int:
-        """Cores that at least one rank may use: ranks that are bound to a core each are not crowded."""
+        """Cores that at least one rank may use: ranks that are bound to a core each are not
+        crowded.
+        """
         if not hasattr(os, "sched_getaffinity"):
             return cores()
         mine = np.zeros(2048, np.uint8)
@@ -127,11 +144,16 @@ class ShmCommunicator(SteppedCommunicator):
         self._bases = np.array(bases, np.int64)
         self._heads = [at(r, 0, 2 * LINE).view(np.int64).reshape(2, -1) for r in range(self.size)]
         self._envelopes = [
-            [at(r, _ENVELOPES + i * envelope, envelope)[: header_bytes(self.size)] for i in range(2)]
+            [
+                at(r, _ENVELOPES + i * envelope, envelope)[: header_bytes(self.size)]
+                for i in range(2)
+            ]
             for r in range(self.size)
         ]
         self._slots = [[at(r, slots + i * SLOT, SLOT) for i in range(2)] for r in range(self.size)]
-        self._slot_addresses = [[bases[r] + slots + i * SLOT for r in range(self.size)] for i in range(2)]
+        self._slot_addresses = [
+            [bases[r] + slots + i * SLOT for r in range(self.size)] for i in range(2)
+        ]
         self._team = native.Team(
             ranks=self.size,
             rank=self.rank,
@@ -149,11 +171,13 @@ class ShmCommunicator(SteppedCommunicator):
         self._over.barrier()
 
     def shared(self, nbytes: int) -> list[np.ndarray]:
-        """Memory that all ranks see: uint8 arrays of `nbytes` bytes, one per rank, each on a cache line of its own.
+        """Memory that all ranks see: uint8 arrays of `nbytes` bytes, one per rank, each on a
+        cache line of its own.
 
-        All ranks call it with the same number. Who reads what another has written must pass a barrier in between. The
-        memory lives as long as one of the arrays, on one of the ranks. Raises CollectiveError: the ranks give different
-        numbers. ConfigError: there is not so much shared memory.
+        All ranks call it with the same number. Who reads what another has written must pass a
+        barrier in between. The memory lives as long as one of the arrays, on one of the ranks.
+        Raises CollectiveError: the ranks give different numbers. ConfigError: there is not so much
+        shared memory.
         """
         size = int(nbytes)
         self._run(Call("group", described=("", None, -1, None, f"shared {size} bytes")), True)
@@ -170,7 +194,12 @@ class ShmCommunicator(SteppedCommunicator):
     # --- the short way: a sum of float32 that is waited for ---
 
     def all_reduce(
-        self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None, *, wait: bool = True
+        self,
+        array: np.ndarray,
+        op: ReduceOp | str = "sum",
+        out: np.ndarray | None = None,
+        *,
+        wait: bool = True,
     ) -> Any:
         if (
             op != "sum"
@@ -221,15 +250,21 @@ class ShmCommunicator(SteppedCommunicator):
         return out
 
     def _signature(self, shape: tuple[int, ...]) -> tuple[int, str]:
-        """Returns the signature of a sum, and what it is without the place, which may be another the next time."""
+        """Returns the signature of a sum, and what it is without the place, which may be another
+        the next time.
+        """
         if len(self._signatures) >= 4096:
             self._signatures.clear()
-        signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *caller_location(1))
+        signature, text = describe(
+            "all_reduce", ("float32", shape, -1, "sum", None), *caller_location(1)
+        )
         self._signatures[shape] = signature, text.rpartition(" at ")[0]
         return self._signatures[shape]
 
     def _go_on(self, array: np.ndarray, out: np.ndarray, sequence: int, state: int) -> np.ndarray:
-        """The short way did not get to its end in one slice: from here on it is a call like others."""
+        """The short way did not get to its end in one slice: from here on it is a call like
+        others.
+        """
         call = self._reduce("all_reduce", array, "sum", out)
         call.blocking = True
         named = describe(call.kind, call.described, *caller_location(1))
@@ -258,9 +293,13 @@ class ShmCommunicator(SteppedCommunicator):
         return pending
 
     def _advance(self, nanoseconds: int = 0) -> bool:
-        """Moves the queue's calls on, in order; True if anything happened. At most one wait takes `nanoseconds`."""
+        """Moves the queue's calls on, in order; True if anything happened.
+
+        At most one wait takes `nanoseconds`.
+        """
         moved = False
-        library, team = self._library, self._team_address
+        library = self._library
+        team = self._team_address
         with self._lock:
             while self._queue:
                 head = self._queue[0]
@@ -273,7 +312,8 @@ class ShmCommunicator(SteppedCommunicator):
                     state = library.shared_all_reduce(team, native.address(head.job), nanoseconds)
                 if state == WAITING:
                     return moved
-                moved, nanoseconds = True, 0
+                moved = True
+                nanoseconds = 0
                 try:
                     head.job = head.steps.send(state if head.begun else None)
                     head.begun = True
@@ -331,7 +371,11 @@ class ShmCommunicator(SteppedCommunicator):
     def _gone(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that have said that they end, or whose processes are gone."""
         said = self._over._gone(ranks)
-        return [p for p in ranks if p in said or (p != self.rank and process_ended(*self._processes[p].tolist()))]
+        return [
+            p
+            for p in ranks
+            if p in said or (p != self.rank and process_ended(*self._processes[p].tolist()))
+        ]
 
 
 class _Pending(Collective):
@@ -343,10 +387,13 @@ class _Pending(Collective):
 
     def __init__(self, comm: ShmCommunicator, call: Call) -> None:
         super().__init__(comm, call, call.header.text, call.header.sequence)
-        self.steps, self.job, self.begun = None, None, False
+        self.steps = None
+        self.job = None
+        self.begun = False
 
     def finish(self) -> None:
-        self._result, self._complete = self.call.result(), True
+        self._result = self.call.result()
+        self._complete = True
         self.call = self.steps = self.job = None
 
     def test(self) -> bool:
@@ -355,8 +402,10 @@ class _Pending(Collective):
         return self._complete
 
     def _test_on(self) -> None:
-        comm, start = self._comm, time.monotonic()
-        timeout, look = comm.timeout or deadline(), start + 0.25
+        comm = self._comm
+        start = time.monotonic()
+        timeout = comm.timeout or deadline()
+        look = start + 0.25
         comm._attended = True
         try:
             while not self._complete:
@@ -383,7 +432,9 @@ class _Carried(Message):
 
     __slots__ = ("_inner",)
 
-    def __init__(self, comm: ShmCommunicator, inner: Message, envelope: Header, peer: int | None) -> None:
+    def __init__(
+        self, comm: ShmCommunicator, inner: Message, envelope: Header, peer: int | None
+    ) -> None:
         super().__init__(comm, envelope, peer)
         self._inner = inner
         with _moving:
@@ -404,7 +455,9 @@ class _Carried(Message):
 
 
 def _move() -> None:
-    """Moves on what is under way in this process: a rank that waits for one thing must not hold up another."""
+    """Moves on what is under way in this process: a rank that waits for one thing must not hold
+    up another.
+    """
     for comm in tuple(_active):
         if comm._lock.acquire(blocking=False):  # else another thread is at it
             try:

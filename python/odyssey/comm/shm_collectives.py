@@ -13,18 +13,22 @@ from .base import Communicator
 from .calls import DTYPES, Call, Header, ReduceOp, Run, mismatch, pack, runs, unpack
 from .shared_memory import LINE
 
-# Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
-# costs a barrier, which is cheap while all ranks have a core and dear while other programs take theirs, so it must not
-# be small. On a quiet machine 512 KiB to 1 MiB were best, on a busy one 1 to 2 MiB (docs/log.md).
+# Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be
+# large; each piece costs a barrier, which is cheap while all ranks have a core and dear while other
+# programs take theirs, so it must not be small. On a quiet machine 512 KiB to 1 MiB were best, on a
+# busy one 1 to 2 MiB (docs/log.md).
 SLOT = 1 << 20
 
-# Up to this many bytes every rank adds everything itself: one barrier instead of three, but all data is read by all.
+# Up to this many bytes every rank adds everything itself: one barrier instead of three, but all
+# data is read by all.
 DIRECT = 32 << 10
 
 DONE, WAITING, DIFFERENT = range(3)
 _TYPES = {
     DTYPES[name]: code
-    for code, name in enumerate("float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
+    for code, name in enumerate(
+        "float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
+    )
 }
 _NOTHING = np.zeros(0, np.uint8)
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
@@ -43,8 +47,11 @@ class SteppedCommunicator(Communicator):
     _library: Any
 
     def _steps(self, call: Call) -> Steps:
-        """The steps of a call: writes before a barrier, yields to wait for it, reads after it. Yields None to wait for
-        the barrier at which it has arrived, or the job of an all-reduce; gets the state back."""
+        """The steps of a call: writes before a barrier, yields to wait for it, reads after it.
+
+        Yields None to wait for the barrier at which it has arrived, or the job of an all-reduce;
+        gets the state back.
+        """
         if call.kind in ("all_reduce", "reduce"):
             job = native.Job(
                 x=call.send.ctypes.data,
@@ -75,13 +82,20 @@ class SteppedCommunicator(Communicator):
             yield from self._explain(call)
 
     def _explain(self, call: Call) -> Steps:
-        """All ranks have seen that their headers differ: they show each other the whole of them. Raises the error."""
+        """All ranks have seen that their headers differ: they show each other the whole of them.
+
+        Raises the error.
+        """
         headers = yield from self._exchange(call, (-1, -1))
-        error = CollectiveError(mismatch(headers, self.ranks) or f"[comm] the calls of the ranks differ in {call.kind}")
+        error = CollectiveError(
+            mismatch(headers, self.ranks) or f"[comm] the calls of the ranks differ in {call.kind}"
+        )
         error.raised_on_all_ranks = self.size == self._world_size
         raise error
 
-    def _exchange(self, call: Call, mark: tuple[int, int] | None = None) -> Generator[Any, int, list[Header]]:
+    def _exchange(
+        self, call: Call, mark: tuple[int, int] | None = None
+    ) -> Generator[Any, int, list[Header]]:
         """The headers of all ranks."""
         pack(call.header, self._envelopes[self.rank][self._next])
         yield from self._meet(call, mark)
@@ -106,7 +120,8 @@ class SteppedCommunicator(Communicator):
 
     def _put(self, send: np.ndarray, gives: Sequence[tuple[int, int]], a: int) -> None:
         """A share of bytes gives[p], from their a-th, into my slot's part for rank p."""
-        slot, share = self._slots[self.rank][self._next], self._share
+        slot = self._slots[self.rank][self._next]
+        share = self._share
         for p, (lo, hi) in enumerate(gives):
             part = send[lo + a : min(hi, lo + a + share)]
             slot[p * share : p * share + part.size] = part
@@ -115,7 +130,8 @@ class SteppedCommunicator(Communicator):
         """Something else for each rank."""
         if call.kind != "all_to_all":
             headers = yield from self._exchange(call)
-            if wrong := mismatch(headers, self.ranks):  # in numbers that each rank may have of its own
+            # in numbers that each rank may have of its own
+            if wrong := mismatch(headers, self.ranks):
                 raise CollectiveError(wrong)
         if call.kind == "scatter":
             call.place(headers[call.root].tail)
@@ -135,8 +151,10 @@ class SteppedCommunicator(Communicator):
     _scatter_steps = _all_to_all_steps = _all_to_all_v_steps = _swap
 
     def _reduce_scatter_steps(self, call: Call) -> Steps:
-        width, item = call.send.nbytes // self.size, call.send.itemsize
-        send, gives = _bytes(call.send), runs([width] * self.size)
+        width = call.send.nbytes // self.size
+        item = call.send.itemsize
+        send = _bytes(call.send)
+        gives = runs([width] * self.size)
         for a in _pieces(width, self._share):
             self._put(send, gives, a)
             yield from self._meet(call)
@@ -145,7 +163,9 @@ class SteppedCommunicator(Communicator):
                 at = self.rank * self._share
                 buffers = np.array(self._slot_addresses[self._last], np.int64) + at
                 how = _TYPES[call.send.dtype], _OPS[call.op]
-                self._library.shared_reduce(call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *how)
+                self._library.shared_reduce(
+                    call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *how
+                )
 
     def _copy_to_all(self, call: Call) -> Steps:
         """The same from a rank to all others."""
@@ -163,11 +183,17 @@ class SteppedCommunicator(Communicator):
 
     _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _copy_to_all
 
-    def _bytes_of(self, call: Call) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
-        """The memory of a call that moves numbers, which bytes go to and come from each rank, the most of these."""
+    def _bytes_of(
+        self, call: Call
+    ) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
+        """The memory of a call that moves numbers, which bytes go to and come from each rank,
+        the most of these.
+        """
         item = (call.out if call.send is None else call.send).itemsize
         gives, takes = call.routes(self.rank, self.size, item)
-        send, out = (_bytes(_NOTHING if array is None else array) for array in (call.send, call.out))
+        send, out = (
+            _bytes(_NOTHING if array is None else array) for array in (call.send, call.out)
+        )
         return send, out, gives, takes, max(b - a for a, b in (*gives, *takes))
 
 
@@ -177,5 +203,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _pieces(size: int, step: int) -> Sequence[int]:
-    """Where the pieces of `size` bytes begin; there is at least one, as every call has a barrier."""
+    """Where the pieces of `size` bytes begin; there is at least one, as every call has a
+    barrier.
+    """
     return range(0, size, step) if size else (0,)

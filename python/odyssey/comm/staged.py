@@ -1,4 +1,6 @@
-"""A communicator in two steps, headers and then data, over a transport that itself checks nothing."""
+"""A communicator in two steps, headers and then data, over a transport that itself checks
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,19 @@ from .base import Communicator
 from .calls import Call, Header, mismatch
 from .requests import YIELD_S, Collective, Request
 
-# Bytes per second below which a transfer is waited for asleep. With naps of up to 1 ms between tests an all-to-all of
-# 36 MB between two ranks took MPICH 2,300 ms; without them it takes 8: one test moves some 16 KB.
+# Bytes per second below which a transfer is waited for asleep. With naps of up to 1 ms between
+# tests an all-to-all of 36 MB between two ranks took MPICH 2,300 ms; without them it takes 8: one
+# test moves some 16 KB.
 _SLOWEST = 1e8
 
 _active: set[Staged] = set()  # those with calls whose headers have not come
 
 
 class Met(NamedTuple):
-    """Result of comparing the headers of all ranks.
-    headers: of all ranks, where they may differ; none if they are known to agree. piece: the tail of a scatter's root.
-    blocking: all ranks wait for the call at once."""
+    """Result of comparing the headers of all ranks. headers: of all ranks, where they may
+    differ; none if they are known to agree. piece: the tail of a scatter's root. blocking:
+    all ranks wait for the call at once.
+    """
 
     headers: Sequence[Header] = ()
     piece: Sequence[int] | None = None
@@ -31,9 +35,11 @@ class Met(NamedTuple):
 
 
 class Staged(Communicator):
-    """A communicator that exchanges headers first and data when they agree; for transports that check nothing.
-    A wrong call so never meets the buffers of another. Headers of later calls may be under way while data of earlier
-    ones are; data are posted in the order of the calls, on all ranks alike."""
+    """A communicator that exchanges headers first and data when they agree; for transports that
+    check nothing. A wrong call so never meets the buffers of another. Headers of later calls
+    may be under way while data of earlier ones are; data are posted in the order of the
+    calls, on all ranks alike.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,21 +59,27 @@ class Staged(Communicator):
         with self._lock:
             self._post_all(pending)
             if pending.posted and not pending._complete and self._posted(pending.handle):
-                pending._result, pending._complete = pending.call.result(), True
+                pending._result = pending.call.result()
+                pending._complete = True
                 pending.handle = pending.call = None
 
     def _progress(self) -> None:
-        """Data of calls in other groups: a rank that waits there may be one that this one's wait is for."""
+        """Data of calls in other groups: a rank that waits there may be one that this one's wait
+        is for.
+        """
         for other in tuple(_active):
-            if other is not self and other._lock.acquire(blocking=False):  # else another thread is at it
+            # else another thread is at it
+            if other is not self and other._lock.acquire(blocking=False):
                 try:
                     other._post_all()
                 finally:
                     other._lock.release()
 
     def _post_all(self, mine: _Staged | None = None) -> None:
-        """Posts the data of the calls whose headers are there; that of a call that a thread waits for by that thread
-        (`mine`): if two threads had one another's in the library, each would hold up what other ranks wait for."""
+        """Posts the data of the calls whose headers are there; that of a call that a thread
+        waits for by that thread (`mine`): if two threads had one another's in the library,
+        each would hold up what other ranks wait for.
+        """
         with self._lock:
             while self._queue:
                 head = self._queue[0]
@@ -88,14 +100,18 @@ class Staged(Communicator):
                 if blocking:
                     slot.enter(call.header.sequence, call.header.text, self._mark)
                 try:
-                    head.handle, head.posted = self._post(call, blocking), True
+                    head.handle = self._post(call, blocking)
+                    head.posted = True
                 finally:
                     if blocking:
                         slot.leave()
             _active.discard(self)
 
     def _different(self, wrong: str, headers: Sequence[Header]) -> CollectiveError:
-        """Returns what all ranks raise for calls that differ. If data were on their way the group is over, on all."""
+        """Returns what all ranks raise for calls that differ.
+
+        If data were on their way the group is over, on all.
+        """
         error = CollectiveError(wrong)
         error.raised_on_all_ranks = self.size == self._world_size
         if any(h.repeated for h in headers):
@@ -109,7 +125,9 @@ class Staged(Communicator):
         raise NotImplementedError
 
     def _headers(self, handle: Any, mine: Header) -> Met | None:
-        """Returns what the headers of all ranks came to when they have come, None before; called until then."""
+        """Returns what the headers of all ranks came to when they have come, None before; called
+        until then.
+        """
         raise NotImplementedError
 
     def _missing(self, handle: Any) -> list[int]:
@@ -117,8 +135,9 @@ class Staged(Communicator):
         raise NotImplementedError
 
     def _post(self, call: Call, blocking: bool) -> Any:
-        """Starts the data; returns a handle. blocking: all ranks wait for this call at once, and outnumber the cores:
-        the library may wait itself."""
+        """Starts the data; returns a handle. blocking: all ranks wait for this call at once, and
+        outnumber the cores: the library may wait itself.
+        """
         raise NotImplementedError
 
     def _posted(self, handle: Any) -> bool:
@@ -127,7 +146,9 @@ class Staged(Communicator):
 
 
 class Headed(Collective):
-    """A call that waits for the headers of all ranks, and then for data. posted: the headers are there, and agree."""
+    """A call that waits for the headers of all ranks, and then for data. posted: the headers are
+    there, and agree.
+    """
 
     __slots__ = ("posted",)
 

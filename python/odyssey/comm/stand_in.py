@@ -1,8 +1,9 @@
 """One rank of a world whose other ranks are absent: what `odyssey plan` rehearses a step with.
 
-All that a rank asks for, it gets at once: of numbers that all ranks bring, its own for everybody's; of what one rank
-would send, zeros, or what that rank said when it was rehearsed itself. So plans, memory and bytes are those of the real
-code on any number of ranks, without them. What it is not: a way to compute anything right.
+All that a rank asks for, it gets at once: of numbers that all ranks bring, its own for everybody's;
+of what one rank would send, zeros, or what that rank said when it was rehearsed itself. So plans,
+memory and bytes are those of the real code on any number of ranks, without them. What it is not: a
+way to compute anything right.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ SAID_BYTES = 1 << 16  # larger broadcasts are weights, which are the same for th
 
 
 class Traffic:
-    """Counts what a rank starts and sends.
-    calls: collective ones. near, far: messages and bytes to ranks of the same machine, and to others."""
+    """Counts what a rank starts and sends. calls: collective ones. near, far: messages and bytes
+    to ranks of the same machine, and to others.
+    """
 
     def __init__(self) -> None:
-        self.calls, self.near, self.far = 0, [0, 0], [0, 0]
+        self.calls = 0
+        self.near = [0, 0]
+        self.far = [0, 0]
 
     def numbers(self) -> list[int]:
         """Returns all of them: calls, messages and bytes near, messages and bytes far."""
@@ -37,22 +41,33 @@ class Traffic:
 class StandIn(Communicator):
     """See the head of this file.
 
-    rank, size: place in the world, and its ranks.
-    per_node: ranks of a machine, neighbours in number; where all share one, they see the same memory (shm.py).
-    said: small broadcasts, by group and number of the call: of ranks that were rehearsed before, and of this one.
+    rank, size: place in the world, and its ranks. per_node: ranks of a machine, neighbours in
+    number; where all share one, they see the same memory (shm.py). said: small broadcasts, by group
+    and number of the call: of ranks that were rehearsed before, and of this one.
     """
 
     name = "stand-in"
 
     def __init__(
-        self, rank: int, size: int, per_node: int, said: Said, of: StandIn | None = None, ranks: Sequence[int] = ()
+        self,
+        rank: int,
+        size: int,
+        per_node: int,
+        said: Said,
+        of: StandIn | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self.ranks, self.rank, self.size = tuple(ranks) or tuple(range(size)), rank, size
-        self.per_node, self.said, self.traffic = per_node, said, of.traffic if of else Traffic()
+        self.ranks = tuple(ranks) or tuple(range(size))
+        self.rank = rank
+        self.size = size
+        self.traffic = of.traffic if of else Traffic()
+        self.per_node = per_node
+        self.said = said
         self.machines = [p // per_node for p in self.ranks]  # of each rank
         here = [p for p, machine in enumerate(self.machines) if machine == self.machines[rank]]
-        self.local_rank, self.local_size = here.index(rank), len(here)
+        self.local_rank = here.index(rank)
+        self.local_size = len(here)
         self.why = f"stand-in: rank {self.ranks[rank]} alone"
         if size > 1 and (hasattr(of, "shared") if of else per_node >= size):
             self.shared = self._shared
@@ -67,12 +82,15 @@ class StandIn(Communicator):
 
     def _sub(self, members: tuple[int, ...]) -> Communicator:
         ranks = [self.ranks[p] for p in members]
-        return StandIn(members.index(self.rank), len(members), self.per_node, self.said, self, ranks)
+        return StandIn(
+            members.index(self.rank), len(members), self.per_node, self.said, self, ranks
+        )
 
     def _count(self, peer: int, nbytes: int, messages: int = 1) -> None:
         near = self.machines[peer] == self.machines[self.rank]
         way = self.traffic.near if near else self.traffic.far
-        way[0], way[1] = way[0] + messages, way[1] + nbytes
+        way[0] = way[0] + messages
+        way[1] = way[1] + nbytes
 
     def _started(self) -> None:
         self.traffic.calls += 1
@@ -82,7 +100,10 @@ class StandIn(Communicator):
 
     def _begin(self, call: Call) -> Request:
         self._started()
-        send, out, rank, size = call.send, call.out, self.rank, self.size
+        send = call.send
+        out = call.out
+        rank = self.rank
+        size = self.size
         if call.kind == "broadcast":
             key = f"{self._mark[0]}/{call.header.sequence}"
             if rank != call.root:
@@ -102,7 +123,12 @@ class StandIn(Communicator):
                     self._count(p, (b - a) * bulk.itemsize)
             if call.kind in ("all_gather", "gather") and out is not None:
                 out.reshape(size, -1)[...] = send.reshape(-1)
-            elif send is not None and out is not None and out is not send and gives[rank][1] > gives[rank][0]:
+            elif (
+                send is not None
+                and out is not None
+                and out is not send
+                and gives[rank][1] > gives[rank][0]
+            ):
                 out.reshape(-1)[slice(*takes[rank])] = send.reshape(-1)[slice(*gives[rank])]
         return Request(call.result())
 

@@ -1,4 +1,6 @@
-"""Tensors and their ops, the program that is recorded of a step, and the compiled kernels that run it."""
+"""Tensors and their ops, the program that is recorded of a step, and the compiled kernels that
+run it.
+"""
 
 from ..base.lazy import attach
 

@@ -1,7 +1,7 @@
 """One flat buffer for all parameters and one of the same layout for their gradients.
 
-A parameter is a named range of it. An optimizer is then one kernel over the whole arena, a bucket or a checkpoint piece
-is a range, and the SHA-256 of the training is that of one buffer.
+A parameter is a named range of it. An optimizer is then one kernel over the whole arena, a bucket
+or a checkpoint piece is a range, and the SHA-256 of the training is that of one buffer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from .program import Range
 from .tape import BackwardWatcher, Parameter
 
 ALIGN = 16  # floats; every parameter starts on a vector
-TRIM = 16 << 20  # bytes of parameters that move before the room they leave is given back to the system
+# bytes of parameters that move before the room they leave is given back to the system
+TRIM = 16 << 20
 
 
 class Buffer(Parameter):
-    """A tensor of a module that is part of its state and trained by no optimizer: a running statistic, a constant.
+    """A tensor of a module that is part of its state and trained by no optimizer: a running
+    statistic, a constant.
 
-    In a trainer's step one that `moves` has a gradient, as a parameter has: what each shard's samples take away from
-    it. It goes along the tree, over the network and to its owner as gradients do; divided by the samples of the global
-    batch, it is subtracted (optim.Optimizer).
+    In a trainer's step one that `moves` has a gradient, as a parameter has: what each shard's
+    samples take away from it. It goes along the tree, over the network and to its owner as
+    gradients do; divided by the samples of the global batch, it is subtracted (optim.Optimizer).
     """
 
     __slots__ = ()
@@ -41,26 +43,36 @@ class Buffer(Parameter):
 
 
 class Arena:
-    """Parameters and gradients of `named`, moved here in order, buffers behind them; each one's memory becomes a range.
+    """Parameters and gradients of `named`, moved here in order, buffers behind them; each one's
+    memory becomes a range.
 
-    `params` (size,) and `grads` (size + STATS,) are float32; STATS floats behind the gradients hold the step's loss
-    sum, samples and correct predictions. From float `trained` on there are buffers.
+    `params` (size,) and `grads` (size + STATS,) are float32; STATS floats behind the gradients hold
+    the step's loss sum, samples and correct predictions. From float `trained` on there are buffers.
     """
 
     def __init__(
-        self, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = (), make: Any = None
+        self,
+        named: Iterable[tuple[str, Parameter]],
+        buffers: Iterable[tuple[str, Buffer]] = (),
+        make: Any = None,
     ) -> None:
         self.named: list[tuple[str, Parameter]] = []
         self.offsets: dict[str, int] = {}  # in floats
         self.size = 0
-        self.watcher: BackwardWatcher | None = None  # hears of backward passes that reach these parameters
+        # hears of backward passes that reach these parameters
+        self.watcher: BackwardWatcher | None = None
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
-        self.locked = False  # ranks have parts of the parameters: a write on one of them would be lost, or theirs alone
+        # ranks have parts of the parameters: a write on one of them would be lost, or theirs alone
+        self.locked = False
         self._frozen: tuple[Any, list[tuple[int, int]]] = (None, [])
-        self.make = make or maker()  # of arrays that a training keeps: as native.aligned, or in files (offload.py)
-        named, buffers = list(named), list(buffers)
+        # of arrays that a training keeps: as native.aligned, or in files (offload.py)
+        self.make = make or maker()
+        named = list(named)
+        buffers = list(buffers)
         if not named:
-            raise ConfigError("[arena] the model has no parameters; give it at least one layer that has some")
+            raise ConfigError(
+                "[arena] the model has no parameters; give it at least one layer that has some"
+            )
         self._add([*named, *buffers])
         self.trained = self.offsets[buffers[0][0]] if buffers else self.size
 
@@ -68,10 +80,12 @@ class Arena:
         """Moves these in, behind what is here, whose offsets stay."""
         moved = [p for _, p in (*self.named, *named)]
         for name, p in named:
-            self.offsets[name], p.name = self.size, name
+            self.offsets[name] = self.size
+            p.name = name
             self.size += -(-p.size // ALIGN) * ALIGN
         self.named += named
-        params, grads = self.make(self.size), self.make(self.size + native.library().stats)
+        params = self.make(self.size)
+        grads = self.make(self.size + native.library().stats)
         freed = 0  # bytes that have not been given back yet
         for p in moved:
             at = self.offsets[p.name]
@@ -85,7 +99,10 @@ class Arena:
                 freed = 0
         self._params: np.ndarray | None = params
         self.grads = grads  # the system gives memory that is written to
-        self._addresses: dict[int, int] = {native.PARAMS: params.ctypes.data, native.GRADS: grads.ctypes.data}
+        self._addresses: dict[int, int] = {
+            native.PARAMS: params.ctypes.data,
+            native.GRADS: grads.ctypes.data,
+        }
 
     # --- copies: parameters have their own memory (tape.Parameter), which a new arena takes ---
 
@@ -96,7 +113,9 @@ class Arena:
         return new
 
     def __copy__(self) -> Arena:
-        raise ConfigError("[copy] an arena can't be copied without its parameters; use copy.deepcopy")
+        raise ConfigError(
+            "[copy] an arena can't be copied without its parameters; use copy.deepcopy"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything that pickle keeps: the names and the parameters, which have the values."""
@@ -109,20 +128,27 @@ class Arena:
         self.__init__(**state)  # type: ignore[misc]
 
     def check_copied(self) -> None:
-        """Raises ConfigError if this rank does not have the values of all parameters as they are now."""
+        """Raises ConfigError if this rank does not have the values of all parameters as they are
+        now.
+        """
         if self.locked or self._params is None:
             raise ConfigError(
-                "[copy] ranks have parts of the weights on this layout, so a copy on one would miss the others' parts; "
+                "[copy] ranks have parts of the weights on this layout, so a copy on one would "
+                "miss the others' parts; "
                 "copy within `with trainer.writing():`, on all ranks, or use trainer.state_dict()"
             )
 
     @property
     def copy_maker(self) -> Any:
-        """The function that allocates copies of the parameters: in files, if the parameters are in files."""
+        """The function that allocates copies of the parameters: in files, if the parameters are
+        in files.
+        """
         return maker() if self.make is native.aligned else self.make
 
     def move_to(self, make: Any) -> None:
-        """Moves everything into memory that `make` makes (offload.Files), unless it is in files already."""
+        """Moves everything into memory that `make` makes (offload.Files), unless it is in files
+        already.
+        """
         if self.make is native.aligned is not make:
             self.make = make
             self._add([])
@@ -133,32 +159,53 @@ class Arena:
         return [(name, p) for name, p in self.named if self.offsets[name] >= self.trained]
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()) -> Arena:
-        """The arena these parameters already fill, or a new one. Buffers that it has not are added."""
-        named, buffers = list(named), list(buffers)
-        (name, times), *_ = Counter(name for name, _ in (*named, *buffers)).most_common(1) or [("", 0)]
+    def of(
+        cls, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()
+    ) -> Arena:
+        """The arena these parameters already fill, or a new one.
+
+        Buffers that it has not are added.
+        """
+        named = list(named)
+        buffers = list(buffers)
+        (name, times), *_ = Counter(name for name, _ in (*named, *buffers)).most_common(1) or [
+            ("", 0)
+        ]
         if times > 1:
-            raise ConfigError(f"[arena] {times} parameters are called {name}; give attributes names without dots")
+            raise ConfigError(
+                f"[arena] {times} parameters are called {name}; give attributes names without dots"
+            )
         placed = [p.memory.arena for _, p in named if isinstance(p.memory, Range)]
         if placed:
-            arena, wanted = placed[0], [id(p) for _, p in named]
-            if buffers and arena.trained == arena.size and [id(p) for _, p in arena.named] == wanted:
+            arena = placed[0]
+            wanted = [id(p) for _, p in named]
+            if (
+                buffers
+                and arena.trained == arena.size
+                and [id(p) for _, p in arena.named] == wanted
+            ):
                 arena._add(buffers)
             wanted += [id(b) for _, b in buffers] if buffers else [id(b) for _, b in arena.buffers]
             if [id(p) for _, p in arena.named] == wanted:
                 return arena
             raise ConfigError(
-                "[arena] these parameters belong to another optimizer or trainer together with others; "
-                "give both the same model, and set requires_grad = False of those that are not to be trained"
+                "[arena] these parameters belong to another optimizer or trainer together with "
+                "others; "
+                "give both the same model, and set requires_grad = False of those that are not "
+                "to be trained"
             )
         return cls(named, buffers)
 
     @property
     def params(self) -> np.ndarray:
-        """The parameters (size,) float32. Raises ConfigError: they are spread over the ranks (ZeRO stage 3)."""
+        """The parameters (size,) float32.
+
+        Raises ConfigError: they are spread over the ranks (ZeRO stage 3).
+        """
         if self._params is None:
             raise ConfigError(
-                "[zero] the parameters are spread over the ranks (zero=3); call trainer.state_dict() on all ranks"
+                "[zero] the parameters are spread over the ranks (zero=3); call "
+                "trainer.state_dict() on all ranks"
             )
         if self.mirror is not None:
             self.mirror.read()
@@ -181,13 +228,19 @@ class Arena:
         stamp = setting_versions.models.value, self.size, self.trained
         if self._frozen[0] != stamp:  # an update asks in every step
             sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
-            self._frozen = stamp, [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained]
+            self._frozen = (
+                stamp,
+                [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained],
+            )
         return self._frozen[1]
 
     @contextmanager
     def lent(self, flat: np.ndarray) -> Iterator[None]:
-        """Ops that run inside read the parameters from an array of this layout: where ranks have parts of them."""
-        before, self._addresses = self._addresses, {**self._addresses, native.PARAMS: flat.ctypes.data}
+        """Ops that run inside read the parameters from an array of this layout: where ranks have
+        parts of them.
+        """
+        before = self._addresses
+        self._addresses = {**self._addresses, native.PARAMS: flat.ctypes.data}
         try:
             yield
         finally:
@@ -196,13 +249,16 @@ class Arena:
     @contextmanager
     def whole(self, flat: np.ndarray) -> Iterator[None]:
         """Inside, parameters are those of an array of this layout, which may be written."""
-        before, locked = self._params, self.locked
-        self._params, self.locked = flat, False
+        before = self._params
+        locked = self.locked
+        self._params = flat
+        self.locked = False
         try:
             with self.lent(flat):
                 yield
         finally:
-            self._params, self.locked = before, locked
+            self._params = before
+            self.locked = locked
 
     def address(self, space: int) -> int:
         """Where the parameters (native.PARAMS) or the gradients (native.GRADS) start."""
@@ -211,7 +267,9 @@ class Arena:
         return self._addresses[space]
 
     def view(self, flat: np.ndarray, name: str) -> np.ndarray:
-        """The piece of an array of the arena's layout that belongs to one parameter, in its shape."""
+        """The piece of an array of the arena's layout that belongs to one parameter, in its
+        shape.
+        """
         p = dict(self.named)[name]
         at = self.offsets[name]
         return flat[at : at + p.size].reshape(p.shape)
@@ -221,6 +279,8 @@ class Arena:
         return hashlib.sha256(self.params).hexdigest()
 
     def layout_hash(self) -> int:
-        """64 bits of a hash over names, shapes and offsets; equal on ranks that can train together."""
+        """64 bits of a hash over names, shapes and offsets; equal on ranks that can train
+        together.
+        """
         text = repr([(name, p.shape, self.offsets[name]) for name, p in self.named])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

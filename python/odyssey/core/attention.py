@@ -18,11 +18,15 @@ __all__ = ["attention", "scaled_dot_product_attention"]
 
 
 def added(mask: Any, like: Tensor, seen: bool = True) -> Tensor:
-    """A mask as what is added to scores: floats as they are; of truths (comparisons, integers, NumPy's bools) 0 where a
-    key is `seen`, else -inf. like: a tensor on the place of the scores."""
+    """A mask as what is added to scores: floats as they are; of truths (comparisons, integers,
+    NumPy's bools) 0 where a key is `seen`, else -inf. like: a tensor on the place of the
+    scores.
+    """
     if not isinstance(mask, Tensor):
         array = np.asarray(mask)
-        mask = Tensor(array if array.dtype.kind == "f" else np.where((array != 0) == seen, 0.0, -np.inf))
+        mask = Tensor(
+            array if array.dtype.kind == "f" else np.where((array != 0) == seen, 0.0, -np.inf)
+        )
         mask.device = like.device
     elif mask.mask or mask.dtype == np.int32:
         mask = where(to_float(mask), *((0.0, -np.inf) if seen else (-np.inf, 0.0)))
@@ -30,13 +34,21 @@ def added(mask: Any, like: Tensor, seen: bool = True) -> Tensor:
 
 
 def _laid(m: Tensor, scores: tuple[int, ...]) -> tuple[Tensor, int]:
-    """A mask of `scores` (N, H, T, S) as the kernel reads it, (N, H, S, T) but for axes of one, and which those are."""
+    """A mask of `scores` (N, H, T, S) as the kernel reads it, (N, H, S, T) but for axes of one,
+    and which those are.
+    """
     shape = (1,) * (4 - m.ndim) + m.shape
-    fits = len(shape) == 4 and shape[3] == scores[3] and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
+    fits = (
+        len(shape) == 4
+        and shape[3] == scores[3]
+        and all(a in (1, b) for a, b in zip(shape, scores, strict=True))
+    )
     if not fits or m.requires_grad:
         raise ShapeError(
-            f"[attention] a mask {m.shape}{', with a gradient,' * m.requires_grad} of scores {scores}; give (T, S), "
-            "(N, 1, 1, S) or others of these axes or 1; one that is learnt is added to q @ k^T before F.softmax"
+            f"[attention] a mask {m.shape}{', with a gradient,' * m.requires_grad} of scores "
+            f"{scores}; give (T, S), "
+            "(N, 1, 1, S) or others of these axes or 1; one that is learnt is added to q @ k^T "
+            "before F.softmax"
         )
     m = to_rows(reshape(m.detach(), shape))
     m = reshape(m, *shape[:2], -1, 1) if shape[2] == 1 else to_rows(permute(m, 0, 1, 3, 2))
@@ -53,24 +65,26 @@ def attention(
     dropout: float = 0.0,
     mask: Any = None,
 ) -> Tensor:
-    """softmax(q k^T scale) v of each head: q (N, T, F), k and v (N, S, F), F in `heads` equal parts; result (N, T, F).
+    """softmax(q k^T scale) v of each head: q (N, T, F), k and v (N, S, F), F in `heads` equal
+    parts; result (N, T, F).
 
     Scores take no memory that grows with T S (mojo/kernels/attention.mojo).
 
     Args:
-        k, v: None if q is all three side by side, (N, T, 3 F).
-        past: query i sees the keys up to i + past; all if None.
-        scale: 1 / sqrt(F / heads) unless given.
-        dropout: softmax's results are zeroed with this probability, the others divided by 1 - dropout: as `dropout` of
+        k, v: None if q is all three side by side, (N, T, 3 F). past: query i sees the keys up to i
+        + past; all if None. scale: 1 / sqrt(F / heads) unless given. dropout: softmax's results are
+        zeroed with this probability, the others divided by 1 - dropout: as `dropout` of
             a token with heads times S features, S rounded up to a multiple of 4.
-        mask: (N, heads, T, S), broadcast: True where a key is seen, or float32 that is added to scores (`added`); a
-            key with -inf is not seen and changes no bit of what the others give. A query that sees none gets 0.
+        mask: (N, heads, T, S), broadcast: True where a key is seen, or float32 that is added to
+            scores (`added`); a key with -inf is not seen and changes no bit of what the others
+            give. A query that sees none gets 0.
 
     Raises ShapeError: shapes that do not fit, a dropout that is not in [0, 1).
     """
     given = (q,) if k is None or v is None else (q, k, v)
     fused = len(given) == 1
-    keys, f = given[-1].shape[1:2], q.shape[-1] // (3 if fused else 1)
+    keys = given[-1].shape[1:2]
+    f = q.shape[-1] // (3 if fused else 1)
     if (
         any(t.ndim != 3 or t.shape[0] != q.shape[0] for t in given)
         or any(t.shape != (q.shape[0], *keys, f) for t in given[1:])
@@ -79,25 +93,45 @@ def attention(
         or (fused and q.shape[-1] % 3)
     ):
         raise ShapeError(
-            f"[attention] shapes {', '.join(str(t.shape) for t in given)} and {heads} heads; they must be (N, T, F), "
-            f"(N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 F) alone{as_image(q.shape)}"
+            f"[attention] shapes {', '.join(str(t.shape) for t in given)} and {heads} heads; "
+            "they must be (N, T, F), "
+            "(N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 F) "
+            f"alone{as_image(q.shape)}"
         )
-    (n, t), s, d = q.shape[:2], keys[0], f // heads
+    s = keys[0]
+    d = f // heads
+    (n, t) = q.shape[:2]
     if past is not None and past < 0:
         raise ShapeError(f"[attention] past is {past}; it must be at least 0")
     scale = float(d**-0.5 if scale is None else scale)
     m, masks = (q, 0) if mask is None else _laid(added(mask, q), (n, heads, t, s))
-    sizes = (n, t, s, heads, d, s if past is None else past, int(fused), scale, *drawn("attention", dropout), 0, masks)
-    parts, dtype = tuple(tokens(x) for x in given), product_precision()
+    sizes = (
+        n,
+        t,
+        s,
+        heads,
+        d,
+        s if past is None else past,
+        int(fused),
+        scale,
+        *drawn("attention", dropout),
+        0,
+        masks,
+    )
+    parts = tuple(tokens(x) for x in given)
+    dtype = product_precision()
     memories = [*[x.memory for x in parts] * (3 if fused else 1), (m if masks else parts[0]).memory]
     y = empty((n * t, f), "lanes")
-    lse, saved = current().alloc(4 * y.floats // d), y.memory
+    lse = current().alloc(4 * y.floats // d)
+    saved = y.memory
     current().emit("attention_forward", saved, lse, *memories, *sizes, dtype=dtype)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         gradients = tuple(empty(x.shape, "lanes") for x in parts)
         to = [g.memory for g in gradients] * (3 if fused else 1)
-        current().emit("attention_backward", *to, dy.memory, saved, lse, *memories, *sizes, dtype=dtype)
+        current().emit(
+            "attention_backward", *to, dy.memory, saved, lse, *memories, *sizes, dtype=dtype
+        )
         return (*gradients, None)
 
     return reshape(attach(y, (*parts, m.detach()), backward), n, t, f)
@@ -112,16 +146,21 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(query key^T scale) value of (N, H, T, D), (N, H, S, D) and (N, H, S, D): (N, H, T, D).
+    """softmax(query key^T scale) value of (N, H, T, D), (N, H, S, D) and (N, H, S, D): (N, H, T,
+    D).
 
-    attn_mask: the mask of `attention`. is_causal: query i sees the keys up to i. dropout_p: of softmax's results, in
-    evaluation as well: give 0 there. `attention` is the same without moving the heads.
+    attn_mask: the mask of `attention`. is_causal: query i sees the keys up to i. dropout_p: of
+    softmax's results, in evaluation as well: give 0 there. `attention` is the same without moving
+    the heads.
     """
     if any(t.ndim != 4 or t.shape[1] != query.shape[1] for t in (query, key, value)):
         raise ShapeError(
-            f"[scaled_dot_product_attention] shapes {query.shape}, {key.shape}, {value.shape}; they must be "
+            f"[scaled_dot_product_attention] shapes {query.shape}, {key.shape}, {value.shape}; "
+            "they must be "
             "(N, H, T, D), (N, H, S, D) and (N, H, S, D)"
         )
-    q, k, v = (reshape(permute(t, 0, 2, 1, 3), t.shape[0], t.shape[2], -1) for t in (query, key, value))
+    q, k, v = (
+        reshape(permute(t, 0, 2, 1, 3), t.shape[0], t.shape[2], -1) for t in (query, key, value)
+    )
     y = attention(q, k, v, query.shape[1], 0 if is_causal else None, scale, dropout_p, attn_mask)
     return permute(reshape(y, *y.shape[:2], query.shape[1], -1), 0, 2, 1, 3)

@@ -1,4 +1,6 @@
-"""CUDA's driver, for what the kernel library has no call for: graphs, and events for another library's streams."""
+"""CUDA's driver, for what the kernel library has no call for: graphs, and events for another
+library's streams.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _NOT_READY = 600  # what an event waits for is not done
 
 
 class Driver:
-    """The loaded driver. A function that it lacks, or that fails, raises DeviceError with the driver's words.
+    """The loaded driver.
+
+    A function that it lacks, or that fails, raises DeviceError with the driver's words.
 
     Arguments that are integers are addresses or sizes, 8 bytes.
     """
@@ -33,7 +37,9 @@ class Driver:
         if result not in (0, also):
             text = ctypes.c_char_p()
             self._lib.cuGetErrorString(result, ctypes.byref(text))
-            raise DeviceError(f"[gpu] {name}: {(text.value or b'error').decode(errors='replace')} ({result})")
+            raise DeviceError(
+                f"[gpu] {name}: {(text.value or b'error').decode(errors='replace')} ({result})"
+            )
         return result
 
     def get(self, kind: Any, name: str, *args: Any) -> int:

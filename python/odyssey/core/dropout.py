@@ -10,7 +10,9 @@ from .tape import Tensor, attach, empty, to_lanes
 
 
 def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:
-    """Returns what a record of dropout has: p, and its number in the model. Of none both are 0, and it is not counted.
+    """Returns what a record of dropout has: p, and its number in the model.
+
+    Of none both are 0, and it is not counted.
 
     Raises ShapeError: p is not in [0, 1).
     """
@@ -20,16 +22,32 @@ def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Zeroes each element with probability p in [0, 1) and divides the others by 1 - p; x itself unless `training`.
+    """Zeroes each element with probability p in [0, 1) and divides the others by 1 - p; x itself
+    unless `training`.
 
-    The mask is a function of (seed, step, position of the sample in the global batch, number of the dropout in the
-    model, element): the same on any number of workers. Kept for the backward pass is a bit per element.
+    The mask is a function of (seed, step, position of the sample in the global batch, number of the
+    dropout in the model, element): the same on any number of workers. Kept for the backward pass is
+    a bit per element.
     """
     p, layer = drawn("dropout", p, training)
     if p == 0:
         return x
     x = to_lanes(x, "tokens") if x.ndim == 3 else batched(x)
-    sizes, y = (x.groups, x.features, p), empty(x.shape, x.layout)
-    kept = current().alloc(x.groups * -(-x.features // 8) * (1 if x.layout == "rows" else native.library().lanes))
-    current().emit("dropout_forward", y.memory, kept, x.memory, *sizes, layer, x.lanes // x.shape[0], layout=x.layout)
-    return attach(y, (x,), adjoint("dropout_backward", x, kept, *sizes, layout=x.layout), name="dropout")
+    sizes = (x.groups, x.features, p)
+    y = empty(x.shape, x.layout)
+    kept = current().alloc(
+        x.groups * -(-x.features // 8) * (1 if x.layout == "rows" else native.library().lanes)
+    )
+    current().emit(
+        "dropout_forward",
+        y.memory,
+        kept,
+        x.memory,
+        *sizes,
+        layer,
+        x.lanes // x.shape[0],
+        layout=x.layout,
+    )
+    return attach(
+        y, (x,), adjoint("dropout_backward", x, kept, *sizes, layout=x.layout), name="dropout"
+    )

@@ -1,11 +1,14 @@
-"""64-bit fingerprints of float32 numbers by their bits: of all weights, or of all gradients, after each step.
+"""64-bit fingerprints of float32 numbers by their bits: of all weights, or of all gradients,
+after each step.
 
-A fingerprint is a sum over the numbers of a whole, modulo 2^64, in which the 32 bits of number i are multiplied with an
-odd key that depends on i alone (mojo/kernels/fingerprint.mojo). So it does not depend on the layout: ranks `add` those
-of what they have, each number counted once, and zeros, such as padding, count nothing. Any change of one number changes
-it: an odd number times d is not 0 modulo 2^64 for 0 < |d| < 2^32. Changes of several numbers cancel with a probability
-of about 2^-32 in the worst case (only signs change) and 2^-63 in the best, if the keys are taken as random. -0 and 0
-differ, and so do NaNs of different bits. It is not cryptographic: files are protected by SHA-256 (checkpoints).
+A fingerprint is a sum over the numbers of a whole, modulo 2^64, in which the 32 bits of number i
+are multiplied with an odd key that depends on i alone (mojo/kernels/fingerprint.mojo). So it does
+not depend on the layout: ranks `add` those of what they have, each number counted once, and zeros,
+such as padding, count nothing. Any change of one number changes it: an odd number times d is not 0
+modulo 2^64 for 0 < |d| < 2^32. Changes of several numbers cancel with a probability of about 2^-32
+in the worst case (only signs change) and 2^-63 in the best, if the keys are taken as random. -0 and
+0 differ, and so do NaNs of different bits. It is not cryptographic: files are protected by SHA-256
+(checkpoints).
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ Run = tuple[int, int, int]  # address of float32 numbers, how many, number of th
 
 
 class Runs:
-    """Runs of memory whose fingerprint is taken again and again. Calling it gives the fingerprint, 0 to 2^64 - 1.
+    """Runs of memory whose fingerprint is taken again and again.
 
-    runs: (address, floats, start) each; `start` is the index of the first float in the whole, in floats. The memory is
-        somebody else's and must stay where it is.
+    Calling it gives the fingerprint, 0 to 2^64 - 1.
+
+    runs: (address, floats, start) each; `start` is the index of the first float in the whole, in
+        floats. The memory is somebody else's and must stay where it is.
 
     LeNet-5's 61,706 floats take 4 us on one core with AVX-512 (benchmarks/steplog.py).
     """
@@ -41,10 +46,12 @@ class Runs:
             address, floats, start = run
             if floats < 0 or start < 0 or (floats and address <= 0):
                 raise ShapeError(
-                    f"[fingerprint] {run} is no run of memory; give address, floats and index of the first"
+                    f"[fingerprint] {run} is no run of memory; give address, floats and index of "
+                    "the first"
                 )
         self._table = np.array(list(runs), np.int64).reshape(-1, 3)
-        self._where, self._count = self._table.ctypes.data, len(self._table)
+        self._where = self._table.ctypes.data
+        self._count = len(self._table)
         self._call = native.library().fingerprint
 
     def __call__(self) -> int:
@@ -52,11 +59,13 @@ class Runs:
 
 
 def of(values: np.ndarray, start: int = 0) -> int:
-    """The fingerprint of a float32 array of any shape, in the order of its memory; `start` is the index of its first.
-    Raises ShapeError: the array is not float32, or not C-contiguous."""
+    """The fingerprint of a float32 array of any shape, in the order of its memory; `start` is
+    the index of its first. Raises ShapeError: the array is not float32, or not C-contiguous.
+    """
     if values.dtype != np.float32 or not values.flags.c_contiguous:
         raise ShapeError(
-            f"[fingerprint] an array of {values.dtype}{'' if values.flags.c_contiguous else ' with strides'}; "
+            "[fingerprint] an array of "
+            f"{values.dtype}{'' if values.flags.c_contiguous else ' with strides'}; "
             "C-contiguous float32 is allowed; make it so with numpy.ascontiguousarray"
         )
     return Runs([(values.ctypes.data, values.size, start)])() if values.size else 0

@@ -1,9 +1,11 @@
-"""The ops: for each a shape rule, the record of its forward kernel, and the records of its backward.
+"""The ops: for each a shape rule, the record of its forward kernel, and the records of its
+backward.
 
-Letters as in mojo/kernels/lanes.mojo: G groups of samples, C, H, W input channels, height, width, K output channels,
-R, T kernel, S stride, I, O features of a linear layer, F features of anything.
+Letters as in mojo/kernels/lanes.mojo: G groups of samples, C, H, W input channels, height, width, K
+output channels, R, T kernel, S stride, I, O features of a linear layer, F features of anything.
 
-Gradients of parameters are added to the parameter's `grad` by the kernels; gradients of activations are new tensors.
+Gradients of parameters are added to the parameter's `grad` by the kernels; gradients of activations
+are new tensors.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ from .tape import to_rows as to_rows
 
 
 def to(x: Tensor, device: int | str | Device) -> Tensor:
-    """The same values on another place (placement.device); x itself if it is there. The gradient goes the way back."""
+    """The same values on another place (placement.device); x itself if it is there.
+
+    The gradient goes the way back.
+    """
     where = place_of(device)
     if where == x.device:
         return x
     if in_checkpoint():
         raise DeviceError(
-            f"[to] a checkpoint goes from {x.device} to {where}; it must stay on one place: end it before .to({where})"
+            f"[to] a checkpoint goes from {x.device} to {where}; it must stay on one place: end "
+            f"it before .to({where})"
         )
 
     def moved(v: Tensor) -> Tensor:
@@ -64,7 +70,9 @@ def _pooled(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[Tensor, tup
     if r < 1 or t < 1 or s < 1:
         raise ShapeError(f"[{name}] a window of {r} x {t} at stride {s}; all must be at least 1")
     if x.ndim != 4 or r > x.shape[2] or t > x.shape[3]:
-        raise ShapeError(f"[{name}] a window of {r} x {t} does not fit an input of shape {x.shape}, (N, C, H, W)")
+        raise ShapeError(
+            f"[{name}] a window of {r} x {t} does not fit an input of shape {x.shape}, (N, C, H, W)"
+        )
     if stride is None and r != t:
         raise ShapeError(f"[{name}] a window of {r} x {t} needs a stride; give one")
     n, c, h, w = x.shape
@@ -73,22 +81,30 @@ def _pooled(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[Tensor, tup
 
 
 def max_pool2d(
-    x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None, padding: int | tuple[int, int] = 0
+    x: Tensor,
+    kernel_size: int | tuple[int, int],
+    stride: int | None = None,
+    padding: int | tuple[int, int] = 0,
 ) -> Tensor:
-    """Largest value of each window of x (N, C, H, W), of at most 256 places; stride = kernel_size unless given.
+    """Largest value of each window of x (N, C, H, W), of at most 256 places; stride =
+    kernel_size unless given.
 
     A frame of `padding`, at most half a window, is part of windows and never the largest value.
     """
     ph, pw = pair(padding)
     if ph < 0 or pw < 0 or any(2 * p > k for p, k in zip((ph, pw), pair(kernel_size), strict=True)):
-        raise ShapeError(f"[max_pool2d] padding {padding} of windows {kernel_size}; give 0 to half a window")
+        raise ShapeError(
+            f"[max_pool2d] padding {padding} of windows {kernel_size}; give 0 to half a window"
+        )
     x = batched(x)
     if ph or pw:
         x = pad(x, (pw, pw, ph, ph), value=-math.inf)
     y, sizes = _pooled("max_pool2d", x, kernel_size, stride)
     r, t = sizes[3:5]
     if r * t > 256:
-        raise ShapeError(f"[max_pool2d] a window of {r} x {t} has {r * t} places; at most 256 are supported")
+        raise ShapeError(
+            f"[max_pool2d] a window of {r} x {t} has {r * t} places; at most 256 are supported"
+        )
     argmax = current().alloc(y.floats)
     current().emit("maxpool_forward", y.memory, argmax, x.memory, *sizes, layout=x.layout)
     backward = adjoint("maxpool_backward", x, argmax, y.memory, *sizes, 0, layout=x.layout)
@@ -109,11 +125,15 @@ ONNX |= {"maxpool_forward": "MaxPool", "avgpool_forward": "AveragePool"}
 # --- activations --------------------------------------------------------------------------------
 
 
-ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}  # name of the layer in nn: what it is, the function
+# name of the layer in nn: what it is, the function
+ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}
 
 
-def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "", onnx: str = "") -> Callable[[Tensor], Tensor]:
-    """An elementwise op from its two kernels, `name`_forward (y; x; n) and `name`_backward (dx; dy, saved; n).
+def unary(
+    name: str, doc: str = "", *, saves: str = "y", layer: str = "", onnx: str = ""
+) -> Callable[[Tensor], Tensor]:
+    """An elementwise op from its two kernels, `name`_forward (y; x; n) and `name`_backward (dx;
+    dy, saved; n).
 
     saves: what its gradient needs: "x", or "y".
     layer: its name in nn, if it is an activation.
@@ -124,11 +144,15 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "", onnx: 
     def op(x: Tensor, inplace: bool = False) -> Tensor:  # x itself is never changed
         x = as_tensor(x)
         y = empty(x.shape, x.layout)
-        saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
+        # not y: its node would hold it, and it its node
+        saved = (x if saves == "x" else y).memory
+        n = y.floats
         current().emit(f"{name}_forward", y.memory, x.memory, n)
         return attach(y, (x,), adjoint(f"{name}_backward", x, saved, n), name=name)
 
-    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    op.__name__ = name
+    op.__qualname__ = name
+    op.__doc__ = doc
     if layer:
         ACTIVATIONS[layer] = doc, op
     if onnx:
@@ -144,7 +168,9 @@ _gelu = unary("gelu", saves="x", onnx="Gelu")
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x times the share of a normal distribution that lies below x, or "tanh": GPT-2's approximation of it."""
+    """x times the share of a normal distribution that lies below x, or "tanh": GPT-2's
+    approximation of it.
+    """
     if approximate not in ("none", "tanh"):
         raise ShapeError(f"[gelu] approximate is {approximate!r}; it must be 'none' or 'tanh'")
     return _gelu(x) if approximate == "none" else _gelu_tanh(x)
@@ -179,7 +205,9 @@ ONNX |= {"leaky_relu": "LeakyRelu", "sign": "Sign"}
 
 
 def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:
-    """An op along an axis of x (N, ...), with kernels for (N, classes) as those of `unary` but for the sizes G, F."""
+    """An op along an axis of x (N, ...), with kernels for (N, classes) as those of `unary` but
+    for the sizes G, F.
+    """
 
     def op(x: Tensor, dim: int = -1) -> Tensor:
         if x.ndim < 2:
@@ -190,34 +218,49 @@ def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]
             return reshape(op(tokens(x)), x.shape)
         x = batched(x)
         y = empty(x.shape, x.layout)
-        saved, size = y.memory, (x.groups, x.features)
+        saved = y.memory
+        size = (x.groups, x.features)
         current().emit(f"{name}_forward", saved, x.memory, *size, layout=x.layout)
-        return attach(y, (x,), adjoint(f"{name}_backward", x, saved, *size, layout=x.layout), name=name)
+        return attach(
+            y, (x,), adjoint(f"{name}_backward", x, saved, *size, layout=x.layout), name=name
+        )
 
-    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
-    ACTIVATIONS[layer], ONNX[f"{name}_forward"] = (doc, op), layer
+    op.__name__ = name
+    op.__qualname__ = name
+    op.__doc__ = doc
+    ACTIVATIONS[layer] = (doc, op)
+    ONNX[f"{name}_forward"] = layer
     return op
 
 
-softmax = _over_classes("softmax", "exp(x) / sum exp(x) along an axis of x, the last one unless given.", "Softmax")
+softmax = _over_classes(
+    "softmax", "exp(x) / sum exp(x) along an axis of x, the last one unless given.", "Softmax"
+)
 log_softmax = _over_classes(
     "log_softmax", "x - log sum exp(x) along an axis of x, the last one unless given.", "LogSoftmax"
 )
 
 
 def layer_norm(
-    x: Tensor, normalized_shape: Any = None, weight: Any = None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    normalized_shape: Any = None,
+    weight: Any = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
-    """Each row of x (..., F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F) if given.
+    """Each row of x (..., F) moved and scaled to mean 0 and variance 1, times weight (F), plus
+    bias (F) if given.
 
-    Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. normalized_shape: PyTorch's (F,), which may
-    be left out: layer_norm(x, weight, bias). Raises ShapeError.
+    Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. normalized_shape:
+    PyTorch's (F,), which may be left out: layer_norm(x, weight, bias). Raises ShapeError.
     """
     if isinstance(normalized_shape, Tensor):
-        weight, bias = normalized_shape, weight
+        bias = weight
+        weight = normalized_shape
     elif normalized_shape not in (None, x.shape[-1], x.shape[-1:], [x.shape[-1]]):
         raise ShapeError(
-            f"[layer_norm] normalized_shape {normalized_shape} of {x.shape}; give the last axis, ({x.shape[-1]},): for "
+            f"[layer_norm] normalized_shape {normalized_shape} of {x.shape}; give the last axis, "
+            f"({x.shape[-1]},): for "
             "several make them one by reshape"
         )
     if weight is None:
@@ -229,7 +272,8 @@ def layer_norm(
         shapes = f"weight {weight.shape}, bias {None if bias is None else bias.shape}"
         raise ShapeError(f"[layer_norm] input {x.shape}, {shapes}; they must be (..., F), (F), (F)")
     x = batched(x)
-    y, size = empty(x.shape, x.layout), (x.groups, x.features)
+    y = empty(x.shape, x.layout)
+    size = (x.groups, x.features)
     stats = current().alloc(8 * (x.floats // x.features))  # mean and 1 / deviation of each sample
     where = y.memory, stats, x.memory, weight.memory, bias_memory(bias, x.features)
     current().emit("layer_norm_forward", *where, *size, float(eps), layout=x.layout)
@@ -238,7 +282,9 @@ def layer_norm(
         for kind, p, saved in (("weight", weight, (x.memory, stats)), ("bias", bias, ())):
             if p is not None and p.requires_grad:
                 to = grad_memory("layer_norm", p)
-                current().emit(f"layer_norm_backward_{kind}", to, dy.memory, *saved, *size, layout=x.layout)
+                current().emit(
+                    f"layer_norm_backward_{kind}", to, dy.memory, *saved, *size, layout=x.layout
+                )
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
@@ -255,34 +301,48 @@ ONNX["layer_norm_forward"] = "LayerNormalization"
 
 
 def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int = -1) -> Memory:
-    """Labels as the kernels read them: int32, below 0 where nothing is learnt, which is so in lanes without a sample.
+    """Labels as the kernels read them: int32, below 0 where nothing is learnt, which is so in
+    lanes without a sample.
 
     Raises ShapeError for a bad label.
     """
     if isinstance(target, (tuple, dict)):
         kind = "dict" if isinstance(target, dict) else "tuple"
-        raise ShapeError(f"[loss] the targets are a {kind}; give loss=, a function of (output, target)")
+        raise ShapeError(
+            f"[loss] the targets are a {kind}; give loss=, a function of (output, target)"
+        )
     if isinstance(target, Tensor):
         if target.ndim > 1:
             target = reshape(target, -1)
-        if target.dtype == np.int32 and target.shape == (samples,) and layout in (target.layout, "rows"):
+        if (
+            target.dtype == np.int32
+            and target.shape == (samples,)
+            and layout in (target.layout, "rows")
+        ):
             return target.memory
         if current().shard:
             raise ShapeError(
-                f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be integers ({samples},), the "
-                "class of each sample, or (N, T), of each token; numbers as targets need nn.MSELoss() or "
+                f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be "
+                f"integers ({samples},), the "
+                "class of each sample, or (N, T), of each token; numbers as targets need "
+                "nn.MSELoss() or "
                 "another loss of numbers, and metrics such as 'mae'"
             )
         target = target.data
     given = np.asarray(target)
     a = given.reshape(-1) if given.ndim > 1 else given
     if a.shape != (samples,):
-        raise ShapeError(f"[loss] labels of shape {given.shape} for {samples} samples; give one class index per sample")
+        raise ShapeError(
+            f"[loss] labels of shape {given.shape} for {samples} samples; give one class index "
+            "per sample"
+        )
     whole = a.astype(np.int32)
     wrong = (whole != a) | (whole < 0) & (whole != ignored) | (whole >= classes)
     if wrong.any():
         bad = int(np.flatnonzero(wrong)[0])
-        raise ShapeError(f"[loss] label {bad} is {a[bad]}; it must be a class index from 0 to {classes - 1}")
+        raise ShapeError(
+            f"[loss] label {bad} is {a[bad]}; it must be a class index from 0 to {classes - 1}"
+        )
     lanes = native.library().lanes
     padded = native.aligned(-(-samples // lanes) * lanes, np.int32)
     padded[:] = -1
@@ -291,11 +351,20 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
 
 
 def _loss(
-    name: str, x: Tensor, target: Any, reduction: str, ignored: int, of_classes: np.ndarray | None = None
+    name: str,
+    x: Tensor,
+    target: Any,
+    reduction: str,
+    ignored: int,
+    of_classes: np.ndarray | None = None,
 ) -> Tensor:
-    """of_classes: what the targets of each class count in a mean; x is then not what predictions are taken from."""
+    """of_classes: what the targets of each class count in a mean; x is then not what predictions
+    are taken from.
+    """
     if x.ndim < 2:
-        raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes) or (N, T, classes)")
+        raise ShapeError(
+            f"[{name}] input of shape {x.shape}; it must be (N, classes) or (N, T, classes)"
+        )
     if reduction not in ("mean", "sum"):
         raise ShapeError(f"[{name}] reduction {reduction!r}; it must be 'mean' or 'sum'")
     if ignored >= 0:
@@ -310,13 +379,21 @@ def _loss(
     saved: tuple[Memory, ...] = ()
     if name == "cross_entropy":
         saved = (current().alloc(4 * x.floats),)
-    current().emit(f"{name}_forward", total.memory, *saved, x.memory, labels, *size, layout=x.layout)
+    current().emit(
+        f"{name}_forward", total.memory, *saved, x.memory, labels, *size, layout=x.layout
+    )
     per = 1  # tokens of a sample
     if isinstance(executor, (Recorder, ShardEager)):
-        executor.outputs, per = executor.outputs or x.features, x.shape[0] // executor.samples
+        per = x.shape[0] // executor.samples
+        executor.outputs = executor.outputs or x.features
         if executor.first_stats is None and per == 1 and of_classes is None:
             executor.first_stats = total.memory
-    attach(total, (x,), adjoint(f"{name}_backward", x, *saved, labels, *size, layout=x.layout), name="loss")
+    attach(
+        total,
+        (x,),
+        adjoint(f"{name}_backward", x, *saved, labels, *size, layout=x.layout),
+        name="loss",
+    )
     if reduction == "sum":
         return total
     total = scale(total, 1.0 / per) if per > 1 else total
@@ -336,17 +413,21 @@ def cross_entropy(
     weight: Any = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or sum over samples.
+    """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or
+    sum over samples.
 
-    Or of (N, T, classes) and (N, T): over all tokens; in a trainer the mean over samples of the means over their T
-    tokens. Targets of `ignore_index` (in a trainer: all below 0) have no loss; a trainer counts them as 0 in the mean.
+    Or of (N, T, classes) and (N, T): over all tokens; in a trainer the mean over samples of the
+    means over their T tokens. Targets of `ignore_index` (in a trainer: all below 0) have no loss; a
+    trainer counts them as 0 in the mean.
 
-    weight: what each class counts, (classes,). label_smoothing: how much of a target is spread over all classes
-    (Szegedy et al. 2016). As in PyTorch, but that the mean in a trainer is over samples, whatever their class counts.
+    weight: what each class counts, (classes,). label_smoothing: how much of a target is spread over
+    all classes (Szegedy et al. 2016). As in PyTorch, but that the mean in a trainer is over
+    samples, whatever their class counts.
     """
     if not isinstance(x, Tensor):
         raise ShapeError(
-            f"[cross_entropy] the input is a {type(x).__name__}; give loss=, a function of (output, target)"
+            f"[cross_entropy] the input is a {type(x).__name__}; give loss=, a function of "
+            "(output, target)"
         )
     if weight is None and label_smoothing == 0:
         return _loss("cross_entropy", x, target, reduction, ignore_index)
@@ -354,7 +435,8 @@ def cross_entropy(
     w = np.ones(classes, np.float32) if weight is None else np.asarray(weight, np.float32)
     if w.shape != (classes,) or not 0 <= label_smoothing <= 1:
         raise ShapeError(
-            f"[cross_entropy] weight {w.shape} for {classes} classes, label_smoothing {label_smoothing}; give a number "
+            f"[cross_entropy] weight {w.shape} for {classes} classes, label_smoothing "
+            f"{label_smoothing}; give a number "
             "for each class, and a label_smoothing from 0 to 1"
         )
     p = log_softmax(x)
@@ -366,7 +448,9 @@ def cross_entropy(
 
 
 def nll_loss(x: Tensor, target: Any, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
-    """-x[target] of log-probabilities x and class indices target, of shapes and means as in cross_entropy."""
+    """-x[target] of log-probabilities x and class indices target, of shapes and means as in
+    cross_entropy.
+    """
     return _loss("nll", x, target, reduction, ignore_index)
 
 
@@ -375,13 +459,23 @@ def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
     t = target if isinstance(target, Tensor) else Tensor(target)
     if t.shape != x.shape:
         raise ShapeError(
-            f"[{name}] output {x.shape} and target {t.shape}; they must be of the same shape (nothing is broadcast): "
-            + ("give targets (N, 1), such as y[:, None]" if x.shape == (*t.shape, 1) else "reshape one of them")
-            + ("; these are classes: give numbers as floats (data.csv: classes=False)" if t.dtype == np.int32 else "")
+            f"[{name}] output {x.shape} and target {t.shape}; they must be of the same shape "
+            "(nothing is broadcast): "
+            + (
+                "give targets (N, 1), such as y[:, None]"
+                if x.shape == (*t.shape, 1)
+                else "reshape one of them"
+            )
+            + (
+                "; these are classes: give numbers as floats (data.csv: classes=False)"
+                if t.dtype == np.int32
+                else ""
+            )
         )
     if t.dtype == np.int32:
         raise ShapeError(
-            f"[{name}] the target is integers {t.shape}, the output numbers; give target.float(), or a data set whose "
+            f"[{name}] the target is integers {t.shape}, the output numbers; give "
+            "target.float(), or a data set whose "
             "targets are floats, y.astype('float32')"
         )
     return x, t
@@ -394,7 +488,9 @@ def _reduced(name: str, losses: Tensor, reduction: str) -> Tensor:
 
 
 def mse_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """(x - target)^2 of equal shapes (N, ...): the mean or sum over all numbers, or each ("none")."""
+    """(x - target)^2 of equal shapes (N, ...): the mean or sum over all numbers, or each
+    ("none").
+    """
     x, t = _difference("mse_loss", x, target)
     d = x - t
     return _reduced("mse_loss", d * d, reduction)
@@ -407,7 +503,8 @@ def l1_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
 
 def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """d^2 / (2 beta) where |d| < beta, else |d| - beta / 2, of d = x - target of equal shapes (N, ...).
+    """d^2 / (2 beta) where |d| < beta, else |d| - beta / 2, of d = x - target of equal shapes
+    (N, ...).
 
     Girshick 2015 (beta 1). The mean or sum over all numbers, or each ("none"). beta 0 is l1_loss.
     """
@@ -417,38 +514,51 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
         return l1_loss(x, target, reduction)
     x, t = _difference("smooth_l1_loss", x, target)
     d = x - t
-    c = empty(d.shape, d.layout)  # the nearest numbers from -beta to beta; a constant, without a gradient
+    # the nearest numbers from -beta to beta; a constant, without a gradient
+    c = empty(d.shape, d.layout)
     current().emit("clamp", c.memory, d.memory, float(beta), c.floats)
     attach(c, (d.detach(),), lambda dy: (None,))
-    # c (d - c / 2) / beta; its derivative is c / beta, as if c were a constant: d = c, or c does not change
+    # c (d - c / 2) / beta; its derivative is c / beta, as if c were a constant: d = c, or c does
+    # not change
     return _reduced("smooth_l1_loss", c * (d - c * 0.5) * (1 / beta), reduction)
 
 
 def binary_cross_entropy_with_logits(
     x: Tensor, target: Any, reduction: str = "mean", weight: Any = None, pos_weight: Any = None
 ) -> Tensor:
-    """-w (p t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal shapes (N, ...).
+    """-w (p t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal
+    shapes (N, ...).
 
-    weight w, pos_weight p: constants that are broadcast to x, such as one number per output, (F,) of (N, F); default 1.
-    Computed as p t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or sum over all numbers, or each ("none").
+    weight w, pos_weight p: constants that are broadcast to x, such as one number per output, (F,)
+    of (N, F); default 1. Computed as p t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or
+    sum over all numbers, or each ("none").
     """
     x, t = _difference("binary_cross_entropy_with_logits", x, target)
     w, p = (None if c is None else np.asarray(c, np.float32) for c in (weight, pos_weight))
     losses = (t if p is None else t * p) * softplus(-x) + (1.0 - t) * softplus(x)
-    return _reduced("binary_cross_entropy_with_logits", losses if w is None else losses * w, reduction)
+    return _reduced(
+        "binary_cross_entropy_with_logits", losses if w is None else losses * w, reduction
+    )
 
 
 def top_k(x: Tensor, target: Any, k: int = 1) -> Tensor:
-    """1 for each sample whose class target (N) is among the k largest entries of x (N, classes), else 0; shape (N,).
+    """1 for each sample whose class target (N) is among the k largest entries of x (N, classes),
+    else 0; shape (N,).
 
-    Or for each token: (N, T, classes), (N, T), (N, T). Of equal entries the first counts as larger. No gradient.
+    Or for each token: (N, T, classes), (N, T), (N, T). Of equal entries the first counts as larger.
+    No gradient.
     """
     if x.ndim < 2 or k < 1:
-        raise ShapeError(f"[top_k] input of shape {x.shape}, k {k}; it must be (N, classes), and k at least 1")
-    shape, x = x.shape[:-1], tokens(x) if x.ndim > 2 else batched(x)
+        raise ShapeError(
+            f"[top_k] input of shape {x.shape}, k {k}; it must be (N, classes), and k at least 1"
+        )
+    shape = x.shape[:-1]
+    x = tokens(x) if x.ndim > 2 else batched(x)
     labels = labels_of(target, x.shape[0], x.features, x.layout)
     y = empty((x.shape[0],), x.layout)
-    current().emit("top_k", y.memory, x.memory, labels, x.groups, x.features, float(k), layout=x.layout)
+    current().emit(
+        "top_k", y.memory, x.memory, labels, x.groups, x.features, float(k), layout=x.layout
+    )
     return reshape(attach(y, (x.detach(),), lambda dy: (None,)), shape)
 
 
@@ -470,13 +580,24 @@ def _missing(x: Tensor, name: str) -> Any:
 
 
 # Nothing is changed in place, so a copy is x itself.
-_METHODS = dict.fromkeys(("clone", "contiguous", "cpu"), lambda x: x) | {"view": reshape, "__abs__": abs}
-_METHODS |= {"mul": multiply, "div": divide, "pow": power, "sub": lambda x, y: x - y, "t": lambda x: transpose(x, 0, 1)}  # noqa: F405
+_METHODS = dict.fromkeys(("clone", "contiguous", "cpu"), lambda x: x) | {
+    "view": reshape,
+    "__abs__": abs,
+}
+_METHODS |= {
+    "mul": multiply,
+    "div": divide,
+    "pow": power,
+    "sub": lambda x, y: x - y,
+    "t": lambda x: transpose(x, 0, 1),
+}  # noqa: F405
 _METHODS |= {"dim": lambda x: x.ndim, "numel": lambda x: int(x.size), "bool": lambda x: ne(x, 0.0)}  # noqa: F405
 _METHODS |= {"float": to_float, "int": to_int, "long": to_int, "__getattr__": _missing}  # noqa: F405
 for _name in (
-    "abs add argmax chunk clamp eq exp expand flatten ge gelu gt le log log_softmax lt masked_fill matmul max mean min "
-    "sign ne normalize permute relu reshape sigmoid silu softmax split sqrt squeeze sum tanh to transpose unbind "
+    "abs add argmax chunk clamp eq exp expand flatten ge gelu gt le log log_softmax lt "
+    "masked_fill matmul max mean min "
+    "sign ne normalize permute relu reshape sigmoid silu softmax split sqrt squeeze sum tanh to "
+    "transpose unbind "
     "unsqueeze var"
 ).split():
     _METHODS[_name] = globals()[_name]

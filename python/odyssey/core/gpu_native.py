@@ -1,7 +1,9 @@
-"""The compiled library for GPUs: the only file that loads it and knows its C interface (mojo/gpu_capi.mojo).
+"""The compiled library for GPUs: the only file that loads it and knows its C interface
+(mojo/gpu_capi.mojo).
 
-MAX's own Python driver is not used: it would bring a library of 165 MB, and the same runtime is behind both. A GPU is a
-handle, memory is an address; work goes into one of two queues, COMPUTE and COPY; only `synchronize` and `wait` wait.
+MAX's own Python driver is not used: it would bring a library of 165 MB, and the same runtime is
+behind both. A GPU is a handle, memory is an address; work goes into one of two queues, COMPUTE and
+COPY; only `synchronize` and `wait` wait.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class GpuStep(ctypes.Structure):
     """Mirrors `GpuStep` in mojo/runtime/gpu.mojo."""
 
     _fields_ = host.numbers(
-        "table program records params grads grad_floats work work_floats scratch context flag shards fold accumulate"
+        "table program records params grads grad_floats work work_floats scratch context flag "
+        "shards fold accumulate"
     )
 
 
@@ -66,10 +69,12 @@ class GpuLibrary(host.OpTable):
         lib.odyssey_gpu_init()
         size = lib.odyssey_gpu_context_size()
         assert size == ctypes.sizeof(StepContext), (size, ctypes.sizeof(StepContext))
-        number, pointer = ctypes.c_ssize_t, ctypes.c_void_p
+        number = ctypes.c_ssize_t
+        pointer = ctypes.c_void_p
         super().__init__(lib, "odyssey_gpu")
         known = host.library().ops
-        self.ops = {name: known.get(name, op) for name, op in self.ops.items()}  # as the CPU's table declares them
+        # as the CPU's table declares them
+        self.ops = {name: known.get(name, op) for name, op in self.ops.items()}
         for name, arguments in {
             "open": [number, pointer],
             "memory": [pointer, pointer],
@@ -93,7 +98,9 @@ class GpuLibrary(host.OpTable):
         self.name = host.declared(lib, "odyssey_gpu_name", [pointer, ctypes.c_char_p, number])
         self.count = host.declared(lib, "odyssey_gpu_count")  # GPUs of this machine that it can use
         self.close = host.declared(lib, "odyssey_gpu_close", [pointer], None)  # gives a device back
-        self.fingerprint_scratch = host.declared(lib, "odyssey_gpu_fingerprint_scratch", [number, number])
+        self.fingerprint_scratch = host.declared(
+            lib, "odyssey_gpu_fingerprint_scratch", [number, number]
+        )
         self._text = ctypes.create_string_buffer(_ERROR)
 
     def call(self, name: str, *args: Any) -> int:
@@ -110,25 +117,34 @@ class GpuLibrary(host.OpTable):
 def library() -> GpuLibrary:
     """The library, compiled on first use on this machine. Raises BuildError."""
     host.library()  # sets what the runtime reads when it starts
-    # MAX would take 90 % of the device for a pool of its own. Areas here are few, large and kept, so each is taken from
-    # the driver as it is: several processes can share a device, and what is free is what the driver says.
+    # MAX would take 90 % of the device for a pool of its own. Areas here are few, large and kept,
+    # so each is taken from the driver as it is: several processes can share a device, and what is
+    # free is what the driver says.
     os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE", "0")
-    os.environ.setdefault("MODULAR_DEVICE_CONTEXT_HOST_MEMORY_MANAGER_SIZE", "0")  # else 1.28 GiB, pinned, per device
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of NVML, which was asked for their kinds
-    loaded = GpuLibrary(build.open_gpu_library().to_load(), [str(p) for p in build.runtime_libraries()])
+    # else 1.28 GiB, pinned, per device
+    os.environ.setdefault("MODULAR_DEVICE_CONTEXT_HOST_MEMORY_MANAGER_SIZE", "0")
+    # the order of NVML, which was asked for their kinds
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    loaded = GpuLibrary(
+        build.open_gpu_library().to_load(), [str(p) for p in build.runtime_libraries()]
+    )
     own_ops.add_to_gpus(loaded)
     return loaded
 
 
 class Gpu:
-    """One device: memory, copies, events, programs. Its memory is given back with it. number: of the device, from 0."""
+    """One device: memory, copies, events, programs.
+
+    Its memory is given back with it. number: of the device, from 0.
+    """
 
     def __init__(self, number: int) -> None:
         self._library = library()
         out = ctypes.c_int64()
         self._handle: int | None = None
         self._library.call("open", number, ctypes.addressof(out))
-        self.number, self._handle = number, out.value
+        self.number = number
+        self._handle = out.value
         text = ctypes.create_string_buffer(256)
         length = self._library.name(self._handle, text, 256)
         self.name = text.raw[:length].decode(errors="replace")
@@ -159,13 +175,16 @@ class Gpu:
         except DeviceError as problem:
             free = self.memory()[0]
             raise DeviceError(
-                f"[gpu] gpu:{self.number} has {free >> 20} MiB free and {-(-nbytes >> 20)} MiB are needed; lower "
+                f"[gpu] gpu:{self.number} has {free >> 20} MiB free and {-(-nbytes >> 20)} MiB "
+                "are needed; lower "
                 f"--global-batch-size, use more GPUs, or fewer workers on one ({problem})"
             ) from None
         return out.value
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Host memory (nbytes,) uint8, zero, that the device reads and writes by itself, also in kernels."""
+        """Host memory (nbytes,) uint8, zero, that the device reads and writes by itself, also in
+        kernels.
+        """
         out = ctypes.c_int64()
         self._call("allocate", nbytes, 1, ctypes.addressof(out))
         made = host.memory(out.value, max(nbytes, 1))
@@ -177,7 +196,10 @@ class Gpu:
         self._call("free", address)
 
     def upload(self, address: int, array: np.ndarray, queue: int = COMPUTE) -> None:
-        """Enqueues a copy of an array to device memory. The array must stay as it is until the copy is done."""
+        """Enqueues a copy of an array to device memory.
+
+        The array must stay as it is until the copy is done.
+        """
         if array.nbytes:
             self._call("copy", 0, address, array.ctypes.data, array.nbytes, queue)
 
@@ -191,7 +213,9 @@ class Gpu:
         self._call("copy", 2, to, address, nbytes, queue)
 
     def take(self, other: Gpu, to: int, address: int, nbytes: int) -> None:
-        """Enqueues a copy from another device's memory, when what is in its COMPUTE queue now is done."""
+        """Enqueues a copy from another device's memory, when what is in its COMPUTE queue now is
+        done.
+        """
         self._call("copy_peer", other._handle, to, address, nbytes)
 
     def reaches(self, other: Gpu) -> bool:
@@ -210,7 +234,9 @@ class Gpu:
         self._call("synchronize", queue)
 
     def stream(self, queue: int = COMPUTE) -> int:
-        """The CUstream of a queue, for a library that puts work into it; makes the device the thread's current one."""
+        """The CUstream of a queue, for a library that puts work into it; makes the device the
+        thread's current one.
+        """
         return self._call("stream", queue)
 
     def run(self, step: GpuStep) -> None:
@@ -219,7 +245,9 @@ class Gpu:
         self._call("run", ctypes.addressof(step))
 
     def enqueue(self, step: GpuStep, first: int) -> int:
-        """Enqueues one record of a program and the records that it computes as well; returns the number of the next."""
+        """Enqueues one record of a program and the records that it computes as well; returns the
+        number of the next.
+        """
         step.table = self._library.table
         return self._call("enqueue", ctypes.addressof(step), first)
 
@@ -229,19 +257,27 @@ class Gpu:
         return self._call("scratch", ctypes.addressof(step))
 
     def tree_sum(self, to: int, address: int, stride: int, n: int, floats: int) -> None:
-        """Enqueues the sum along the tree of n buffers of `floats` floats, `stride` floats apart."""
+        """Enqueues the sum along the tree of n buffers of `floats` floats, `stride` floats
+        apart.
+        """
         self._call("tree_sum", to, address, stride, n, floats)
 
     def norm(self, out: int, address: int, floats: int) -> None:
-        """Enqueues what norm.py needs of floats, in a unit of their own: two int64 of squares, then the largest one."""
+        """Enqueues what norm.py needs of floats, in a unit of their own: two int64 of squares,
+        then the largest one.
+        """
         self._call("norm", out, address, floats)
 
     def fingerprint_scratch(self, count: int, longest: int) -> int:
-        """Bytes of scratch memory that the fingerprint of `count` runs of at most `longest` floats wants."""
+        """Bytes of scratch memory that the fingerprint of `count` runs of at most `longest`
+        floats wants.
+        """
         return 8 * self._library.fingerprint_scratch(count, longest)
 
     def fingerprint(self, out: int, scratch: int, runs: int, count: int, longest: int) -> None:
-        """Enqueues the fingerprint of runs, (count, 3) int64 in device memory, into a uint64 there."""
+        """Enqueues the fingerprint of runs, (count, 3) int64 in device memory, into a uint64
+        there.
+        """
         self._call("fingerprint", out, scratch, runs, count, longest)
 
 
@@ -249,7 +285,8 @@ class Event:
     """A point in a queue that others can wait for."""
 
     def __init__(self, gpu: Gpu, number: int) -> None:
-        self._gpu, self._number = gpu, number
+        self._gpu = gpu
+        self._number = number
 
     def record(self, queue: int = COMPUTE) -> None:
         """It happens when all that is in the queue now is done."""

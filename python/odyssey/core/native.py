@@ -1,7 +1,9 @@
-"""The compiled kernel library: the only file that loads it and knows its C interface (mojo/capi.mojo).
+"""The compiled kernel library: the only file that loads it and knows its C interface
+(mojo/capi.mojo).
 
-A program is an int64 array (records, RECORD); what its numbers mean is said in mojo/kernels/record.mojo. What ops there
-are, and the roles of their arguments, the library says (mojo/kernels/op.mojo). ctypes lets the GIL go in every call.
+A program is an int64 array (records, RECORD); what its numbers mean is said in
+mojo/kernels/record.mojo. What ops there are, and the roles of their arguments, the library says
+(mojo/kernels/op.mojo). ctypes lets the GIL go in every call.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ..settings.recipes import PRECISIONS
 # Spaces of an operand: (space << 56) | byte offset.
 ABSOLUTE, PARAMS, GRADS, WORK = range(4)
 ALIGNMENT = 64  # bytes; one vector of 16 floats
-#: Counts the changes of kernels that gave trainings other bits (CHANGELOG.md). A checkpoint says which made it.
+#: Counts the changes of kernels that gave trainings other bits (CHANGELOG.md). A checkpoint says
+#: which made it.
 KERNELS = 6
 
 
@@ -33,10 +36,13 @@ def numbers(names: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_int64) for name in names.split()]
 
 
-def declared(lib: ctypes.CDLL, name: str, arguments: Sequence[Any] = (), result: Any = ctypes.c_ssize_t) -> Any:
+def declared(
+    lib: ctypes.CDLL, name: str, arguments: Sequence[Any] = (), result: Any = ctypes.c_ssize_t
+) -> Any:
     """A function of a C library, with its types."""
     function = getattr(lib, name)
-    function.argtypes, function.restype = arguments, result
+    function.argtypes = arguments
+    function.restype = result
     return function
 
 
@@ -49,29 +55,37 @@ class Context(ctypes.Structure):
         ("loss_scale", ctypes.c_double),
         *numbers("stopped times"),
     ]
-    what: str | None = None  # what a run with it is called on a timeline, where its records are not told apart
+    # what a run with it is called on a timeline, where its records are not told apart
+    what: str | None = None
 
 
 class Step(ctypes.Structure):
     """Mirrors `Step` in mojo/runtime/executor.mojo."""
 
     _fields_ = [
-        *numbers("table program records threads tables params work work_bytes slots base zero cleared clears"),
+        *numbers(
+            "table program records threads tables params work work_bytes slots base zero cleared "
+            "clears"
+        ),
         *numbers("buffers buffer_floats shard_size samples rows tail tail_records"),
         ("context", Context),
     ]
 
     def take(self, tables: Sequence[np.ndarray], cleared: Sequence[tuple[int, int]]) -> None:
-        """Sets what is run: a table of records for all shards, and one for a last shard of fewer samples, if any.
+        """Sets what is run: a table of records for all shards, and one for a last shard of fewer
+        samples, if any.
 
         cleared: runs of a buffer (begin and end, in floats) that are set to zero before.
         """
         runs = np.array(cleared, np.int64).reshape(-1, 2)
         self.kept = [*tables, runs]  # as long as this
-        self.cleared, self.clears = runs.ctypes.data, len(runs)
-        self.program, self.records = tables[0].ctypes.data, len(tables[0])
+        self.cleared = runs.ctypes.data
+        self.clears = len(runs)
+        self.program = tables[0].ctypes.data
+        self.records = len(tables[0])
         if len(tables) > 1:
-            self.tail, self.tail_records = tables[1].ctypes.data, len(tables[1])
+            self.tail = tables[1].ctypes.data
+            self.tail_records = len(tables[1])
 
 
 class Team(ctypes.Structure):
@@ -86,8 +100,11 @@ class Job(ctypes.Structure):
     _fields_ = numbers("x y count item dtype op direct step arrived sequence signature")
 
 
-# Bits of a record's header, above the op's code; and how products round their operands, in the order of their numbers.
-ROWS, BEGINS, DTYPE = 16, 17, 24
+# Bits of a record's header, above the op's code; and how products round their operands, in the
+# order of their numbers.
+ROWS = 16
+BEGINS = 17
+DTYPE = 24
 OPS = 1024  # places for ops, those that programs bring included
 
 
@@ -118,16 +135,27 @@ class Op(NamedTuple):
     @property
     def of(self) -> tuple[str, ...]:
         """The names of the two ops that it stands for, by its trait `of:`; () of most ops."""
-        return next((tuple(word[3:].split("+")) for word in self.traits if word.startswith("of:")), ())
+        return next(
+            (tuple(word[3:].split("+")) for word in self.traits if word.startswith("of:")), ()
+        )
 
     @classmethod
     def parse(cls, code: int, text: str) -> Op:
-        """Returns what `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be."""
+        """Returns what `odyssey_op` says: lines of name, roles and traits.
+
+        Raises BuildError for what cannot be.
+        """
         name, roles, traits = text.split("\n")
-        groups = [tuple(filter(None, (word.strip() for word in group.split(",")))) for group in roles.split(";")]
-        if len(groups) > 3 or any(word[0] == "~" for group in (groups[0], *groups[2:]) for word in group):
+        groups = [
+            tuple(filter(None, (word.strip() for word in group.split(","))))
+            for group in roles.split(";")
+        ]
+        if len(groups) > 3 or any(
+            word[0] == "~" for group in (groups[0], *groups[2:]) for word in group
+        ):
             raise BuildError(
-                f"[ops] {name} has the roles {roles!r}; expected 'outputs; inputs; sizes', with + before what is added "
+                f"[ops] {name} has the roles {roles!r}; expected 'outputs; inputs; sizes', with "
+                "+ before what is added "
                 "to and ~ before scratch memory, which stands among the inputs"
             )
         outputs, inputs, sizes = (*groups, (), ())[:3]
@@ -154,26 +182,37 @@ class OpTable:
     def __init__(self, lib: ctypes.CDLL, prefix: str) -> None:
         self.ops: dict[str, Op] = {}
         self.codes: dict[str, int] = {}
-        self._kernels = np.zeros((OPS, 2), np.int64)  # as mojo/kernels/op.mojo has them: kernel, scratch function
+        # as mojo/kernels/op.mojo has them: kernel, scratch function
+        self._kernels = np.zeros((OPS, 2), np.int64)
         self.table: int = self._kernels.ctypes.data
         self.add(lib, prefix)
 
     def add(self, lib: ctypes.CDLL | str, prefix: str) -> list[Op]:
-        """Takes the ops of a library, or of the one at a path, into the table, and returns them. Raises ConfigError."""
+        """Takes the ops of a library, or of the one at a path, into the table, and returns them.
+
+        Raises ConfigError.
+        """
         if isinstance(lib, str):
             lib = ctypes.CDLL(lib)
         count: int = declared(lib, f"{prefix}_ops", result=ctypes.c_int)()
-        describe = declared(lib, f"{prefix}_op", [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t])
+        describe = declared(
+            lib, f"{prefix}_op", [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
+        )
         kernels = declared(lib, f"{prefix}_kernels", result=ctypes.c_void_p)
-        text, first = ctypes.create_string_buffer(4096), len(self.codes)
+        text = ctypes.create_string_buffer(4096)
+        first = len(self.codes)
         added = []
         for i in range(count):
             length = describe(i, text, len(text))
             op = Op.parse(first + i, text.raw[:length].decode())
             if op.name in self.codes:
-                raise ConfigError(f"[ops] there is an op {op.name} already; give yours another name")
+                raise ConfigError(
+                    f"[ops] there is an op {op.name} already; give yours another name"
+                )
             added.append(op)
-        self._kernels[first : first + count] = memory(kernels(), 16 * count).view(np.int64).reshape(count, 2)
+        self._kernels[first : first + count] = (
+            memory(kernels(), 16 * count).view(np.int64).reshape(count, 2)
+        )
         self.ops.update((op.name, op) for op in added)
         self.codes.update((op.name, op.code) for op in added)
         return added
@@ -182,7 +221,8 @@ class OpTable:
 class Library(OpTable):
     """The loaded library: its constants, its ops, and the two ways to run a program.
 
-    `shared_*` are the functions of mojo/runtime/shared_reduce.mojo; addresses and numbers, as they are.
+    `shared_*` are the functions of mojo/runtime/shared_reduce.mojo; addresses and numbers, as they
+    are.
     """
 
     def __init__(self, path: str, runtime: list[str]) -> None:
@@ -191,20 +231,25 @@ class Library(OpTable):
         self.path = path
         lib = ctypes.CDLL(path)
         lib.odyssey_init()
-        pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
+        pointer = ctypes.c_void_p
+        number = ctypes.c_ssize_t
         constant = declared(lib, "odyssey_constant", [number])
         self.lanes, self.record, self.stats = (constant(i) for i in range(3))
         self.bf16 = bool(constant(3))  # products of bf16 are instructions, not emulated
         if not constant(4):
             raise BuildError(
-                f"[build] {path} multiplies with AMX's tile registers, which Linux does not let this process use; set "
+                f"[build] {path} multiplies with AMX's tile registers, which Linux does not let "
+                "this process use; set "
                 "ODYSSEY_TARGET_CPU=x86-64-v4+avx512bf16"
             )
         super().__init__(lib, "odyssey")
         self.timeline: Any = None  # that is open (timeline.py)
-        self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]  # a code that is no op's ends a program
+        # a code that is no op's ends a program
+        self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]
         self._scratch = declared(lib, "odyssey_scratch", [pointer, pointer])
-        self._run = declared(lib, "odyssey_run", [pointer, pointer, number, pointer, ctypes.POINTER(Context)])
+        self._run = declared(
+            lib, "odyssey_run", [pointer, pointer, number, pointer, ctypes.POINTER(Context)]
+        )
         self._step = declared(lib, "odyssey_step", [ctypes.POINTER(Step), number])
         self._helpers = declared(lib, "odyssey_helpers")()
         # mojo/kernels/bf16_bits.mojo
@@ -220,11 +265,15 @@ class Library(OpTable):
             ("reduce", [pointer, pointer] + [number] * 4),
         ):
             result = None if name in ("arrive", "reduce") else number
-            setattr(self, f"shared_{name}", declared(lib, f"odyssey_shared_{name}", arguments, result))
+            setattr(
+                self, f"shared_{name}", declared(lib, f"odyssey_shared_{name}", arguments, result)
+            )
         self._bases = np.zeros(4, np.int64)
         self._bases_address = self._bases.ctypes.data
 
-    def scratch(self, op: Op, sizes: Iterable[int], layout: str = "lanes", dtype: str = "fp32") -> int:
+    def scratch(
+        self, op: Op, sizes: Iterable[int], layout: str = "lanes", dtype: str = "fp32"
+    ) -> int:
         """Bytes of scratch memory that a record of these sizes wants."""
         record = np.zeros(self.record, np.int64)
         start = 1 + len(op.outputs) + len(op.inputs)
@@ -234,9 +283,12 @@ class Library(OpTable):
         return self._scratch(self.table, record.ctypes.data)
 
     def run(self, program: int, records: int, context: Context, bases: int | None = None) -> int:
-        """Runs records at address `program`. Returns -1, or the record that stopped it.
+        """Runs records at address `program`.
 
-        `bases` is the address of the spaces' base addresses, int64 (4,); without it all operands are absolute.
+        Returns -1, or the record that stopped it.
+
+        `bases` is the address of the spaces' base addresses, int64 (4,); without it all operands
+        are absolute.
         """
         bases = self._bases_address if bases is None else bases
         if self.timeline is not None:
@@ -257,11 +309,16 @@ class Library(OpTable):
         return {op.code: op for op in self.ops.values()}
 
     def step(self, step: Step) -> None:
-        """Runs all shards of a step of this process. A record that failed is a defect of the program: RuntimeError."""
+        """Runs all shards of a step of this process.
+
+        A record that failed is a defect of the program: RuntimeError.
+        """
         step.table = self.table
         stopped = self.run_step(step) if self.timeline is None else self.timeline.step(self, step)
         if stopped >= 0:
-            raise RuntimeError(f"record {stopped} of {step.records} of the program of a step failed")
+            raise RuntimeError(
+                f"record {stopped} of {step.records} of the program of a step failed"
+            )
 
 
 @functools.cache
@@ -282,7 +339,9 @@ def float_bits(x: float) -> int:
     return struct.unpack("<I", struct.pack("<f", x))[0]
 
 
-def aligned(shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: bool = True) -> np.ndarray:
+def aligned(
+    shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: bool = True
+) -> np.ndarray:
     """A C-contiguous array that starts on a vector boundary."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = (np.zeros if zero else np.empty)(count + ALIGNMENT, np.uint8)
@@ -291,13 +350,17 @@ def aligned(shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: boo
 
 
 def trim() -> None:
-    """Gives memory that was freed back to the system, which the C library (glibc) keeps in the middle of its heap."""
+    """Gives memory that was freed back to the system, which the C library (glibc) keeps in the
+    middle of its heap.
+    """
     if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):
         give_back(ctypes.c_size_t(0))
 
 
 def discard(array: np.ndarray) -> None:
-    """Gives the whole pages of a contiguous array that nobody reads again back to the system, where that is Linux."""
+    """Gives the whole pages of a contiguous array that nobody reads again back to the system,
+    where that is Linux.
+    """
     start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if size > 0 and sys.platform == "linux":
@@ -325,12 +388,14 @@ def memory(start: int, size: int) -> np.ndarray:
 
 
 def _offset_of_data() -> int:
-    probe, offset = np.zeros(3, np.float32)[1:], object.__basicsize__
+    probe = np.zeros(3, np.float32)[1:]
+    offset = object.__basicsize__
     found = ctypes.c_ssize_t.from_address(id(probe) + offset).value
     return offset if found == probe.ctypes.data else 0
 
 
-# Where in the object of a NumPy array the address of its data stands: behind the head that all objects have
-# (PyArrayObject, part of NumPy's binary interface). `array.ctypes.data` takes 0.8 us, a quarter of a small all-reduce
-# of two ranks. 0 where it is not as expected: then the slow way is to be taken.
+# Where in the object of a NumPy array the address of its data stands: behind the head that all
+# objects have (PyArrayObject, part of NumPy's binary interface). `array.ctypes.data` takes 0.8 us,
+# a quarter of a small all-reduce of two ranks. 0 where it is not as expected: then the slow way is
+# to be taken.
 DATA = _offset_of_data()

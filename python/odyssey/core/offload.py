@@ -1,8 +1,9 @@
 """Arrays in files without a name: what a training keeps and need not fit into memory, `offload`.
 
-The system brings a page of such a file when it is touched, and writes it back and takes it away when memory is short;
-the engine touches one layer after the other (engine/bucketed.py). The idea is that of ZeRO-Infinity (Rajbhandari et al.
-2021), with the system's page cache in the place of an exchange of its own. Bytes are bytes: no bit changes.
+The system brings a page of such a file when it is touched, and writes it back and takes it away
+when memory is short; the engine touches one layer after the other (engine/bucketed.py). The idea is
+that of ZeRO-Infinity (Rajbhandari et al. 2021), with the system's page cache in the place of an
+exchange of its own. Bytes are bytes: no bit changes.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ SMALL = 1 << 16  # bytes; below it an array is in memory
 
 
 class Files:
-    """Makes arrays as native.aligned does, each in a file of a folder that is gone when the array is.
+    """Makes arrays as native.aligned does, each in a file of a folder that is gone when the
+    array is.
 
-    Room for all of it is taken at once, so that a full disk is an error here and no signal in the middle of a step.
-    Raises OutputError: the folder cannot be used, or has no room.
+    Room for all of it is taken at once, so that a full disk is an error here and no signal in the
+    middle of a step. Raises OutputError: the folder cannot be used, or has no room.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def __call__(self, shape: int | tuple[int, ...], dtype: Any = np.float32, *, zero: bool = True) -> np.ndarray:
+    def __call__(
+        self, shape: int | tuple[int, ...], dtype: Any = np.float32, *, zero: bool = True
+    ) -> np.ndarray:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if count < SMALL:
             return native.aligned(shape, dtype, zero=zero)
@@ -52,7 +56,8 @@ class Files:
             full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             what = f"has no room for {count / 2**20:,.0f} MiB more" if full else "cannot be used"
             raise OutputError(
-                f"[offload] {self.folder} {what} ({problem.strerror}); name another folder, on a disk with room for "
+                f"[offload] {self.folder} {what} ({problem.strerror}); name another folder, on a "
+                "disk with room for "
                 "parameters, gradients and the optimizer's state"
             ) from None
         return np.frombuffer(made, np.uint8).view(dtype).reshape(shape)
@@ -68,10 +73,11 @@ def maker(usual: Any = native.aligned) -> Any:
 
 @contextmanager
 def offload(folder: str | Path | None) -> Iterator[None]:
-    """Models and optimizers that are made within it have their parameters and state in files of a folder.
+    """Models and optimizers that are made within it have their parameters and state in files of
+    a folder.
 
-    For a model that does not fit into memory before a trainer has it; give the trainer the same `offload`. None, and
-    "cpu", which is no folder: nothing is changed.
+    For a model that does not fit into memory before a trainer has it; give the trainer the same
+    `offload`. None, and "cpu", which is no folder: nothing is changed.
     """
     before = maker(None)
     _here.maker = before if folder in (None, "cpu") else Files(Path(folder))

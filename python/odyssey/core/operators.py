@@ -1,7 +1,8 @@
-"""Arithmetic of tensors that are broadcast, comparisons, functions of one number, means and extremes over axes.
+"""Arithmetic of tensors that are broadcast, comparisons, functions of one number, means and
+extremes over axes.
 
-Names are PyTorch's, but that comparisons are functions with float32 results, 1 or 0, and `max` returns values alone.
-Shapes and the way that tensors lie in memory are those of shapes.py.
+Names are PyTorch's, but that comparisons are functions with float32 results, 1 or 0, and `max`
+returns values alone. Shapes and the way that tensors lie in memory are those of shapes.py.
 """
 
 from __future__ import annotations
@@ -39,12 +40,47 @@ from .shapes import (
 from .tape import Shape, Tensor, attach, empty, make, new_like, to_lanes, to_rows
 
 __all__ = [
-    "add", "argmax", "clamp", "divide", "embedding", "eq", "exp", "ge", "gt", "le", "log", "lt", "masked_fill",
-    "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "ne", "normalize", "one_hot", "power", "scale",
-    "sqrt", "take", "to_float", "to_int", "var", "where",
-]  # fmt: skip
+    "add",
+    "argmax",
+    "clamp",
+    "divide",
+    "embedding",
+    "eq",
+    "exp",
+    "ge",
+    "gt",
+    "le",
+    "log",
+    "lt",
+    "masked_fill",
+    "matmul",
+    "max",
+    "maximum",
+    "mean",
+    "min",
+    "minimum",
+    "multiply",
+    "ne",
+    "normalize",
+    "one_hot",
+    "power",
+    "scale",
+    "sqrt",
+    "take",
+    "to_float",
+    "to_int",
+    "var",
+    "where",
+]
 Number = float | int
-ONNX |= {"add": "Add", "multiply": "Mul", "scale": "Mul", "exp": "Exp", "log": "Log", "sqrt": "Sqrt"}
+ONNX |= {
+    "add": "Add",
+    "multiply": "Mul",
+    "scale": "Mul",
+    "exp": "Exp",
+    "log": "Log",
+    "sqrt": "Sqrt",
+}
 
 
 def to_float(x: Tensor) -> Tensor:
@@ -58,7 +94,7 @@ def to_float(x: Tensor) -> Tensor:
     return attach(y, (bits,), lambda dy: (None,))
 
 
-# --- pairs of numbers -------------------------------------------------------------------------------------------------
+# --- pairs of numbers -----------------------------------------------------------------------------
 
 
 def _number(value: float, like: Tensor) -> Tensor:
@@ -75,7 +111,9 @@ def _array(values: Any, like: Any) -> Tensor:
 
 
 def _saved(y: Tensor, x: Tensor) -> Tensor:
-    """The result of an op of x, for its gradient: not y itself, whose node would hold it, and it its node."""
+    """The result of an op of x, for its gradient: not y itself, whose node would hold it, and it
+    its node.
+    """
     kept = new_like(y, y.memory)
     kept.device = x.device
     return kept
@@ -86,7 +124,8 @@ def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
     for t in (a, b):
         if isinstance(t, (tuple, list)) and any(isinstance(part, Tensor) for part in t):
             raise ShapeError(
-                f"[{name}] one operand is a {type(t).__name__} of {len(t)}; give one of them, such as y[0]"
+                f"[{name}] one operand is a {type(t).__name__} of {len(t)}; give one of them, "
+                "such as y[0]"
             )
     if not isinstance(a, Tensor):
         a = _number(a, b) if np.ndim(a) == 0 else _array(a, b)
@@ -96,14 +135,22 @@ def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
         shape = np.broadcast_shapes(a.shape, b.shape)
     except ValueError:
         raise ShapeError(
-            f"[{name}] shapes {a.shape} and {b.shape} do not fit; from the last axis on, sizes must be equal or 1"
+            f"[{name}] shapes {a.shape} and {b.shape} do not fit; from the last axis on, sizes "
+            "must be equal or 1"
         ) from None
     if "tokens" in (a.layout, b.layout):
         wide = [(1,) * (len(shape) - t.ndim) + t.shape for t in (a, b)]
-        if all(w == shape or (w[:2] == (1, 1) and t.layout == "rows") for w, t in zip(wide, (a, b), strict=True)):
-            a, b = (to_lanes(t, "tokens") if w == shape else t for w, t in zip(wide, (a, b), strict=True))
+        if all(
+            w == shape or (w[:2] == (1, 1) and t.layout == "rows")
+            for w, t in zip(wide, (a, b), strict=True)
+        ):
+            a, b = (
+                to_lanes(t, "tokens") if w == shape else t
+                for w, t in zip(wide, (a, b), strict=True)
+            )
         else:
-            a, b = to_rows(a), to_rows(b)
+            a = to_rows(a)
+            b = to_rows(b)
     if "lanes" in (a.layout, b.layout):
         whole = [t.ndim == len(shape) and t.shape[0] == shape[0] for t in (a, b)]
         if all(
@@ -112,7 +159,8 @@ def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
         ):
             a, b = (to_lanes(t) if w else t for t, w in zip((a, b), whole, strict=True))
         else:
-            a, b = to_rows(a), to_rows(b)
+            a = to_rows(a)
+            b = to_rows(b)
     return a, b, shape
 
 
@@ -122,7 +170,10 @@ def _pair(op: str, a: Any, b: Any) -> Tensor:
     if "tokens" in (a.layout, b.layout):
         flat = [t.detach() if t.layout == "rows" else as_lanes(t.detach(), True) for t in (a, b)]
         flat = [
-            reshape(t, *t.shape[builtins.max(t.ndim - len(shape) + 2, 0) :]) if t.layout == "rows" else t for t in flat
+            reshape(t, *t.shape[builtins.max(t.ndim - len(shape) + 2, 0) :])
+            if t.layout == "rows"
+            else t
+            for t in flat
         ]
         y = _pair(op, *flat)
         y.device = place_of_op((a, b))  # the reshape closes the op
@@ -133,15 +184,24 @@ def _pair(op: str, a: Any, b: Any) -> Tensor:
     strides = []
     for t in (a, b):
         wide = (1,) * (len(shape) - t.ndim) + t.shape
-        memory = (*wide, 1) if layout == "lanes" and t.layout == "rows" else memory_shape(wide, t.layout)
-        strides.append([0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)])
+        memory = (
+            (*wide, 1) if layout == "lanes" and t.layout == "rows" else memory_shape(wide, t.layout)
+        )
+        strides.append(
+            [0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)]
+        )
     sizes = merged(op, AXES, dims, *strides)
     current().emit(op, y.memory, a.memory, b.memory, *(n for column in sizes for n in column))
     return y
 
 
 def _attached(
-    name: str, y: Tensor, a: Tensor, b: Tensor, da: Callable[[Tensor], Tensor], db: Callable[[Tensor], Tensor]
+    name: str,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    da: Callable[[Tensor], Tensor],
+    db: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Completes an op of two tensors, with the derivatives by each of them in the shape of y."""
 
@@ -192,7 +252,9 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 
 def _full(x: Any) -> Any:
-    """The tensor without unused lanes: those hold 0, of which a logarithm or a quotient is no number."""
+    """The tensor without unused lanes: those hold 0, of which a logarithm or a quotient is no
+    number.
+    """
     lanes = isinstance(x, Tensor) and x.layout != "rows" and x.floats != x.size
     return to_rows(x) if lanes else x
 
@@ -205,12 +267,20 @@ def divide(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     y = _pair("divide", a, b)
     saved = _saved(y, a)
     return _attached(
-        "divide", y, a, b, lambda dy: divide(dy, b), lambda dy: scale(divide(multiply(dy, saved), b), -1.0)
+        "divide",
+        y,
+        a,
+        b,
+        lambda dy: divide(dy, b),
+        lambda dy: scale(divide(multiply(dy, saved), b), -1.0),
     )
 
 
 def power(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """a ** b, broadcast. Whole exponents to 64 are products, others e^(b log a), which is NaN for a below 0."""
+    """a ** b, broadcast.
+
+    Whole exponents to 64 are products, others e^(b log a), which is NaN for a below 0.
+    """
     if isinstance(a, Tensor) and isinstance(b, (int, float)):
         if b < 0 and b == int(b):
             return divide(1.0, power(a, -b))
@@ -228,12 +298,17 @@ def power(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     def by_exponent(dy: Tensor) -> Tensor:
         return multiply(multiply(dy, saved), log(a))
 
-    return _attached("power", y, a, b, lambda dy: multiply(dy, multiply(power(a, add(b, -1.0)), b)), by_exponent)
+    return _attached(
+        "power", y, a, b, lambda dy: multiply(dy, multiply(power(a, add(b, -1.0)), b)), by_exponent
+    )
 
 
 def _extreme(name: str, a: Any, b: Any, sign: int) -> Tensor:
     a, b, _ = _operands(name, a, b)
-    parts = [lambda dy: multiply(dy, _pair("share", a, b)), lambda dy: multiply(dy, _pair("share", b, a))]
+    parts = [
+        lambda dy: multiply(dy, _pair("share", a, b)),
+        lambda dy: multiply(dy, _pair("share", b, a)),
+    ]
     return _attached(name, _pair(name, a, b), a, b, *parts[::sign])
 
 
@@ -247,20 +322,30 @@ def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
     return _extreme("minimum", a, b, -1)
 
 
-def _comparison(name: str, op: str, sign: str, turned: bool = False) -> Callable[[Any, Any], Tensor]:
-    """The function that gives 1 where a `sign` b, else 0, by a kernel's op of (a, b), or `turned` of (b, a)."""
+def _comparison(
+    name: str, op: str, sign: str, turned: bool = False
+) -> Callable[[Any, Any], Tensor]:
+    """The function that gives 1 where a `sign` b, else 0, by a kernel's op of (a, b), or
+    `turned` of (b, a).
+    """
 
     def compare(a: Tensor, b: Tensor | Number) -> Tensor:
         a, b = (to_float(t) if isinstance(t, Tensor) else t for t in ((b, a) if turned else (a, b)))
         a, b, _ = _operands(op, a, b)
-        return attach(_mask(_pair(op, a, b)), (a.detach(), b.detach()), lambda dy: (None, None), name=op)
+        return attach(
+            _mask(_pair(op, a, b)), (a.detach(), b.detach()), lambda dy: (None, None), name=op
+        )
 
-    compare.__name__, compare.__qualname__, compare.__doc__ = name, name, f"1 where a {sign} b, else 0."
+    compare.__name__ = name
+    compare.__qualname__ = name
+    compare.__doc__ = f"1 where a {sign} b, else 0."
     return compare
 
 
-lt, le = _comparison("lt", "less", "<"), _comparison("le", "less_equal", "<=")
-gt, ge = _comparison("gt", "less", ">", turned=True), _comparison("ge", "less_equal", ">=", turned=True)
+lt = _comparison("lt", "less", "<")
+le = _comparison("le", "less_equal", "<=")
+gt = _comparison("gt", "less", ">", turned=True)
+ge = _comparison("ge", "less_equal", ">=", turned=True)
 eq = _comparison("eq", "equal", "=")
 
 
@@ -276,7 +361,9 @@ def _mask(y: Tensor) -> Tensor:
 
 def _not(x: Tensor) -> Tensor:
     if not x.mask:
-        raise ShapeError("[~] of a tensor that is no comparison's result; compare first, such as x == 0")
+        raise ShapeError(
+            "[~] of a tensor that is no comparison's result; compare first, such as x == 0"
+        )
     return _mask(add(scale(x, -1.0), 1.0))
 
 
@@ -288,7 +375,9 @@ def where(condition: Tensor, a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
     def part(op: str, x: Any) -> Tensor:
         c, v, _ = _operands("where", condition, x)
-        return _attached("where", _pair(op, c, v), c.detach(), v, lambda dy: dy, lambda dy: _pair(op, c, dy))
+        return _attached(
+            "where", _pair(op, c, v), c.detach(), v, lambda dy: dy, lambda dy: _pair(op, c, dy)
+        )
 
     return add(part("where", a), part("where_not", b))
 
@@ -313,7 +402,7 @@ def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Te
     return attach(y, (x,), backward)
 
 
-# --- functions of one number ----------------------------------------------------------------------------------------
+# --- functions of one number ----------------------------------------------------------------------
 
 
 def _map(op: str, x: Tensor, derivative: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -336,16 +425,22 @@ def log(x: Tensor) -> Tensor:
 
 def sqrt(x: Tensor) -> Tensor:
     """Square root; of a number in an optimizer's rule it is taken on the host."""
-    return x.root() if hasattr(x, "root") else _map("sqrt", _full(x), lambda dy, x, y: scale(divide(dy, y), 0.5))
+    return (
+        x.root()
+        if hasattr(x, "root")
+        else _map("sqrt", _full(x), lambda dy, x, y: scale(divide(dy, y), 0.5))
+    )
 
 
-# --- over axes --------------------------------------------------------------------------------------------------------
+# --- over axes ------------------------------------------------------------------------------------
 
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The mean of all elements, of shape (), or over some axes."""
     if dim is None:
-        return mean_over_samples(scale(sum(x), 1.0 / builtins.max(math.prod(x.shape[1:]), 1)), x.shape[0])
+        return mean_over_samples(
+            scale(sum(x), 1.0 / builtins.max(math.prod(x.shape[1:]), 1)), x.shape[0]
+        )
     return scale(sum(x, dim, keepdim), 1.0 / math.prod(x.shape[d] for d in axes_of("mean", x, dim)))
 
 
@@ -355,7 +450,8 @@ def var(x: Tensor, dim: Dims = None, correction: int = 1, keepdim: bool = False)
     d = add(x, scale(mean(x, dims, True), -1.0))
     n = math.prod(x.shape[i] for i in dims)
     return scale(
-        sum(multiply(d, d), dims, keepdim), 1.0 / builtins.max(n - correction, 0) if n > correction else math.nan
+        sum(multiply(d, d), dims, keepdim),
+        1.0 / builtins.max(n - correction, 0) if n > correction else math.nan,
     )
 
 
@@ -380,7 +476,8 @@ def min(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """The place of the first of the largest elements along an axis, int32. No gradient."""
-    at, x = axis_of("argmax", dim, x.ndim), to_rows(x.detach())
+    at = axis_of("argmax", dim, x.ndim)
+    x = to_rows(x.detach())
     y = empty((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=np.int32)
     sizes = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
     current().emit("argmax", y.memory, x.memory, *sizes)
@@ -394,52 +491,73 @@ def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Te
     return divide(x, sqrt(maximum(sum(multiply(x, x), dim, True), eps * eps)))
 
 
-# --- products and tables ----------------------------------------------------------------------------------------------
+# --- products and tables --------------------------------------------------------------------------
 
 
 def _product(a: Tensor, b: Tensor, turn_a: bool = False, turn_b: bool = False) -> Tensor:
-    """The product of the last two axes, one of which may be transposed, for all others; in rows, without a gradient."""
-    a, b = to_rows(a), to_rows(b)
-    (m, k), (k_of_b, n) = (t.shape[-2:][::-1] if turn else t.shape[-2:] for t, turn in ((a, turn_a), (b, turn_b)))
+    """The product of the last two axes, one of which may be transposed, for all others; in rows,
+    without a gradient.
+    """
+    a = to_rows(a)
+    b = to_rows(b)
+    (m, k), (k_of_b, n) = (
+        t.shape[-2:][::-1] if turn else t.shape[-2:] for t, turn in ((a, turn_a), (b, turn_b))
+    )
     try:
         batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
         batch = None
     if batch is None or k != k_of_b:
         raise ShapeError(
-            f"[matmul] shapes {a.shape} and {b.shape}; they must be (..., M, K) and (..., K, N) with the same K, "
+            f"[matmul] shapes {a.shape} and {b.shape}; they must be (..., M, K) and (..., K, N) "
+            "with the same K, "
             "and axes before that are equal or 1"
         )
-    c, strides = empty((*batch, m, n)), []
+    c = empty((*batch, m, n))
+    strides = []
     for t in (a, b):
         wide = (1,) * (len(batch) - t.ndim + 2) + t.shape
-        strides.append([0 if d == 1 else s for d, s in zip(wide, strides_of(wide), strict=True)][:-2])
+        strides.append(
+            [0 if d == 1 else s for d, s in zip(wide, strides_of(wide), strict=True)][:-2]
+        )
     sizes, by_a, by_b = merged("matmul", 2, batch, *strides)
     at_a = (1, a.shape[-1]) if turn_a else (a.shape[-1], 1)
     at_b = (1, b.shape[-1]) if turn_b else (b.shape[-1], 1)
-    current().emit("matmul", c.memory, a.memory, b.memory, *sizes, m, n, k, *by_a, *at_a, *by_b, *at_b)
+    current().emit(
+        "matmul", c.memory, a.memory, b.memory, *sizes, m, n, k, *by_a, *at_a, *by_b, *at_b
+    )
     return c
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b: (..., M, K) by (..., K, N), the axes before broadcast; a vector is a row (a) or a column (b).
+    """a @ b: (..., M, K) by (..., K, N), the axes before broadcast; a vector is a row (a) or a
+    column (b).
 
     Each number is one chain of multiply-adds in float32, in the order of K.
     """
     if not isinstance(b, Tensor):
         b = _array(b, a)
     if 1 in (a.ndim, b.ndim):
-        rows, columns = a.ndim == 1, b.ndim == 1
+        rows = a.ndim == 1
+        columns = b.ndim == 1
         y = matmul(unsqueeze(a, 0) if rows else a, unsqueeze(b, 1) if columns else b)
         y = squeeze(y, -1) if columns else y
         return squeeze(y, -1 if columns else -2) if rows else y
     if a.ndim < 2 or b.ndim < 2:
-        raise ShapeError(f"[matmul] shapes {a.shape} and {b.shape}; each must have at least one axis")
+        raise ShapeError(
+            f"[matmul] shapes {a.shape} and {b.shape}; each must have at least one axis"
+        )
     if a.ndim > 2 and b.ndim == 2:  # one product, and one sum for the gradient of b
         return reshape(matmul(reshape(a, -1, a.shape[-1]), b), *a.shape[:-1], b.shape[1])
-    a, b = to_rows(a), to_rows(b)
+    a = to_rows(a)
+    b = to_rows(b)
     return _attached(
-        "matmul", _product(a, b), a, b, lambda dy: _product(dy, b, turn_b=True), lambda dy: _product(a, dy, turn_a=True)
+        "matmul",
+        _product(a, b),
+        a,
+        b,
+        lambda dy: _product(dy, b, turn_b=True),
+        lambda dy: _product(a, dy, turn_a=True),
     )
 
 
@@ -455,22 +573,30 @@ def to_int(x: Tensor) -> Tensor:
 
 
 def _places(name: str, index: Any, n: int) -> Tensor:
-    """An index into n rows as the kernels read it, int32 in rows. Raises ShapeError for one that is out of range."""
+    """An index into n rows as the kernels read it, int32 in rows.
+
+    Raises ShapeError for one that is out of range.
+    """
     if not isinstance(index, Tensor):
         a = np.asarray(index)
         if a.dtype.kind not in "iu":
             raise ShapeError(f"[{name}] an index of dtype {a.dtype}; give whole numbers")
         index = Tensor(np.where(a < 0, a + n, a) if a.size and -n <= a.min() else a, dtype=np.int32)
     index = to_int(index)
-    if not isinstance(index.memory, Slot) and index.size and not 0 <= index.data.min() <= index.data.max() < n:
+    if (
+        not isinstance(index.memory, Slot)
+        and index.size
+        and not 0 <= index.data.min() <= index.data.max() < n
+    ):
         bad = index.data.min() if index.data.min() < 0 else index.data.max()
         raise ShapeError(f"[{name}] index {bad} of {n} rows; give 0 to {n - 1}")
     return to_rows(index.detach())
 
 
 def take(x: Tensor, index: Any) -> Tensor:
-    """x[index]: the rows of x (V, ...) that an index of whole numbers names, in any shape. Also of floats, as data sets
-    hand them out. In a recorded step a number out of range gives NaN.
+    """x[index]: the rows of x (V, ...) that an index of whole numbers names, in any shape.
+
+    Also of floats, as data sets hand them out. In a recorded step a number out of range gives NaN.
 
     Its gradient adds rows in the order of the index.
     """
@@ -487,7 +613,10 @@ def take(x: Tensor, index: Any) -> Tensor:
 
 
 def embedding(index: Any, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """The rows of weight (V, D) that an index names: (...) to (..., D). That of `padding_idx` gets no gradient."""
+    """The rows of weight (V, D) that an index names: (...) to (..., D).
+
+    That of `padding_idx` gets no gradient.
+    """
     y = take(weight, index)
     if padding_idx is None:
         return y
@@ -504,7 +633,9 @@ def one_hot(index: Any, num_classes: int) -> Tensor:
 
 def _equal(a: Tensor, b: Any) -> Any:
     """`==`: of numbers and arrays element by element; nothing else is equal to a tensor."""
-    return eq(a, b) if isinstance(b, (Tensor, int, float, np.generic, np.ndarray)) else NotImplemented
+    return (
+        eq(a, b) if isinstance(b, (Tensor, int, float, np.generic, np.ndarray)) else NotImplemented
+    )
 
 
 def _different(a: Tensor, b: Any) -> Any:
@@ -512,10 +643,14 @@ def _different(a: Tensor, b: Any) -> Any:
 
 
 def _truth(x: Tensor) -> bool:
-    """Truth of a tensor of one number. A recorded step has no values, and reading one is refused."""
+    """Truth of a tensor of one number.
+
+    A recorded step has no values, and reading one is refused.
+    """
     if x.size != 1:
         raise ShapeError(
-            f"[tensor] a tensor of shape {x.shape} is neither true nor false; compare one number, such as (x > 0).max()"
+            f"[tensor] a tensor of shape {x.shape} is neither true nor false; compare one "
+            "number, such as (x > 0).max()"
         )
     return x.item() != 0
 
@@ -523,7 +658,8 @@ def _truth(x: Tensor) -> bool:
 def _indexed(x: Tensor, key: Any) -> Tensor:
     if getattr(key, "mask", False):
         raise ShapeError(
-            f"[index] the result of a comparison, {key.shape}, is 1 and 0 and no index; use where(condition, a, b), "
+            f"[index] the result of a comparison, {key.shape}, is 1 and 0 and no index; use "
+            "where(condition, a, b), "
             "or multiply with it"
         )
     return take(x, key) if isinstance(key, (Tensor, np.ndarray, list)) else getitem(x, key)
@@ -532,28 +668,45 @@ def _indexed(x: Tensor, key: Any) -> Tensor:
 def mean_over_samples(total: Tensor, samples: float) -> Tensor:
     """A sum over samples as a mean.
 
-    The one rule about means: inside a trainer this is the sum itself. Shard gradients are sums over samples, and the
-    whole is divided once, by the samples of the global batch.
+    The one rule about means: inside a trainer this is the sum itself. Shard gradients are sums over
+    samples, and the whole is divided once, by the samples of the global batch.
     """
     return total if current().shard else scale(total, 1.0 / samples)
 
 
-# --- of a tensor ------------------------------------------------------------------------------------------------------
+# --- of a tensor ----------------------------------------------------------------------------------
 
 
-_OPERATORS = {"__add__": add, "__radd__": add, "__mul__": multiply, "__rmul__": multiply, "__truediv__": divide}
+_OPERATORS = {
+    "__add__": add,
+    "__radd__": add,
+    "__mul__": multiply,
+    "__rmul__": multiply,
+    "__truediv__": divide,
+}
 _OPERATORS |= {"__neg__": lambda x: x * -1.0, "__sub__": lambda x, other: x + (-other)}
-_OPERATORS |= {"__rsub__": lambda x, other: (-x) + other, "__rtruediv__": lambda x, other: divide(other, x)}
-_OPERATORS |= {"__pow__": power, "__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
+_OPERATORS |= {
+    "__rsub__": lambda x, other: (-x) + other,
+    "__rtruediv__": lambda x, other: divide(other, x),
+}
+_OPERATORS |= {
+    "__pow__": power,
+    "__rpow__": lambda x, other: power(other, x),
+    "__lt__": lt,
+    "__le__": le,
+    "__gt__": gt,
+}
 _OPERATORS |= {"__float__": Tensor.item, "__int__": lambda x: int(x.item())}
-_OPERATORS |= {"__format__": lambda x, how: format(x.item(), how) if how else repr(x)}  # f"{loss:.4f}"
+# f"{loss:.4f}"
+_OPERATORS |= {"__format__": lambda x, how: format(x.item(), how) if how else repr(x)}
 _OPERATORS |= {
     "__ge__": ge,
     "__eq__": _equal,
     "__ne__": _different,
     "__hash__": object.__hash__,
     "__bool__": _truth,
-    "__array_priority__": 1000,  # so that NumPy leaves `array * tensor` to the tensor, which keeps its tape
+    # so that NumPy leaves `array * tensor` to the tensor, which keeps its tape
+    "__array_priority__": 1000,
     "__getitem__": _indexed,
     "__matmul__": matmul,
     "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),

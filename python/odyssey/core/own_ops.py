@@ -1,8 +1,10 @@
-"""Ops of a user's own: `load_ops("my_ops.mojo")` compiles them into the cache and adds them to the table.
+"""Ops of a user's own: `load_ops("my_ops.mojo")` compiles them into the cache and adds them to
+the table.
 
-The file declares ops as those of this package are declared (mojo/kernels/op.mojo): a function `ops[D: Device]()` that
-returns their list. From then on their records run as any others, replayed natively, and on a GPU too. What it is not:
-the Python side of an op, its shape rule and derivative (functional.unary, or a function like those in functional.py).
+The file declares ops as those of this package are declared (mojo/kernels/op.mojo): a function
+`ops[D: Device]()` that returns their list. From then on their records run as any others, replayed
+natively, and on a GPU too. What it is not: the Python side of an op, its shape rule and derivative
+(functional.unary, or a function like those in functional.py).
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ _loaded: dict[Path, tuple[str, ...]] = {}  # names of the ops of each file
 def load_ops(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Compiles a file of ops, unless it has been on this machine, and adds them to the table.
 
-    Call it on every rank, before a model is trained, in the same order. A file that is loaded is left as it is.
+    Call it on every rank, before a model is trained, in the same order. A file that is loaded is
+    left as it is.
 
     path: a Mojo file with `def ops[D: Device]() -> List[OpOf[D.Run]]`.
 
     Returns the names of its ops.
 
-    Raises ConfigError: there is no such file; an op's name is taken. BuildError: it does not compile.
+    Raises ConfigError: there is no such file; an op's name is taken. BuildError: it does not
+    compile.
     """
     file = Path(path).resolve()
     if file in _loaded:
@@ -72,7 +76,9 @@ def add_to_gpus(library: native.OpTable, files: Iterable[Path] = _loaded) -> Non
 
 
 def _compiled(file: Path, accelerator: str | None = None) -> str:
-    """Returns what to load of a file: its library, from the cache; compiled first when it is not there."""
+    """Returns what to load of a file: its library, from the cache; compiled first when it is not
+    there.
+    """
     device, where = ("OnGpu", "kernels.gpu.elementwise") if accelerator else ("Cpu", "kernels.op")
     try:
         exports = _ROOT.format(device=device, where=where)

@@ -1,4 +1,6 @@
-"""Arrays of which this rank has a part that no other rank has: they can be read, and say how they are written."""
+"""Arrays of which this rank has a part that no other rank has: they can be read, and say how
+they are written.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ class Guarded(np.ndarray):
 
     def _refuse(self) -> None:
         raise ConfigError(
-            "[train] ranks have parts of the weights and of the optimizer's state on this layout, so a write on one "
+            "[train] ranks have parts of the weights and of the optimizer's state on this "
+            "layout, so a write on one "
             "would be lost; write within `with trainer.writing():`, on all ranks"
         )
 
@@ -41,7 +44,9 @@ class Guarded(np.ndarray):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return np.array(self).__reduce_ex__(protocol)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **named: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **named: Any
+    ) -> Any:
         if any(isinstance(a, Guarded) for a in out):
             self._refuse()
         plain = [a.view(np.ndarray) if isinstance(a, Guarded) else a for a in inputs]

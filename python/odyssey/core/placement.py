@@ -1,7 +1,8 @@
 """Places: which slot of the mesh's model axis computes a layer.
 
-A slot is a number, not hardware: another rank under MPI, another worker of one process, the same CPU when alone. So a
-script that places its layers is the same everywhere. This file knows nothing of ranks: the mesh says who fills a slot.
+A slot is a number, not hardware: another rank under MPI, another worker of one process, the same
+CPU when alone. So a script that places its layers is the same everywhere. This file knows nothing
+of ranks: the mesh says who fills a slot.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ FIRST = Device()  # where the samples arrive, and where everything is that nobod
 def device(where: int | str | Device = 0) -> Device:
     """A place for layers and activations.
 
-    where: a slot, 0 or more; or "cpu", "cpu:1", "gpu:1" (also written "cuda:1"): the slot of that number, on a CPU
-        or a GPU. A `Device` is given back as it is.
+    where: a slot, 0 or more; or "cpu", "cpu:1", "gpu:1" (also written "cuda:1"): the slot of that
+        number, on a CPU or a GPU. A `Device` is given back as it is.
 
-    Raises ConfigError: no such form. DeviceError: a GPU on a machine without one, or that this version cannot use.
+    Raises ConfigError: no such form. DeviceError: a GPU on a machine without one, or that this
+    version cannot use.
     """
     if isinstance(where, Device):
         return where
@@ -46,33 +48,44 @@ def device(where: int | str | Device = 0) -> Device:
     if isinstance(where, str):
         form = re.fullmatch(r"(cpu|gpu|cuda)(?::(\d+))?", where)
         if form:
-            kind, slot = form[1], int(form[2] or 0)
+            kind = form[1]
+            slot = int(form[2] or 0)
             if kind == "cpu":
                 return Device(slot)
             found = gpus.count()
             if slot >= found:
                 raise DeviceError(
-                    f"[device] {where!r} needs {slot + 1} GPUs and this machine has {found or 'none'}; "
+                    f"[device] {where!r} needs {slot + 1} GPUs and this machine has "
+                    f"{found or 'none'}; "
                     f"use device({slot}) or 'cpu'"
                 )
             raise DeviceError(
-                f"[device] {where!r}: layers are placed on slots, and a trainer with device='gpu' runs all of them on "
+                f"[device] {where!r}: layers are placed on slots, and a trainer with "
+                "device='gpu' runs all of them on "
                 f"its GPUs; use device({slot}) or 'cpu'"
             )
         if where.isdigit():
             return device(int(where))
-    raise ConfigError(f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'")
+    raise ConfigError(
+        f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'"
+    )
 
 
 def elsewhere(t: Tensor, where: Device) -> bool:
-    """Returns whether a tensor is on another place; a parameter is on those of all modules that share it."""
+    """Returns whether a tensor is on another place; a parameter is on those of all modules that
+    share it.
+    """
     return t.device.slot != where.slot and where not in getattr(t, "places", {}).values()
 
 
 def place_of_op(inputs: tuple[Any, ...]) -> Device:
-    """Where an op runs: where its first input is, or the others, if that is a parameter of several places."""
+    """Where an op runs: where its first input is, or the others, if that is a parameter of
+    several places.
+    """
     shared = len(getattr(inputs[0], "places", ())) > 1
-    return next((t.device for t in inputs if not (shared and hasattr(t, "places"))), inputs[0].device)
+    return next(
+        (t.device for t in inputs if not (shared and hasattr(t, "places"))), inputs[0].device
+    )
 
 
 def different_places(op: str, a: Tensor, b: Tensor) -> str:
@@ -86,24 +99,40 @@ def different_places(op: str, a: Tensor, b: Tensor) -> str:
     if hasattr(a, "places") and not hasattr(b, "places"):
         a, b = b, a
     move = named(a) if not hasattr(a, "places") else "the layer"
-    one, other = named(a), named(b)
+    one = named(a)
+    other = named(b)
     if one == other:
-        one, other, move = "one input", "another", "one"
-    place = f", or place the layer with @ {a.device}, after its weights are shared" if hasattr(b, "places") else ""
-    return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device}){place}"
+        one = "one input"
+        other = "another"
+        move = "one"
+    place = (
+        f", or place the layer with @ {a.device}, after its weights are shared"
+        if hasattr(b, "places")
+        else ""
+    )
+    return (
+        f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with "
+        f".to({b.device}){place}"
+    )
 
 
 def check_places(schedule: str, place: Sequence[int]) -> None:
-    """Raises ConfigError if stages on the slots `place`, in order, do not fit a pipeline's schedule."""
+    """Raises ConfigError if stages on the slots `place`, in order, do not fit a pipeline's
+    schedule.
+    """
     count = len(set(place))
     if schedule == "interleaved":
         if list(place) != [s % count for s in range(len(place))] or len(place) % count:
             raise ConfigError(
-                f"[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on device s mod devices, "
-                f"but {len(place)} stages are on {list(place)}; change Stage(device=) or @ device(k), or add stages"
+                "[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on "
+                "device s mod devices, "
+                f"but {len(place)} stages are on {list(place)}; change Stage(device=) or @ "
+                "device(k), or add stages"
             )
     elif list(place) != list(range(len(place))):
         raise ConfigError(
-            f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} stages are on "
-            f"{list(place)}; change Stage(device=) or @ device(k), or use 'interleaved' for several stages per device"
+            f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} "
+            "stages are on "
+            f"{list(place)}; change Stage(device=) or @ device(k), or use 'interleaved' for "
+            "several stages per device"
         )

@@ -1,8 +1,9 @@
-"""Mixed precision: which products round their operands, and the loss scale that keeps fp16 gradients in range.
+"""Mixed precision: which products round their operands, and the loss scale that keeps fp16
+gradients in range.
 
-What it is: `autocast` (the precision of the ops of this thread) and `GradScaler` (dynamic loss scaling). What it is
-not: the rounding itself (mojo/kernels/lowp.mojo). Tensors, parameters and gradients are float32 in every precision;
-docs/precision.md says what is rounded where.
+What it is: `autocast` (the precision of the ops of this thread) and `GradScaler` (dynamic loss
+scaling). What it is not: the rounding itself (mojo/kernels/lowp.mojo). Tensors, parameters and
+gradients are float32 in every precision; docs/precision.md says what is rounded where.
 """
 
 from __future__ import annotations
@@ -26,27 +27,30 @@ LARGEST_SCALE = 2.0**64  # times 2^24 samples it is a float32, and so is what on
 def check(precision: str, owner: str = "train") -> str:
     """The precision itself. Raises ConfigError for an unknown one."""
     if precision not in PRECISIONS:
-        raise ConfigError(f"[{owner}] precision is {precision!r}; choose from {', '.join(PRECISIONS)}")
+        raise ConfigError(
+            f"[{owner}] precision is {precision!r}; choose from {', '.join(PRECISIONS)}"
+        )
     return precision
 
 
 @contextmanager
 def autocast(precision: str = "bf16") -> Iterator[None]:
-    """Convolutions and linear layers called inside round their operands to `precision`, and so will their gradients;
-    attention too, to bf16 on a CPU with AMX.
+    """Convolutions and linear layers called inside round their operands to `precision`, and so
+    will their gradients; attention too, to bf16 on a CPU with AMX.
 
-    "fp32" inside takes single layers out. Works in a custom training loop, and in the forward() of a model that a
-    trainer trains. Raises ConfigError for an unknown precision.
+    "fp32" inside takes single layers out. Works in a custom training loop, and in the forward() of
+    a model that a trainer trains. Raises ConfigError for an unknown precision.
     """
     executor = current()
-    before, executor.precision = executor.precision, check(precision, "autocast")
+    before = executor.precision
+    executor.precision = check(precision, "autocast")
     try:
         yield
     finally:
         executor.precision = before
 
 
-# --- loss scaling -----------------------------------------------------------------------------------
+# --- loss scaling ---------------------------------------------------------------------------------
 
 
 def scale_text(value: float) -> str:
@@ -55,21 +59,23 @@ def scale_text(value: float) -> str:
 
 
 class GradScaler:
-    """Dynamic loss scaling (Micikevicius et al. 2018): gradients are computed of the loss times `scale`, so that
-    rounding them to fp16 loses no small ones, and divided by it again before the optimizer.
+    """Dynamic loss scaling (Micikevicius et al. 2018): gradients are computed of the loss times
+    `scale`, so that rounding them to fp16 loses no small ones, and divided by it again before
+    the optimizer.
 
-    The scale is a power of two, so neither changes a digit. When a gradient is not finite the step is skipped and the
-    scale multiplied by `backoff_factor`; after `growth_interval` steps without that it is multiplied by
-    `growth_factor`. A trainer with precision="fp16" does all of it. In a custom training loop:
+    The scale is a power of two, so neither changes a digit. When a gradient is not finite the step
+    is skipped and the scale multiplied by `backoff_factor`; after `growth_interval` steps without
+    that it is multiplied by `growth_factor`. A trainer with precision="fp16" does all of it. In a
+    custom training loop:
 
         scaler.scale(loss).backward()
         scaler.step(optimizer)          # False if the step was skipped
         optimizer.zero_grad()
 
     Args:
-        init_scale, growth_factor, backoff_factor: powers of two; growth_factor above 1, backoff_factor below.
-        growth_interval: steps.
-        enabled: False makes it do nothing: scale 1, no step skipped.
+        init_scale, growth_factor, backoff_factor: powers of two; growth_factor above 1,
+        backoff_factor below. growth_interval: steps. enabled: False makes it do nothing: scale 1,
+        no step skipped.
     """
 
     def __init__(
@@ -87,30 +93,37 @@ class GradScaler:
         ):
             if not (low <= value <= high) or math.frexp(value)[0] != 0.5:
                 raise ConfigError(
-                    f"[precision] {name} is {value:g}; a power of two from {low:g} to {high:g} is allowed"
+                    f"[precision] {name} is {value:g}; a power of two from {low:g} to {high:g} "
+                    "is allowed"
                 )
         self.enabled = enabled
         self.value = float(init_scale) if enabled else 1.0
-        self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
         self.growth_interval = check_integer("[precision] growth_interval", growth_interval, 1)
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps altogether
 
     def update(self, finite: bool) -> bool:
-        """Counts one step and sets the scale for the next. Returns whether the step may be taken. Raises NumericsError:
-        a step was not finite and the scale cannot be lowered: it would be below 1, so it is not what overflows."""
+        """Counts one step and sets the scale for the next.
+
+        Returns whether the step may be taken. Raises NumericsError: a step was not finite and the
+        scale cannot be lowered: it would be below 1, so it is not what overflows.
+        """
         if not self.enabled:
             return finite
         if finite:
             self.good_steps += 1
             if self.good_steps >= self.growth_interval:
-                self.value, self.good_steps = min(self.value * self.growth_factor, LARGEST_SCALE), 0
+                self.value = min(self.value * self.growth_factor, LARGEST_SCALE)
+                self.good_steps = 0
             return True
         self.skipped += 1
         self.good_steps = 0
         if self.value * self.backoff_factor < 1:
             raise NumericsError(
-                f"[precision] gradients are not finite at loss scale {scale_text(self.value)}, and none below 1 is "
+                f"[precision] gradients are not finite at loss scale {scale_text(self.value)}, "
+                "and none below 1 is "
                 "allowed: it is not the scale that overflows. Lower the learning rate, or use bf16"
             )
         self.value *= self.backoff_factor
@@ -131,7 +144,8 @@ class GradScaler:
         lib.run(record.ctypes.data, 1, native.Context(what="rounding"))
 
     def step(self, optimizer: Any) -> bool:
-        """Divides the gradients by the scale and updates the parameters, or skips the step; then sets the next scale.
+        """Divides the gradients by the scale and updates the parameters, or skips the step; then
+        sets the next scale.
 
         optimizer: an optim.Optimizer.
 
@@ -157,6 +171,9 @@ class GradScaler:
         """Takes back what state_dict() gave. Raises ConfigError if something is missing."""
         missing = sorted({"scale", "good_steps", "skipped"} - state.keys())
         if missing:
-            raise ConfigError(f"[precision] the state of the loss scale has no {' and no '.join(missing)}")
-        self.value, self.good_steps = float(state["scale"]), int(state["good_steps"])
+            raise ConfigError(
+                f"[precision] the state of the loss scale has no {' and no '.join(missing)}"
+            )
+        self.value = float(state["scale"])
+        self.good_steps = int(state["good_steps"])
         self.skipped = int(state["skipped"])

@@ -1,8 +1,10 @@
-"""Products of an input and the weights of a layer: convolutions and linear layers, and which kernels compute them.
+"""Products of an input and the weights of a layer: convolutions and linear layers, and which
+kernels compute them.
 
-Letters as in functional.py. A record's dtype says how its operands are rounded (precision.py). A convolution of 3 x 3
-with stride 1 is computed directly, or by Winograd's algorithm (mojo/kernels/winograd.mojo) where `conv_algorithm` says
-so; the shape of the whole layer and that setting alone decide.
+Letters as in functional.py. A record's dtype says how its operands are rounded (precision.py). A
+convolution of 3 x 3 with stride 1 is computed directly, or by Winograd's algorithm
+(mojo/kernels/winograd.mojo) where `conv_algorithm` says so; the shape of the whole layer and that
+setting alone decide.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
 
 def _check_bias(name: str, b: Tensor | None, weight: Tensor) -> None:
     if b is not None and b.shape != weight.shape[:1]:
-        raise ShapeError(f"[{name}] bias of shape {b.shape} for weight {weight.shape}; it must be {weight.shape[:1]}")
+        raise ShapeError(
+            f"[{name}] bias of shape {b.shape} for weight {weight.shape}; it must be "
+            f"{weight.shape[:1]}"
+        )
 
 
 def bias_memory(b: Tensor | None, size: int) -> Memory:
@@ -45,7 +50,9 @@ def product_precision() -> str:
     """Returns what the products called now round their operands to."""
     executor = current()
     if executor.precision == "tf32" and not executor.gpu:
-        raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
+        raise ConfigError(
+            "[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU"
+        )
     return executor.precision
 
 
@@ -59,7 +66,8 @@ def one(layer: str, name: str, value: Any) -> Any:
         return value[0]
     if isinstance(value, (tuple, list)):
         raise ConfigError(
-            f"[{layer}] {name} is {tuple(value)}; give one number for all axes, and as strides slices of the result of "
+            f"[{layer}] {name} is {tuple(value)}; give one number for all axes, and as strides "
+            "slices of the result of "
             "stride 1, such as y[:, :, ::2]"
         )
     return value
@@ -69,12 +77,16 @@ def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
     """(N, C, H, W) in a frame of zeros, `padding` high and wide."""
     ph, pw = pair(padding)
     if ph < 0 or pw < 0 or x.ndim != 4:
-        raise ShapeError(f"[pad2d] padding {padding} of shape {x.shape}; give 0 or more, and a tensor of (N, C, H, W)")
+        raise ShapeError(
+            f"[pad2d] padding {padding} of shape {x.shape}; give 0 or more, and a tensor of (N, "
+            "C, H, W)"
+        )
     if ph == pw == 0:
         return x
     x = batched(x)
     n, c, h, w = x.shape
-    y, sizes = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout), (x.groups * c, h, w, ph, pw)
+    y = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout)
+    sizes = (x.groups * c, h, w, ph, pw)
     current().emit("pad_forward", y.memory, x.memory, *sizes, layout=x.layout)
     return attach(y, (x,), adjoint("pad_backward", x, *sizes, layout=x.layout), name="pad2d")
 
@@ -94,25 +106,32 @@ def conv2d(
 
     Args:
         dilation: pixels from one tap of a kernel to the next.
-        groups: runs of channels of x, each of which a run of channels of y reads. With these two, products are float32
-            in every precision.
-        algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8 channels of x and y,
-            y of at least 8 x 8 and float32 products, and leaves others direct; None: the trainer's conv_algorithm.
+        groups: runs of channels of x, each of which a run of channels of y reads. With these two,
+            products are float32 in every precision.
+        algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8
+            channels of x and y, y of at least 8 x 8 and float32 products, and leaves others direct;
+            None: the trainer's conv_algorithm.
 
     Returns (N, K, P, Q) with P = (H + 2 padding - dilation (R - 1) - 1) / stride + 1.
 
-    Raises ShapeError: the channels differ or are no multiples of groups, or the kernel is larger than the padded input.
-    ConfigError: another algorithm, or Winograd's on a GPU.
+    Raises ShapeError: the channels differ or are no multiples of groups, or the kernel is larger
+    than the padded input. ConfigError: another algorithm, or Winograd's on a GPU.
     """
     x = as_tensor(x)
     if x.ndim != 4 or weight.ndim != 4:
         raise ShapeError(
-            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T)"
+            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and "
+            "(K, C, R, T)"
         )
-    frame, stride, dilation = pair(padding), one("conv2d", "stride", stride), one("conv2d", "dilation", dilation)
-    if _by_winograd(algorithm, weight.shape, stride, [n + 2 * p for n, p in zip(x.shape[2:], frame, strict=True)]) and (
-        dilation == groups == 1 and x.shape[1] == weight.shape[1] and min(frame) >= 0
-    ):
+    frame = pair(padding)
+    stride = one("conv2d", "stride", stride)
+    dilation = one("conv2d", "dilation", dilation)
+    if _by_winograd(
+        algorithm,
+        weight.shape,
+        stride,
+        [n + 2 * p for n, p in zip(x.shape[2:], frame, strict=True)],
+    ) and (dilation == groups == 1 and x.shape[1] == weight.shape[1] and min(frame) >= 0):
         _check_bias("conv2d", bias, weight)
         return _winograd(x, weight, bias, *frame)
     return _direct("conv2d", x, weight, weight.shape, bias, stride, padding, dilation, groups)
@@ -129,7 +148,9 @@ def _direct(
     dilation: int,
     groups: int,
 ) -> Tensor:
-    """conv2d of a weight with the numbers of `kernel` (K, C / groups, R, T); `op` is its name in messages."""
+    """conv2d of a weight with the numbers of `kernel` (K, C / groups, R, T); `op` is its name in
+    messages.
+    """
     k, c, r, t = kernel
     for name, value in (("stride", stride), ("dilation", dilation), ("groups", groups)):
         if value < 1:
@@ -137,24 +158,41 @@ def _direct(
     if x.shape[1] != c * groups:
         per = f" with {groups} groups" * (groups > 1)
         raise ShapeError(
-            f"[{op}] input {x.shape} and weight {weight.shape}{per}; the input must have {c * groups} channels"
+            f"[{op}] input {x.shape} and weight {weight.shape}{per}; the input must have "
+            f"{c * groups} channels"
         )
     if k % groups:
         raise ShapeError(f"[{op}] {k} channels in {groups} groups; the groups must be equal")
     _check_bias(op, bias, weight)
     x = batched(pad2d(x, padding))
     n, c, h, w = x.shape
-    high, wide = dilation * (r - 1) + 1, dilation * (t - 1) + 1
+    high = dilation * (r - 1) + 1
+    wide = dilation * (t - 1) + 1
     if high > h or wide > w:
-        raise ShapeError(f"[{op}] a kernel of {high} x {wide} does not fit an input of {h} x {w}; add padding")
+        raise ShapeError(
+            f"[{op}] a kernel of {high} x {wide} does not fit an input of {h} x {w}; add padding"
+        )
     y = empty((n, k, (h - high) // stride + 1, (w - wide) // stride + 1), x.layout)
     plain = dilation == groups == 1
-    kind, sizes, relu = "conv2d", (x.groups, c, h, w, k, r, t, stride), (0,)
+    kind = "conv2d"
+    sizes = (x.groups, c, h, w, k, r, t, stride)
+    relu = (0,)
     if not plain:
-        kind, sizes, relu = "conv2d_general", (*sizes, dilation, groups), ()
+        kind = "conv2d_general"
+        sizes = (*sizes, dilation, groups)
+        relu = ()
     # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
     how = {"layout": x.layout, "dtype": product_precision() if c > 1 and plain else "fp32"}
-    current().emit(f"{kind}_forward", y.memory, x.memory, weight.memory, bias_memory(bias, k), *sizes, *relu, **how)
+    current().emit(
+        f"{kind}_forward",
+        y.memory,
+        x.memory,
+        weight.memory,
+        bias_memory(bias, k),
+        *sizes,
+        *relu,
+        **how,
+    )
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
@@ -170,24 +208,39 @@ def _direct(
     return attach(y, (x, weight, weight if bias is None else bias), backward, name=op)
 
 
-def _by_winograd(algorithm: str | None, weight: tuple[int, ...], stride: int, framed: list[int]) -> bool:
-    """Returns whether a convolution of an input with these height and width, frame included, is one of Winograd's."""
+def _by_winograd(
+    algorithm: str | None, weight: tuple[int, ...], stride: int, framed: list[int]
+) -> bool:
+    """Returns whether a convolution of an input with these height and width, frame included, is
+    one of Winograd's.
+    """
     chosen = current().conv_algorithm if algorithm is None else algorithm
     if chosen not in CONV_ALGORITHMS:
-        raise ConfigError(f"[conv2d] algorithm is {chosen!r}; choose from {', '.join(CONV_ALGORITHMS)}")
+        raise ConfigError(
+            f"[conv2d] algorithm is {chosen!r}; choose from {', '.join(CONV_ALGORITHMS)}"
+        )
     if (AUTO if chosen == "auto" else chosen) == "direct":
         return False
     if current().gpu:
-        raise ConfigError("[conv2d] algorithm is 'winograd', which CPUs have; use 'direct' or 'auto' on a GPU")
-    fits = weight[2:] == (3, 3) and stride == 1 and min(*weight[:2], *(n - 2 for n in framed)) >= LEAST
+        raise ConfigError(
+            "[conv2d] algorithm is 'winograd', which CPUs have; use 'direct' or 'auto' on a GPU"
+        )
+    fits = (
+        weight[2:] == (3, 3) and stride == 1 and min(*weight[:2], *(n - 2 for n in framed)) >= LEAST
+    )
     return fits and product_precision() == "fp32"
 
 
 def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) -> Tensor:
-    """conv2d of 3 x 3 and stride 1. A few samples are computed in lanes as well, for the same bits."""
+    """conv2d of 3 x 3 and stride 1.
+
+    A few samples are computed in lanes as well, for the same bits.
+    """
     rows = (x := batched(x)).layout == "rows"
     x = to_lanes(x)
-    (n, c, h, w), k, g = x.shape, weight.shape[0], x.groups
+    k = weight.shape[0]
+    g = x.groups
+    (n, c, h, w) = x.shape
     y = empty((n, k, h + 2 * ph - 2, w + 2 * pw - 2), x.layout)
     sizes = (g, c, h + 2 * ph, w + 2 * pw, k, 3, 3, 1)
     frame = (ph, pw, 4 if min(y.shape[2:]) >= LARGE else 2)
@@ -196,13 +249,16 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) 
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
-            db, dw = grad_memory("conv2d", bias, k), grad_memory("conv2d", weight)
+            db = grad_memory("conv2d", bias, k)
+            dw = grad_memory("conv2d", weight)
             padded = pad2d(x.detach(), (ph, pw))
             current().emit("conv2d_backward_weight", dw, db, dy.memory, padded.memory, *sizes)
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit("winograd_backward_input", dx.memory, dy.memory, weight.memory, *sizes, *frame)
+        current().emit(
+            "winograd_backward_input", dx.memory, dy.memory, weight.memory, *sizes, *frame
+        )
         return (dx, None, None)
 
     y = attach(y, (x, weight, weight if bias is None else bias), backward, name="conv2d")
@@ -218,14 +274,28 @@ def conv1d(
     dilation: int = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Cross-correlation of x (N, C, W) with weight (K, C / groups, T), plus bias (K): conv2d of one row of pixels."""
+    """Cross-correlation of x (N, C, W) with weight (K, C / groups, T), plus bias (K): conv2d of
+    one row of pixels.
+    """
     if x.ndim != 3 or weight.ndim != 3:
         raise ShapeError(
-            f"[conv1d] input {x.shape} and weight {weight.shape}; they must be (N, C, W) and (K, C, T)"
+            f"[conv1d] input {x.shape} and weight {weight.shape}; they must be (N, C, W) and (K, "
+            "C, T)"
             f"{as_image(x.shape)}"
         )
-    (n, c, w), (k, per, t) = x.shape, weight.shape
-    y = _direct("conv1d", reshape(x, n, c, 1, w), weight, (k, per, 1, t), bias, stride, (0, padding), dilation, groups)
+    (n, c, w) = x.shape
+    (k, per, t) = weight.shape
+    y = _direct(
+        "conv1d",
+        reshape(x, n, c, 1, w),
+        weight,
+        (k, per, 1, t),
+        bias,
+        stride,
+        (0, padding),
+        dilation,
+        groups,
+    )
     return reshape(y, n, k, y.shape[3])
 
 
@@ -235,14 +305,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return reshape(linear(tokens(x), weight, bias), *x.shape[:-1], weight.shape[0])
     if isinstance(x, Tensor) and (x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]):
         raise ShapeError(
-            f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, I) with the same I"
+            f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, "
+            "I) with the same I"
         )
     _check_bias("linear", bias, weight)
     x = batched(x)
-    (o, i), g = weight.shape, x.groups
+    g = x.groups
+    (o, i) = weight.shape
     y = empty((x.shape[0], o), x.layout)
     how = {"layout": x.layout, "dtype": product_precision()}
-    current().emit("linear_forward", y.memory, x.memory, weight.memory, bias_memory(bias, o), g, i, o, 0, **how)
+    current().emit(
+        "linear_forward", y.memory, x.memory, weight.memory, bias_memory(bias, o), g, i, o, 0, **how
+    )
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):

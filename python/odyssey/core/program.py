@@ -1,10 +1,13 @@
-"""Who runs an op: at once (`Eager`), at once for one shard of a batch (`ShardEager`), or later (`Recorder`).
+"""Who runs an op: at once (`Eager`), at once for one shard of a batch (`ShardEager`), or later
+(`Recorder`).
 
-Every op of tape.py and functional.py asks the current executor for memory and hands it records; it does not know
-which one it is talking to. That is why eager and replayed training have the same bits: they are the same records.
+Every op of tape.py and functional.py asks the current executor for memory and hands it records; it
+does not know which one it is talking to. That is why eager and replayed training have the same
+bits: they are the same records.
 
-A recorder computes nothing. `fuse` makes one op of two where that changes no bit, `plan_memory` lays the memory of one
-shard out in a workspace, `serialize` writes the records as the numbers that the executor reads.
+A recorder computes nothing. `fuse` makes one op of two where that changes no bit, `plan_memory`
+lays the memory of one shard out in a workspace, `serialize` writes the records as the numbers that
+the executor reads.
 """
 
 from __future__ import annotations
@@ -41,11 +44,15 @@ class OwnMemory:
         return copied_memory(self.array)
 
     def __reduce__(self) -> Any:
-        return copied_memory, (self.array,)  # the array may come back in memory that pickle only lends
+        # the array may come back in memory that pickle only lends
+        return copied_memory, (self.array,)
 
 
 def copied_memory(array: np.ndarray, make: Any = None) -> OwnMemory:
-    """New memory with the values of an array. `make` allocates it; the default is that of this thread."""
+    """New memory with the values of an array.
+
+    `make` allocates it; the default is that of this thread.
+    """
     made = (make or maker())(array.shape, array.dtype, zero=False)
     made[...] = array
     return OwnMemory(made)
@@ -57,7 +64,10 @@ class Range:
     __slots__ = ("arena", "space", "offset")
 
     def __init__(self, arena: Any, space: int, offset: int) -> None:
-        self.arena, self.space, self.offset = arena, space, offset  # offset in bytes
+        # offset in bytes
+        self.arena = arena
+        self.space = space
+        self.offset = offset
 
     @property
     def address(self) -> int:
@@ -65,18 +75,22 @@ class Range:
 
 
 class Slot:
-    """Memory of a recorded program; it gets its place in the workspace when the recording is finished."""
+    """Memory of a recorded program; it gets its place in the workspace when the recording is
+    finished.
+    """
 
     __slots__ = ("nbytes", "first", "last", "offset")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.first = self.last = self.offset = -1  # first and last record that uses it; offset in bytes
+        # first and last record that uses it; offset in bytes
+        self.first = self.last = self.offset = -1
 
     @property
     def address(self) -> int:
         raise ConfigError(
-            "[replay] a value was read while the step was being recorded; a forward() that looks at values "
+            "[replay] a value was read while the step was being recorded; a forward() that looks "
+            "at values "
             "(print, if, .numpy()) needs execution='eager'"
         )
 
@@ -84,7 +98,8 @@ class Slot:
 Memory = OwnMemory | Range | Slot
 
 
-#: ONNX's nodes by the ops that they are, each declared beside the op's function in Python; odyssey.onnx reads them.
+#: ONNX's nodes by the ops that they are, each declared beside the op's function in Python;
+#: odyssey.onnx reads them.
 ONNX: dict[str, str] = {}
 
 
@@ -95,7 +110,8 @@ ONNX: dict[str, str] = {}
 class Scope:
     """Which forward op the records being made belong to, and where they run.
 
-    An op's number and place are known when it is complete (`close`), in the backward pass before it starts (`enter`).
+    An op's number and place are known when it is complete (`close`), in the backward pass before it
+    starts (`enter`).
     """
 
     phase: str = "forward"
@@ -106,7 +122,9 @@ class Scope:
 
 
 class Executor:
-    """Base of all executors: the numbering of ops and of dropouts, and the precision of products."""
+    """Base of all executors: the numbering of ops and of dropouts, and the precision of
+    products.
+    """
 
     shard = False  # True inside a trainer: a loss is then a sum, see functional.mean_over_samples
     samples = 0  # of the shard
@@ -123,8 +141,13 @@ class Executor:
         self.scope = Scope()
         self.layer = 0  # number of the next dropout
 
-    def with_scratch(self, op: str, args: tuple[Any, ...], layout: str, dtype: str) -> tuple[Any, ...]:
-        """The arguments of a record, with the scratch memory that the op wants. A GPU has its own."""
+    def with_scratch(
+        self, op: str, args: tuple[Any, ...], layout: str, dtype: str
+    ) -> tuple[Any, ...]:
+        """The arguments of a record, with the scratch memory that the op wants.
+
+        A GPU has its own.
+        """
         lib = native.library()
         declared = lib.ops[op]
         at = declared.scratch
@@ -140,7 +163,10 @@ class Executor:
         return (self.layer - 1) % 2**32
 
     def close(self, device: Device) -> int:
-        """An op is complete: what was emitted since the last one belongs to it, on `device`. Returns its number."""
+        """An op is complete: what was emitted since the last one belongs to it, on `device`.
+
+        Returns its number.
+        """
         if self.scope.tag is not None:
             return self.scope.tag
         self.scope.ops += 1
@@ -148,18 +174,25 @@ class Executor:
 
     def enter(self, number: int, device: Device) -> None:
         """From here on records belong to the backward of forward op `number`, on `device`."""
-        self.scope.tag, self.scope.device, self.scope.phase = number, device, "backward"
+        self.scope.tag = number
+        self.scope.device = device
+        self.scope.phase = "backward"
 
     def leave(self) -> None:
         """The backward pass is over."""
-        self.scope.tag, self.scope.device, self.scope.phase = None, FIRST, "forward"
+        self.scope.tag = None
+        self.scope.device = FIRST
+        self.scope.phase = "forward"
 
     @contextmanager
     def within(self, number: int, device: Device) -> Iterator[None]:
-        """Forward ops inside belong to forward op `number`, on `device`: no cut of the program comes between them."""
+        """Forward ops inside belong to forward op `number`, on `device`: no cut of the program
+        comes between them.
+        """
         scope = self.scope
         before = scope.tag, scope.device
-        scope.tag, scope.device = number, device
+        scope.tag = number
+        scope.device = device
         try:
             yield
         finally:
@@ -167,9 +200,12 @@ class Executor:
 
     @contextmanager
     def repeat(self, ops: int, layer: int) -> Iterator[None]:
-        """Forward ops inside are those from `ops` on, and dropouts those from `layer` on, again, in a backward pass."""
+        """Forward ops inside are those from `ops` on, and dropouts those from `layer` on, again,
+        in a backward pass.
+        """
         before = self.scope, self.layer
-        self.scope, self.layer = Scope("backward", ops=ops, recompute=True), layer
+        self.scope = Scope("backward", ops=ops, recompute=True)
+        self.layer = layer
         try:
             yield
         finally:
@@ -195,7 +231,8 @@ class Eager(Executor):
 
         Args:
             op: its name in its kernel file.
-            args: memory, sizes (int) and numbers (float), in the order that it declares; without its scratch memory.
+            args: memory, sizes (int) and numbers (float), in the order that it declares; without
+                its scratch memory.
             layout: of the activations, for ops to which it matters.
             dtype: what operands are rounded to, for products.
         """
@@ -208,15 +245,24 @@ class Eager(Executor):
 
 
 class ShardEager(Eager):
-    """Runs one shard of a trainer's step op by op, its parameter gradients going into the shard's buffer."""
+    """Runs one shard of a trainer's step op by op, its parameter gradients going into the
+    shard's buffer.
+    """
 
     shard = True
 
     def __init__(
-        self, context: native.Context, grads_address: int, stats_offset: int, samples: int, precision: str = "fp32"
+        self,
+        context: native.Context,
+        grads_address: int,
+        stats_offset: int,
+        samples: int,
+        precision: str = "fp32",
     ) -> None:
         super().__init__(precision)
-        self.context, self.samples, self._grads = context, samples, grads_address
+        self.context = context
+        self.samples = samples
+        self._grads = grads_address
         self.stats = OwnMemory.__new__(OwnMemory)
         self.stats.address = grads_address + stats_offset
 
@@ -230,8 +276,9 @@ class ShardEager(Eager):
 class Record:
     """One call: the op's name, its arguments as they were given to emit(), and what it belongs to.
 
-    A program is cut into stages by `device`. A "copy" between two places is the destination's in the forward pass and
-    the source's in the backward pass: whoever reads it there needs what the other has made.
+    A program is cut into stages by `device`. A "copy" between two places is the destination's in
+    the forward pass and the source's in the backward pass: whoever reads it there needs what the
+    other has made.
     """
 
     op: str
@@ -265,9 +312,12 @@ class Recorder(Executor):
 
     shard = True
 
-    def __init__(self, arena: Any, stats_offset: int, samples: int, precision: str = "fp32") -> None:
+    def __init__(
+        self, arena: Any, stats_offset: int, samples: int, precision: str = "fp32"
+    ) -> None:
         super().__init__(precision)
-        self.arena, self.samples = arena, samples
+        self.arena = arena
+        self.samples = samples
         self.records: list[Record] = []
         self.stats: Memory = Range(arena, native.GRADS, stats_offset)
         self._closed = 0  # records whose op is complete
@@ -279,7 +329,9 @@ class Recorder(Executor):
         scope = self.scope
         tag = -1 if scope.tag is None else scope.tag
         given = list(self.with_scratch(op, args, layout, dtype))
-        self.records.append(Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype))
+        self.records.append(
+            Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype)
+        )
         if tag >= 0:
             self._closed = len(self.records)
 
@@ -287,7 +339,8 @@ class Recorder(Executor):
         number = super().close(device)
         if self.scope.tag is None:
             for r in self.records[self._closed :]:
-                r.device, r.tag = device.slot, number
+                r.device = device.slot
+                r.tag = number
         self._closed = len(self.records)
         return number
 
@@ -308,8 +361,9 @@ def serialize(
     """The numbers of placed records, (n, RECORD) int64.
 
     keep: what the numbers name by address is appended here; it must live as long as they are used.
-    locate: (space, offset in the arena in floats) -> offset in floats from the base that the space will have.
-    lib: a library of GPUs that will run them. address: where memory is there that is not the program's or the arena's.
+    locate: (space, offset in the arena in floats) -> offset in floats from the base that the space
+    will have. lib: a library of GPUs that will run them. address: where memory is there that is not
+    the program's or the arena's.
     """
     own = native.library()
 
@@ -322,22 +376,34 @@ def serialize(
         keep.append(memory)
         return address(memory)
 
-    sizes = {4 * at: 4 * p.size for (_, p), at in zip(arena.named, arena.offsets.values(), strict=False)}
+    sizes = {
+        4 * at: 4 * p.size for (_, p), at in zip(arena.named, arena.offsets.values(), strict=False)
+    }
     table = np.zeros((len(records), own.record), np.int64)
     for row, r in zip(table, records, strict=True):
         if lib is None:
             used = [a for i, a in enumerate(r.args) if i != r.declared.scratch]
             moved = sum(a.nbytes for a in used if isinstance(a, Slot))
-            moved += sum(sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena)
+            moved += sum(
+                sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena
+            )
             row[-1] = moved << 1 | (r.phase == "backward")  # for timelines
         row[: len(r.args) + 1] = encode(lib or own, r.op, r.args, operand, r.layout, r.dtype)
     return table
 
 
-def encode(lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dtype: str = "fp32") -> list[int]:
-    """The numbers of one record for a library, that of the CPU or one of GPUs. None stands for memory of no bytes."""
+def encode(
+    lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dtype: str = "fp32"
+) -> list[int]:
+    """The numbers of one record for a library, that of the CPU or one of GPUs.
+
+    None stands for memory of no bytes.
+    """
     if layout == "rows" and "lanes" in lib.ops[op].traits:
-        raise ConfigError(f"[ops] {op} has no form for activations in rows, of at most 4 samples; use larger shards")
+        raise ConfigError(
+            f"[ops] {op} has no form for activations in rows, of at most 4 samples; use larger "
+            "shards"
+        )
     out = [native.header(lib.codes[op], layout, dtype)]
     for a in args:
         if isinstance(a, float):
@@ -357,15 +423,18 @@ MANY_SLOTS = 400  # from here on, NumPy finds places faster than a loop
 
 
 def plan_memory(records: list[Record]) -> int:
-    """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
+    """Gives every slot an offset so that slots in use at the same time do not overlap; returns
+    the bytes needed.
 
-    First fit over the intervals between a slot's first and last record, in the order that needs least of three: the
-    largest slots first, those that live longest, or those whose size times life is largest.
+    First fit over the intervals between a slot's first and last record, in the order that needs
+    least of three: the largest slots first, those that live longest, or those whose size times life
+    is largest.
     """
     users = slot_users(records)
     slots = {id(a): a for r in records for a in r.args if isinstance(a, Slot)}
     for key, s in slots.items():
-        s.first, s.last = users[key][0], users[key][-1]
+        s.first = users[key][0]
+        s.last = users[key][-1]
     orders = (
         sorted(slots.values(), key=lambda s: (-s.nbytes, s.first)),
         sorted(slots.values(), key=lambda s: (s.first - s.last, -s.nbytes, s.first)),
@@ -384,7 +453,8 @@ def _places(slots: list[Slot]) -> tuple[int, list[int]]:
 
     Returns the bytes needed, and the offsets.
     """
-    placed: list[tuple[int, int, int, int]] = []  # offset, aligned end, first and last record; in order of offset
+    # offset, aligned end, first and last record; in order of offset
+    placed: list[tuple[int, int, int, int]] = []
     offsets = []
     total = 0
     for s in slots:
@@ -402,8 +472,11 @@ def _places(slots: list[Slot]) -> tuple[int, list[int]]:
 
 
 def _places_by_arrays(slots: list[Slot]) -> tuple[int, list[int]]:
-    """Returns what `_places` returns. NumPy looks at all slots that have a place at once, so a slot costs less if there
-    are many, and more if there are few."""
+    """Returns what `_places` returns.
+
+    NumPy looks at all slots that have a place at once, so a slot costs less if there are many, and
+    more if there are few.
+    """
     placed = np.zeros((4, len(slots)), np.int64)  # as in _places, a column for each slot
     offsets = []
     total = 0
@@ -432,7 +505,9 @@ def _aligned(end: int) -> int:
 
 
 def eliminate_dead_code(records: list[Record]) -> list[Record]:
-    """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often is."""
+    """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often
+    is.
+    """
     read: set[int] = set()
     kept: list[Record] = []
     for r in reversed(records):
@@ -457,43 +532,55 @@ def slot_users(records: Sequence[Record]) -> dict[int, list[int]]:
 
 
 def fuse(records: list[Record]) -> list[Record]:
-    """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
+    """The same program with pairs of ops made one where not a bit changes
+    (tests/python/test_replay.py).
 
-    A ReLU becomes the epilogue of the op before it, such as a convolution, where that has a size `relu`. Its backward
-    part becomes part of that op's backward where that has one too, as a batch norm's, for which the output need not be
-    kept; or of the backward of the only op that read its output, such as a max-pool, where that has a `relu of x`.
+    A ReLU becomes the epilogue of the op before it, such as a convolution, where that has a size
+    `relu`. Its backward part becomes part of that op's backward where that has one too, as a batch
+    norm's, for which the output need not be kept; or of the backward of the only op that read its
+    output, such as a max-pool, where that has a `relu of x`.
     """
     users = slot_users(records)
     out: list[Record | None] = [r.changed(args=list(r.args)) for r in records]
     rectified: dict[int, Record] = {}  # ops with a ReLU, by output
-    merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well
+    # forward op -> the one it is part of now, to which its backward belongs as well
+    merged: dict[int, int] = {}
     for i, r in enumerate(records):
         if "relu" not in r.declared.traits:
             continue
         if r.declared.inputs == ("x",):
-            y, x = r.args[0], r.args[1]
+            y = r.args[0]
+            x = r.args[1]
             before = users.get(id(x), [])
             if len(before) == 2 and before[1] == i:
                 maker = out[before[0]]
-                if maker is not None and maker.declared.sizes[-1:] == ("relu",) and maker.args[0] is x:
-                    maker.args[0], maker.args[-1] = y, 1
+                if (
+                    maker is not None
+                    and maker.declared.sizes[-1:] == ("relu",)
+                    and maker.args[0] is x
+                ):
+                    maker.args[0] = y
+                    maker.args[-1] = 1
                     out[i] = None
                     merged[r.tag] = maker.tag
                     rectified[id(y)] = maker
         else:
             dx, dy, y = r.args[:3]
-            before, after = users.get(id(dy), []), users.get(id(dx), [])
+            before = users.get(id(dy), [])
+            after = users.get(id(dx), [])
             reader = out[after[1]] if len(after) == 2 else None
             maker = out[before[0]] if len(before) == 2 and before[1] == i else None
             of = rectified.get(id(y))
             if of is not None and reader is not None and reader.declared.sizes[-1:] == ("relu",):
                 if reader.named.get("dy") is dx and reader.named.get("x") is of.named.get("x"):
-                    reader.args[reader.declared.arguments.index("dy")], reader.args[-1] = dy, 1
+                    reader.args[reader.declared.arguments.index("dy")] = dy
+                    reader.args[-1] = 1
                     out[i] = None
             elif maker is not None and maker.declared.sizes[-1:] == ("relu of x",):
                 saved = (records[users[id(a)][0]] for a in maker.args[2:] if isinstance(a, Slot))
                 if any(a is y for made in saved for a in made.args[len(made.declared.outputs) :]):
-                    maker.args[0], maker.args[-1] = dx, 1
+                    maker.args[0] = dx
+                    maker.args[-1] = 1
                     out[i] = None
     for r in out:
         if r is not None:
@@ -520,7 +607,8 @@ def current() -> Eager | Recorder:
 @contextmanager
 def using(executor: Eager | Recorder) -> Iterator[None]:
     """Sends the ops of this thread to another executor for a while."""
-    before, _state.executor = _state.executor, executor
+    before = _state.executor
+    _state.executor = executor
     try:
         yield
     finally:

@@ -1,7 +1,10 @@
-"""Two numbers that rise when a setting changes: of a model, and of what an update reads. What was made from settings
-compares a number before it is used, so nothing is looked at in a step in which nothing has changed.
+"""Two numbers that rise when a setting changes: of a model, and of what an update reads.
 
-A value that is set to what it is changes nothing. Attributes that forward() sets are noted for who runs it (`Pass`).
+What was made from settings compares a number before it is used, so nothing is looked at in a step
+in which nothing has changed.
+
+A value that is set to what it is changes nothing. Attributes that forward() sets are noted for who
+runs it (`Pass`).
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ updates = Number()  # an optimizer's settings, clipping
 
 
 class Pass(threading.local):
-    """The forward() that this thread runs, if it does: `written` has the attributes that it has set, (module, name)."""
+    """The forward() that this thread runs, if it does: `written` has the attributes that it has
+    set, (module, name).
+    """
 
     written: list[tuple[Any, str]] | None = None
 
@@ -45,8 +50,11 @@ running = Pass()
 
 @contextlib.contextmanager
 def unnoticed() -> Iterator[list[tuple[Any, str]]]:
-    """Within it, this thread's changes of modules raise no number; gives the list of what was set."""
-    before, running.written = running.written, []
+    """Within it, this thread's changes of modules raise no number; gives the list of what was
+    set.
+    """
+    before = running.written
+    running.written = []
     try:
         yield running.written
     finally:
@@ -54,7 +62,9 @@ def unnoticed() -> Iterator[list[tuple[Any, str]]]:
 
 
 def same(before: Any, after: Any) -> bool:
-    """True if setting an attribute that is `before` to `after` changes nothing that a program could depend on."""
+    """True if setting an attribute that is `before` to `after` changes nothing that a program
+    could depend on.
+    """
     if before is after:
         return True
     if type(before) is not type(after):
@@ -78,11 +88,17 @@ def noted(owner: Any, name: str, after: Any = _MISSING) -> None:
 
 
 class VersionedSettings:
-    """A base class whose attributes, set after __init__ or in it, raise `updates`; those in `unwatched` do not."""
+    """A base class whose attributes, set after __init__ or in it, raise `updates`; those in
+    `unwatched` do not.
+    """
 
     unwatched: frozenset[str] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name[0] != "_" and name not in self.unwatched and not same(vars(self).get(name, _MISSING), value):
+        if (
+            name[0] != "_"
+            and name not in self.unwatched
+            and not same(vars(self).get(name, _MISSING), value)
+        ):
             updates.rise()
         object.__setattr__(self, name, value)

@@ -1,8 +1,10 @@
-"""The shapes of tensors, slices and joins, and sums over axes, which are the gradient of what is repeated.
+"""The shapes of tensors, slices and joins, and sums over axes, which are the gradient of what is
+repeated.
 
-Every op here works on memory: `memory_shape` says how a tensor lies there, samples in lanes being its first axis, of
-groups, and its last, of 16; the kernels take sizes and strides (mojo/kernels/strided.mojo, reduce_axes.mojo). What
-keeps the samples stays in lanes; what moves or adds up samples goes to rows.
+Every op here works on memory: `memory_shape` says how a tensor lies there, samples in lanes being
+its first axis, of groups, and its last, of 16; the kernels take sizes and strides
+(mojo/kernels/strided.mojo, reduce_axes.mojo). What keeps the samples stays in lanes; what moves or
+adds up samples goes to rows.
 """
 
 from __future__ import annotations
@@ -17,16 +19,40 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from . import native
 from .program import ONNX, Memory, Recorder, ShardEager, current
-from .tape import Backward, Shape, Tensor, attach, empty, empty_like, layout_of, make, to_lanes, to_rows
+from .tape import (
+    Backward,
+    Shape,
+    Tensor,
+    attach,
+    empty,
+    empty_like,
+    layout_of,
+    make,
+    to_lanes,
+    to_rows,
+)
 
 __all__ = [
-    "cat", "chunk", "expand", "flatten", "getitem", "pad", "permute", "reshape", "split", "squeeze", "stack", "sum",
-    "transpose", "unbind", "unsqueeze",
-]  # fmt: skip
+    "cat",
+    "chunk",
+    "expand",
+    "flatten",
+    "getitem",
+    "pad",
+    "permute",
+    "reshape",
+    "split",
+    "squeeze",
+    "stack",
+    "sum",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+]
 AXES = 5  # of a strided op, as in mojo/kernels/strided.mojo
 Dims = int | Sequence[int] | None
 
-# --- how tensors lie in memory ----------------------------------------------------------------------------------------
+# --- how tensors lie in memory --------------------------------------------------------------------
 
 
 def as_tensor(x: Any) -> Tensor:
@@ -35,15 +61,24 @@ def as_tensor(x: Any) -> Tensor:
         return Tensor(x)
     if not isinstance(x, Tensor):
         name = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
-        raise ShapeError(f"[tensor] a layer is called with a {name}; give an array, or an odyssey.Tensor: Tensor(x)")
+        raise ShapeError(
+            f"[tensor] a layer is called with a {name}; give an array, or an odyssey.Tensor: "
+            "Tensor(x)"
+        )
     return x
 
 
 def batched(x: Any) -> Tensor:
-    """The same samples in the layout that a batch of this size is computed in. ShapeError: none, or no tensor."""
+    """The same samples in the layout that a batch of this size is computed in.
+
+    ShapeError: none, or no tensor.
+    """
     x = as_tensor(x)
     if x.size == 0:
-        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
+        raise ShapeError(
+            f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not "
+            "be empty"
+        )
     if x.layout == "tokens":
         x = to_rows(x)
     return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
@@ -55,7 +90,9 @@ def tokens(x: Tensor) -> Tensor:
 
 
 def as_lanes(x: Tensor, axes: bool) -> Tensor:
-    """Tokens (N, T, ...) as lanes (N T, ...) if the op leaves these `axes`, else in rows; others as they are."""
+    """Tokens (N, T, ...) as lanes (N T, ...) if the op leaves these `axes`, else in rows; others
+    as they are.
+    """
     if x.layout != "tokens":
         return x
     return reshape(x, x.shape[0] * x.shape[1], *x.shape[2:]) if axes else to_rows(x)
@@ -72,25 +109,37 @@ def strides_of(dims: Shape) -> list[int]:
 
 
 def merged(name: str, most: int, dims: Sequence[int], *strides: Sequence[int]) -> list[list[int]]:
-    """Sizes and strides with axes that lie one behind the other made one, filled up to `most` axes with axes of one."""
+    """Sizes and strides with axes that lie one behind the other made one, filled up to `most`
+    axes with axes of one.
+    """
     kept: list[list[int]] = []
     for size, *steps in zip(dims, *strides, strict=True):
         if size == 1:
             continue
-        if kept and all(before == step * size for before, step in zip(kept[-1][1:], steps, strict=True)):
+        if kept and all(
+            before == step * size for before, step in zip(kept[-1][1:], steps, strict=True)
+        ):
             kept[-1] = [kept[-1][0] * size, *steps]
         else:
             kept.append([size, *steps])
     if len(kept) > most:
         raise ShapeError(
-            f"[{name}] {len(kept)} axes that cannot be made one; at most {most} are supported: reshape first"
+            f"[{name}] {len(kept)} axes that cannot be made one; at most {most} are supported: "
+            "reshape first"
         )
     kept = [[1] + [0] * len(strides)] * (most - len(kept)) + kept
     return [list(column) for column in zip(*kept, strict=True)]
 
 
 def _copy(
-    name: str, y: Memory, x: Memory, dims: Sequence[int], ys: Sequence[int], xs: Sequence[int], y0: int = 0, x0: int = 0
+    name: str,
+    y: Memory,
+    x: Memory,
+    dims: Sequence[int],
+    ys: Sequence[int],
+    xs: Sequence[int],
+    y0: int = 0,
+    x0: int = 0,
 ) -> None:
     """Copies dims numbers from x, from number x0 on at strides xs, to y."""
     sizes = merged(name, AXES, dims, ys, xs)
@@ -98,8 +147,11 @@ def _copy(
 
 
 def adjoint(op: str, x: Tensor, *args: Any, layout: str = "lanes") -> Backward:
-    """The backward of an op of one input: a record of `op` that makes dx, in the shape of x, of dy and `args`."""
-    shape, own = x.shape, x.layout
+    """The backward of an op of one input: a record of `op` that makes dx, in the shape of x, of
+    dy and `args`.
+    """
+    shape = x.shape
+    own = x.layout
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = empty(shape, own)
@@ -110,7 +162,9 @@ def adjoint(op: str, x: Tensor, *args: Any, layout: str = "lanes") -> Backward:
 
 
 class Size(int):
-    """How many numbers a tensor has; called as PyTorch's size(dim=None), its shape or the size of an axis."""
+    """How many numbers a tensor has; called as PyTorch's size(dim=None), its shape or the size
+    of an axis.
+    """
 
     shape: Shape
 
@@ -126,7 +180,7 @@ def _size(x: Tensor) -> Size:
 
 Tensor.size = property(_size)  # type: ignore[attr-defined]
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 def _given(sizes: tuple[Any, ...]) -> tuple[int, ...]:
@@ -134,23 +188,29 @@ def _given(sizes: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def as_image(shape: Shape) -> str:
-    """Returns what to tell about an input that may have become an image in a data set; "" where it has not."""
+    """Returns what to tell about an input that may have become an image in a data set; "" where
+    it has not.
+    """
     if len(shape) != 4 or shape[1] != 1:
         return ""
     return (
-        "; a data set makes (1, H, W) of samples (H, W): to have them as they are, give arrays((x,), y), or (x,) as x"
+        "; a data set makes (1, H, W) of samples (H, W): to have them as they are, give "
+        "arrays((x,), y), or (x,) as x"
     )
 
 
 def axis_of(name: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise ShapeError(f"[{name}] axis {dim} of a tensor of {ndim} axes; give {-ndim} to {ndim - 1}")
+        raise ShapeError(
+            f"[{name}] axis {dim} of a tensor of {ndim} axes; give {-ndim} to {ndim - 1}"
+        )
     return dim % ndim
 
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
     """The same numbers in another shape. One size may be -1."""
-    x, given = as_tensor(x), _given(shape)
+    x = as_tensor(x)
+    given = _given(shape)
     known = math.prod(s for s in given if s != -1)
     new = tuple(x.size // builtins.max(known, 1) if s == -1 else s for s in given)
     if builtins.min(new, default=1) < 0 or given.count(-1) > 1 or math.prod(new) != x.size:
@@ -158,7 +218,8 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
     if x.layout != "rows" and all(math.prod(new[:n]) != x.lanes for n in (1, 2)):
         x = to_rows(x)
     layout = "rows" if x.layout == "rows" else "lanes" if new[:1] == (x.lanes,) else "tokens"
-    y, before = make(x.memory, new, layout, x.dtype), x.shape
+    y = make(x.memory, new, layout, x.dtype)
+    before = x.shape
     y.mask = x.mask
     return attach(y, (x,), lambda dy: (reshape(dy, before),))
 
@@ -199,8 +260,10 @@ def permute(x: Tensor, *dims: int) -> Tensor:
 def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
     """Two axes exchanged."""
     order = list(range(x.ndim))
-    a, b = axis_of("transpose", dim0, x.ndim), axis_of("transpose", dim1, x.ndim)
-    order[a], order[b] = b, a
+    a = axis_of("transpose", dim0, x.ndim)
+    b = axis_of("transpose", dim1, x.ndim)
+    order[a] = b
+    order[b] = a
     return permute(x, order)
 
 
@@ -210,11 +273,16 @@ def expand(x: Tensor, *sizes: int) -> Tensor:
     old = (1,) * (len(given) - x.ndim) + x.shape
     new = tuple(o if g == -1 else g for o, g in zip(old, given, strict=False))
     if len(given) < x.ndim or any(o not in (1, n) for o, n in zip(old, new, strict=True)):
-        raise ShapeError(f"[expand] {x.shape} cannot become {given}; only axes of size 1 are repeated")
-    if x.layout == "tokens" or (x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0])):
+        raise ShapeError(
+            f"[expand] {x.shape} cannot become {given}; only axes of size 1 are repeated"
+        )
+    if x.layout == "tokens" or (
+        x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0])
+    ):
         x = to_rows(x)
     y = empty_like(x, new, x.layout)
-    memory, dims = memory_shape(old, x.layout), memory_shape(new, x.layout)
+    memory = memory_shape(old, x.layout)
+    dims = memory_shape(new, x.layout)
     strides = [0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)]
     _copy("expand", y.memory, x.memory, dims, strides_of(dims), strides)
     before = x.shape
@@ -224,9 +292,12 @@ def expand(x: Tensor, *sizes: int) -> Tensor:
 def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
     """sizes[i] numbers along each axis i, from starts[i] on, steps[i] apart."""
     if x.layout == "tokens":
-        n, whole = x.lanes, (tuple(sizes[:2]), tuple(steps[:2])) == (x.shape[:2], (1, 1))
+        n = x.lanes
+        whole = (tuple(sizes[:2]), tuple(steps[:2])) == (x.shape[:2], (1, 1))
         if whole:
-            return reshape(_cut(as_lanes(x, True), [0, *starts[2:]], [n, *sizes[2:]], [1, *steps[2:]]), *sizes)
+            return reshape(
+                _cut(as_lanes(x, True), [0, *starts[2:]], [n, *sizes[2:]], [1, *steps[2:]]), *sizes
+            )
         x = to_rows(x)
     if x.layout == "lanes" and (sizes[0], steps[0]) != (x.shape[0], 1):
         x = to_rows(x)
@@ -237,7 +308,8 @@ def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence
     dims = memory_shape(y.shape, x.layout)
     packed = strides_of(dims)
     _copy("slice", y.memory, x.memory, dims, packed, along, 0, at)
-    before, layout = x.shape, x.layout
+    before = x.shape
+    layout = x.layout
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = empty(before, layout)
@@ -249,20 +321,32 @@ def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence
 
 
 def getitem(x: Tensor, key: Any) -> Tensor:
-    """x[key]: integers, slices of a positive step, ... and None, as in NumPy. The numbers are copied."""
+    """x[key]: integers, slices of a positive step, ... and None, as in NumPy.
+
+    The numbers are copied.
+    """
     keys = list(key) if isinstance(key, tuple) else [key]
     for k in keys:
-        if not (k is None or k is Ellipsis or isinstance(k, (int, np.integer, slice))) or isinstance(k, bool):
+        if not (
+            k is None or k is Ellipsis or isinstance(k, (int, np.integer, slice))
+        ) or isinstance(k, bool):
             raise ShapeError(
-                f"[index] an index of type {type(k).__name__}; give integers, slices, ... or None, or one index of "
-                "whole numbers alone, for rows: of another axis x.transpose(0, axis)[index].transpose(0, axis)"
+                f"[index] an index of type {type(k).__name__}; give integers, slices, ... or "
+                "None, or one index of "
+                "whole numbers alone, for rows: of another axis x.transpose(0, "
+                "axis)[index].transpose(0, axis)"
             )
     named = len([k for k in keys if k is not None and k is not Ellipsis])
     if keys.count(Ellipsis) > 1 or named > x.ndim:
-        raise ShapeError(f"[index] {len(keys)} indices for shape {x.shape}; give at most one for each axis")
+        raise ShapeError(
+            f"[index] {len(keys)} indices for shape {x.shape}; give at most one for each axis"
+        )
     at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
     keys[at : at + 1] = [slice(None)] * (x.ndim - named)
-    starts, sizes, steps, shape = [], [], [], []
+    starts = []
+    sizes = []
+    steps = []
+    shape = []
     for k in keys:
         if k is None:
             shape.append(1)
@@ -276,8 +360,11 @@ def getitem(x: Tensor, key: Any) -> Tensor:
             shape.append(sizes[-1])
         else:
             if not -n <= k < n:
-                raise ShapeError(f"[index] {k} of axis {len(starts)}, of size {n}; give {-n} to {n - 1}")
-            start, step = int(k) % n, 1
+                raise ShapeError(
+                    f"[index] {k} of axis {len(starts)}, of size {n}; give {-n} to {n - 1}"
+                )
+            start = int(k) % n
+            step = 1
             sizes.append(1)
         starts.append(start)
         steps.append(step)
@@ -294,34 +381,51 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     at = axis_of("cat", dim, tensors[0].ndim)
     rest = [(*t.shape[:at], *t.shape[at + 1 :]) for t in tensors]
     if len(set(rest)) > 1:
-        raise ShapeError(f"[cat] shapes {[t.shape for t in tensors]}; they may differ along axis {at} alone")
+        raise ShapeError(
+            f"[cat] shapes {[t.shape for t in tensors]}; they may differ along axis {at} alone"
+        )
     if at > 1 and any(t.layout == "tokens" for t in tensors):
         y = cat([as_lanes(to_lanes(t, "tokens"), True) for t in tensors], at - 1)
         return reshape(y, *tensors[0].shape[:2], *y.shape[1:])
     lanes = at > 0 and any(t.layout == "lanes" for t in tensors)
     parts = tuple(to_lanes(t) if lanes else to_rows(t) for t in tensors)
-    x, ends = parts[0], np.cumsum([t.shape[at] for t in parts]).tolist()
+    x = parts[0]
+    ends = np.cumsum([t.shape[at] for t in parts]).tolist()
     y = empty_like(x, (*x.shape[:at], ends[-1], *x.shape[at + 1 :]), x.layout)
     strides = strides_of(memory_shape(y.shape, y.layout))
     for t, end in zip(parts, ends, strict=True):
         dims = memory_shape(t.shape, t.layout)
-        _copy("cat", y.memory, t.memory, dims, strides, strides_of(dims), (end - t.shape[at]) * strides[at])
+        _copy(
+            "cat",
+            y.memory,
+            t.memory,
+            dims,
+            strides,
+            strides_of(dims),
+            (end - t.shape[at]) * strides[at],
+        )
     return attach(y, parts, lambda dy: split(dy, [t.shape[at] for t in parts], at))
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
-    """x with `value` before and after its last axis, pad[0] and pad[1] times, the one before it, pad[2], pad[3], ..."""
+    """x with `value` before and after its last axis, pad[0] and pad[1] times, the one before it,
+    pad[2], pad[3], ...
+    """
     many = len(pad) // 2
     if mode != "constant" or len(pad) % 2 or many > x.ndim or builtins.min(pad, default=0) < 0:
         raise ShapeError(
-            f"[pad] pad {tuple(pad)}, mode {mode!r} of shape {x.shape}; give two sizes from 0 on for each axis, the "
+            f"[pad] pad {tuple(pad)}, mode {mode!r} of shape {x.shape}; give two sizes from 0 on "
+            "for each axis, the "
             "last one first, and mode='constant': others are F.cat of slices, less is a slice"
         )
     x = to_rows(x) if x.layout == "tokens" or many == x.ndim else x
-    ends = [(0, 0)] * (x.ndim - many) + [(pad[2 * i], pad[2 * i + 1]) for i in reversed(range(many))]
+    ends = [(0, 0)] * (x.ndim - many) + [
+        (pad[2 * i], pad[2 * i + 1]) for i in reversed(range(many))
+    ]
     y = empty(tuple(a + n + b for (a, b), n in zip(ends, x.shape, strict=True)), x.layout)
     current().emit("fill", y.memory, float(value), y.floats)
-    dims, strides = memory_shape(x.shape, x.layout), strides_of(memory_shape(y.shape, y.layout))
+    dims = memory_shape(x.shape, x.layout)
+    strides = strides_of(memory_shape(y.shape, y.layout))
     at = builtins.sum(a * step for (a, _), step in zip(ends, strides, strict=False))
     _copy("pad", y.memory, x.memory, dims, strides, strides_of(dims), at)
     inside = tuple(slice(a, a + n) for (a, _), n in zip(ends, x.shape, strict=True))
@@ -342,10 +446,15 @@ def split(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> tuple[Ten
             raise ShapeError(f"[split] pieces of {split_size}; they must be at least 1 long")
         split_size = [builtins.min(split_size, n - i) for i in range(0, n, split_size)]
     if builtins.sum(split_size) != n:
-        raise ShapeError(f"[split] pieces of {list(split_size)} of axis {at}, of size {n}; their sum must be {n}")
+        raise ShapeError(
+            f"[split] pieces of {list(split_size)} of axis {at}, of size {n}; their sum must be {n}"
+        )
     ends = np.cumsum(split_size).tolist()
     whole = (slice(None),) * at
-    return tuple(getitem(x, (*whole, slice(end - size, end))) for size, end in zip(split_size, ends, strict=True))
+    return tuple(
+        getitem(x, (*whole, slice(end - size, end)))
+        for size, end in zip(split_size, ends, strict=True)
+    )
 
 
 def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -358,7 +467,7 @@ def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(squeeze(part, dim) for part in split(x, 1, dim))
 
 
-# --- over axes -------------------------------------------------------------------------------------------------------
+# --- over axes ------------------------------------------------------------------------------------
 
 
 def axes_of(name: str, x: Tensor, dim: Dims) -> tuple[int, ...]:
@@ -376,9 +485,13 @@ def reduced(op: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     y = empty(tuple(1 if i in dims else n for i, n in enumerate(x.shape)), x.layout)
     y.device = x.device  # a reshape of it may close the op
     memory = memory_shape(x.shape, x.layout)
-    axes = [(i in dims, n, s) for i, (n, s) in enumerate(zip(memory, strides_of(memory), strict=True))]
+    axes = [
+        (i in dims, n, s) for i, (n, s) in enumerate(zip(memory, strides_of(memory), strict=True))
+    ]
     sizes = [
-        merged(op, 3, [n for r, n, _ in axes if r == reduced], [s for r, _, s in axes if r == reduced])
+        merged(
+            op, 3, [n for r, n, _ in axes if r == reduced], [s for r, _, s in axes if r == reduced]
+        )
         for reduced in (False, True)
     ]
     (kept, kept_strides), (gone, strides) = sizes
@@ -401,16 +514,24 @@ def sum_to(dy: Tensor, shape: Shape) -> Tensor:
 
 def _sum_of_samples(x: Tensor) -> Tensor:
     executor = current()
-    if isinstance(executor, (Recorder, ShardEager)) and (x.ndim < 1 or x.shape[0] != executor.samples):
+    if isinstance(executor, (Recorder, ShardEager)) and (
+        x.ndim < 1 or x.shape[0] != executor.samples
+    ):
         raise ConfigError(
-            f"[sum] in a trainer only values of samples can be summed, of shape ({executor.samples}, ...), "
+            "[sum] in a trainer only values of samples can be summed, of shape "
+            f"({executor.samples}, ...), "
             f"not {x.shape}; for a penalty on weights use the optimizer's weight_decay"
         )
     x = batched(x)
     n = -1 if executor.shard else x.shape[0]  # -1: the samples that the shard really has
     y = empty(())
     current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
-    return attach(y, (x,), adjoint("sum_lanes_backward", x, n, x.groups, x.features, layout=x.layout), name="sum")
+    return attach(
+        y,
+        (x,),
+        adjoint("sum_lanes_backward", x, n, x.groups, x.features, layout=x.layout),
+        name="sum",
+    )
 
 
 def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
@@ -418,9 +539,11 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     if dim is None:
         return _sum_of_samples(x)
     dims = axes_of("sum", x, dim)
-    y, before = reduced("reduce_sum", x, dims), x.shape
+    y = reduced("reduce_sum", x, dims)
+    before = x.shape
     attach(y, (x,), lambda dy: (expand(dy, before),), name="sum")
     return without(y, dims, keepdim)
 
 
-ONNX |= {"fill": "Constant", "copy_strided": "Pad", "reduce_sum": "ReduceSum"}  # a pad is a copy into what was filled
+# a pad is a copy into what was filled
+ONNX |= {"fill": "Constant", "copy_strided": "Pad", "reduce_sum": "ReduceSum"}

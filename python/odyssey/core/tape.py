@@ -1,11 +1,12 @@
 """Tensors and the tape: values that remember how they were made, and the walk back from a loss.
 
-A tensor is float32 (labels: int32) in one of three layouts. `rows` is NumPy's: C-contiguous, as arrays come in and as
-parameters and their gradients are kept; it shares memory with NumPy both ways. `lanes` is what the kernels compute on
-(mojo/kernels/lanes.mojo: groups of 16 samples, one per vector lane); ops make it by themselves, with the first
-axis as the batch, and `numpy()` of such a tensor is a copy in rows. A batch of at most SMALL_BATCH samples stays in
-rows: most lanes would be empty. `tokens` are lanes as well, for sequences (N, T, ...): a lane is a position of one, and
-N T of them fill the groups, so that a layer over the last axis needs no 16 sequences.
+A tensor is float32 (labels: int32) in one of three layouts. `rows` is NumPy's: C-contiguous, as
+arrays come in and as parameters and their gradients are kept; it shares memory with NumPy both
+ways. `lanes` is what the kernels compute on (mojo/kernels/lanes.mojo: groups of 16 samples, one per
+vector lane); ops make it by themselves, with the first axis as the batch, and `numpy()` of such a
+tensor is a copy in rows. A batch of at most SMALL_BATCH samples stays in rows: most lanes would be
+empty. `tokens` are lanes as well, for sequences (N, T, ...): a lane is a position of one, and N T
+of them fill the groups, so that a layer over the last axis needs no 16 sequences.
 """
 
 from __future__ import annotations
@@ -29,10 +30,23 @@ from .placement import FIRST, Device, different_places, elsewhere, place_of_op
 from .program import Memory, OwnMemory, Range, Slot, copied_memory
 
 __all__ = [
-    "SMALL_BATCH", "Parameter", "Shape", "Tensor", "BackwardWatcher", "attach", "checkpointed", "empty", "from_dlpack",
-    "layout_of", "make", "no_grad", "to_lanes", "to_rows",
-]  # fmt: skip
-# LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
+    "SMALL_BATCH",
+    "Parameter",
+    "Shape",
+    "Tensor",
+    "BackwardWatcher",
+    "attach",
+    "checkpointed",
+    "empty",
+    "from_dlpack",
+    "layout_of",
+    "make",
+    "no_grad",
+    "to_lanes",
+    "to_rows",
+]
+# LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to
+# 16 in lanes.
 SMALL_BATCH = 4
 LEADING = {"rows": 1, "lanes": 1, "tokens": 2}  # axes that count lanes (rows: samples)
 
@@ -56,9 +70,11 @@ def tick() -> int:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
-    """One op on the tape: what went in, how to take a gradient back, and the op's number in a recording.
+    """One op on the tape: what went in, how to take a gradient back, and the op's number in a
+    recording.
 
-    With `repeat` it stands for several: repeat() computes the same output again, with a tape of its own.
+    With `repeat` it stands for several: repeat() computes the same output again, with a tape of its
+    own.
     """
 
     inputs: tuple[Tensor, ...]
@@ -72,28 +88,49 @@ class Tensor:
     """An n-dimensional float32 array that can be differentiated.
 
     Args:
-        data: anything NumPy can read. A C-contiguous float32 array is used as it is, without a copy; other
-            floats and integers are converted.
+        data: anything NumPy can read. A C-contiguous float32 array is used as it is, without a
+            copy; other floats and integers are converted.
         requires_grad: whether `backward()` should fill `grad`.
         dtype: float32, or int32 for what is an index.
 
-    `device` is the place it is on (placement.py): that of its inputs, and device(0) for what was made from an array.
+    `device` is the place it is on (placement.py): that of its inputs, and device(0) for what was
+    made from an array.
     """
 
-    __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "device", "mask", "__weakref__")
+    __slots__ = (
+        "memory",
+        "shape",
+        "layout",
+        "dtype",
+        "requires_grad",
+        "grad",
+        "node",
+        "device",
+        "mask",
+        "__weakref__",
+    )
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = np.float32) -> None:
         array = np.asarray(data)
         if array.dtype.kind not in "fiub":
-            raise ShapeError(f"[tensor] dtype {array.dtype} is not a number; give floats or integers")
-        if dtype not in (np.float32, np.int32) or (dtype == np.int32 and (requires_grad or array.dtype.kind == "f")):
-            raise ShapeError(f"[tensor] dtype {dtype} of {array.dtype}; float32, or int32 without gradient")
+            raise ShapeError(
+                f"[tensor] dtype {array.dtype} is not a number; give floats or integers"
+            )
+        if dtype not in (np.float32, np.int32) or (
+            dtype == np.int32 and (requires_grad or array.dtype.kind == "f")
+        ):
+            raise ShapeError(
+                f"[tensor] dtype {dtype} of {array.dtype}; float32, or int32 without gradient"
+            )
         array = np.ascontiguousarray(array, dtype).reshape(array.shape)
         self._set(OwnMemory(array), array.shape, "rows", dtype)
         self.requires_grad = requires_grad
 
     def _set(self, memory: Memory, shape: Shape, layout: str, dtype: Any) -> None:
-        self.memory, self.shape, self.layout, self.dtype = memory, tuple(shape), layout, dtype
+        self.memory = memory
+        self.shape = tuple(shape)
+        self.layout = layout
+        self.dtype = dtype
         self.requires_grad = False
         self.grad: Tensor | None = None
         self.node: Node | None = None
@@ -124,7 +161,11 @@ class Tensor:
     @property
     def floats(self) -> int:
         """Numbers in memory, unused lanes included."""
-        return self.size if self.layout == "rows" else self.groups * self.features * native.library().lanes
+        return (
+            self.size
+            if self.layout == "rows"
+            else self.groups * self.features * native.library().lanes
+        )
 
     def __len__(self) -> int:
         if not self.shape:
@@ -147,7 +188,10 @@ class Tensor:
     def data(self, values: Any) -> None:
         """Overwrites the values, in the memory that they have."""
         if (array := np.asarray(values)).shape != self.shape:
-            raise ShapeError(f"[tensor] data of shape {array.shape} for a tensor of shape {self.shape}; give the same")
+            raise ShapeError(
+                f"[tensor] data of shape {array.shape} for a tensor of shape {self.shape}; give "
+                "the same"
+            )
         if self.layout == "rows":
             self.data[...] = array
         else:
@@ -173,7 +217,9 @@ class Tensor:
     def item(self) -> float:
         """The one value of a tensor of one element."""
         if self.size != 1:
-            raise ShapeError(f"[tensor] item() needs one element, this tensor has shape {self.shape}")
+            raise ShapeError(
+                f"[tensor] item() needs one element, this tensor has shape {self.shape}"
+            )
         return float(self.data.reshape(-1)[0])
 
     def tolist(self) -> Any:
@@ -182,8 +228,11 @@ class Tensor:
     def __repr__(self) -> str:
         if isinstance(self.memory, Slot):
             return f"Tensor(shape={self.shape}, being recorded)"
-        name, long = type(self).__name__, self.size > 64
-        body = np.array2string(self.data, prefix=f"{name}(", threshold=64, separator=", ", precision=4)
+        name = type(self).__name__
+        long = self.size > 64
+        body = np.array2string(
+            self.data, prefix=f"{name}(", threshold=64, separator=", ", precision=4
+        )
         shape = f", shape={self.shape}" if long else ""
         return f"{name}({body}{shape}{', requires_grad=True' if self.requires_grad else ''})"
 
@@ -199,7 +248,10 @@ class Tensor:
         def to(self, device: int | str | Device) -> Tensor: ...
         def __getattr__(self, name: str) -> Any: ...  # size, and the others
 
-        __radd__, __rmul__, __sub__, __rsub__ = __add__, __mul__, __add__, __add__
+        __radd__ = __add__
+        __rmul__ = __mul__
+        __sub__ = __add__
+        __rsub__ = __add__
 
     # --- gradients ---
 
@@ -212,19 +264,31 @@ class Tensor:
 
         gradient: dL/d(self), of this tensor's shape; 1 for a tensor of one element.
 
-        Raises ShapeError: no gradient was given for a tensor of several elements, or nothing here requires one.
+        Raises ShapeError: no gradient was given for a tensor of several elements, or nothing here
+        requires one.
         """
         if self.node is None and not self.requires_grad:
-            raise ShapeError("[tensor] backward() of what depends on nothing with requires_grad=True; is all frozen?")
+            raise ShapeError(
+                "[tensor] backward() of what depends on nothing with requires_grad=True; is all "
+                "frozen?"
+            )
         if gradient is None:
             if self.size != 1:
-                raise ShapeError(f"[tensor] backward() of shape {self.shape} needs a gradient of that shape")
+                raise ShapeError(
+                    f"[tensor] backward() of shape {self.shape} needs a gradient of that shape"
+                )
             seed = None
         else:
-            seed = Tensor(gradient) if not isinstance(gradient, Tensor) else new_like(gradient, gradient.memory)
+            seed = (
+                Tensor(gradient)
+                if not isinstance(gradient, Tensor)
+                else new_like(gradient, gradient.memory)
+            )
             seed.device = self.device
             if seed.shape != self.shape:
-                raise ShapeError(f"[tensor] the gradient has shape {seed.shape}, the tensor {self.shape}")
+                raise ShapeError(
+                    f"[tensor] the gradient has shape {seed.shape}, the tensor {self.shape}"
+                )
         executor = program.current()
         with no_grad():
             try:
@@ -235,7 +299,11 @@ class Tensor:
                         executor.emit("loss_scale", seed.memory)
                     else:
                         executor.emit("fill", seed.memory, 1.0, 1)
-                watch = _Watch(self) if BackwardWatcher.exist and type(executor) is program.Eager else None
+                watch = (
+                    _Watch(self)
+                    if BackwardWatcher.exist and type(executor) is program.Eager
+                    else None
+                )
                 _walk(self, _as_layout(seed, self.layout), watch)
                 if watch is not None:
                     watch.end()
@@ -261,11 +329,16 @@ class Tensor:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         more = {name: attribute(value) for name, value in self._attributes().items()}
-        new.__setstate__({**self._state(copied(self.memory, self.shape, self.dtype, memo), memo), **more})
+        new.__setstate__(
+            {**self._state(copied(self.memory, self.shape, self.dtype, memo), memo), **more}
+        )
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything that pickle keeps. Values are kept as rows, so they mean the same to every version."""
+        """Everything that pickle keeps.
+
+        Values are kept as rows, so they mean the same to every version.
+        """
         self._check_copied()
         memory = self.memory
         if isinstance(memory, Range) or self.layout != "rows":
@@ -279,9 +352,19 @@ class Tensor:
             setattr(self, name, value)
 
     def _state(self, memory: OwnMemory, memo: dict[int, Any] | None) -> dict[str, Any]:
-        """The attributes of a copy that has this memory. `memo` is None for pickle, which copies `grad` itself."""
-        named = {name: getattr(self, name) for name in ("shape", "layout", "dtype", "requires_grad", "device", "mask")}
-        return {"memory": memory, **named, "grad": self.grad if memo is None else copy.deepcopy(self.grad, memo)}
+        """The attributes of a copy that has this memory.
+
+        `memo` is None for pickle, which copies `grad` itself.
+        """
+        named = {
+            name: getattr(self, name)
+            for name in ("shape", "layout", "dtype", "requires_grad", "device", "mask")
+        }
+        return {
+            "memory": memory,
+            **named,
+            "grad": self.grad if memo is None else copy.deepcopy(self.grad, memo),
+        }
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that a subclass has added to those of odyssey's own classes."""
@@ -292,7 +375,8 @@ class Tensor:
             slots = vars(kind).get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
                 private = slot.startswith("__") and not slot.endswith("__")
-                name = f"_{kind.__name__.lstrip('_')}{slot}" if private else slot  # as Python calls it
+                # as Python calls it
+                name = f"_{kind.__name__.lstrip('_')}{slot}" if private else slot
                 if name not in ("__dict__", "__weakref__") and hasattr(self, name):
                     added[name] = getattr(self, name)
         return added
@@ -301,7 +385,8 @@ class Tensor:
         """Raises ConfigError if the values are not here, or belong to a tape."""
         if self.node is not None:
             raise ConfigError(
-                "[copy] a tensor that ops computed from a tensor with requires_grad=True can't be copied or pickled, "
+                "[copy] a tensor that ops computed from a tensor with requires_grad=True can't "
+                "be copied or pickled, "
                 "because its tape can't; use .detach() first"
             )
         if isinstance(self.memory, Slot):
@@ -315,17 +400,20 @@ _requires_grad: Any = Tensor.requires_grad
 
 
 class Parameter(Tensor):
-    """A tensor that a module trains. Its gradient exists from the start and is added to by every backward pass.
+    """A tensor that a module trains.
 
-    `name` is its name in the model, once an optimizer or trainer has it; for messages. `places`: where modules that
-    share it are, by their id; `device` is one of them.
+    Its gradient exists from the start and is added to by every backward pass.
+
+    `name` is its name in the model, once an optimizer or trainer has it; for messages. `places`:
+    where modules that share it are, by their id; `device` is one of them.
     """
 
     __slots__ = ("name", "places")
 
     def __init__(self, data: Any) -> None:
         super().__init__(data, requires_grad=True)
-        self.name, self.places = "", {}
+        self.name = ""
+        self.places = {}
         make = maker()
         own = make(self.shape)
         own[...] = self.data
@@ -344,7 +432,10 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """Gradient that backward passes have added. Assigning overwrites the values, in the optimizer's memory."""
+        """Gradient that backward passes have added.
+
+        Assigning overwrites the values, in the optimizer's memory.
+        """
         return _gradient.__get__(self)
 
     @grad.setter
@@ -356,16 +447,24 @@ class Parameter(Tensor):
             mine.data = np.zeros(self.shape, np.float32) if value is None else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Becomes what `__getstate__` described. The gradient is zero, as that of a copied parameter of PyTorch."""
+        """Becomes what `__getstate__` described.
+
+        The gradient is zero, as that of a copied parameter of PyTorch.
+        """
         trained = state.pop("requires_grad")
-        _requires_grad.__set__(self, False)  # not by the property: a new parameter is no setting that has changed
+        # not by the property: a new parameter is no setting that has changed
+        _requires_grad.__set__(self, False)
         super().__setstate__({**state, "places": {}})
         _requires_grad.__set__(self, trained)
         self.place(self.memory, OwnMemory(maker()(self.shape)))
 
     def _state(self, memory: OwnMemory, memo: dict[int, Any] | None) -> dict[str, Any]:
-        # `places` is by the id of modules, so the copies of these modules say it again (nn.Module.__setstate__)
-        named = {name: getattr(self, name) for name in ("shape", "layout", "dtype", "requires_grad", "device", "name")}
+        # `places` is by the id of modules, so the copies of these modules say it again
+        # (nn.Module.__setstate__)
+        named = {
+            name: getattr(self, name)
+            for name in ("shape", "layout", "dtype", "requires_grad", "device", "name")
+        }
         return {"memory": memory, **named}
 
     def place(self, memory: Memory, grad: Memory) -> None:
@@ -375,8 +474,11 @@ class Parameter(Tensor):
         self.grad.device = self.device
 
     def put(self, device: Device, module: Any = None) -> None:
-        """Says which place computes with the parameter, and so with its gradient; or which one for a module."""
-        self.device, self.places = device, {} if module is None else {**self.places, id(module): device}
+        """Says which place computes with the parameter, and so with its gradient; or which one
+        for a module.
+        """
+        self.places = {} if module is None else {**self.places, id(module): device}
+        self.device = device
         if self.grad is not None:
             self.grad.device = device
 
@@ -404,8 +506,11 @@ def new_like(t: Tensor, memory: Memory) -> Tensor:
 
 def empty(shape: Shape, layout: str = "rows", dtype: Any = np.float32) -> Tensor:
     """An uninitialised tensor from the current executor."""
-    executor, t = program.current(), make(None, shape, layout, dtype)  # type: ignore[arg-type]
-    t.memory, t.device = executor.alloc(max(4 * t.floats, 16)), executor.scope.device
+    # type: ignore[arg-type]
+    executor = program.current()
+    t = make(None, shape, layout, dtype)
+    t.memory = executor.alloc(max(4 * t.floats, 16))
+    t.device = executor.scope.device
     if layout != "rows":
         executor.extent = max(executor.extent, t.lanes)
     return t
@@ -426,7 +531,8 @@ def from_dlpack(x: Any) -> Tensor:
 @contextmanager
 def no_grad() -> Iterator[None]:
     """Ops inside leave no tape."""
-    before, _tape.enabled = _tape.enabled, False
+    before = _tape.enabled
+    _tape.enabled = False
     try:
         yield
     finally:
@@ -434,7 +540,11 @@ def no_grad() -> Iterator[None]:
 
 
 def attach(
-    out: Tensor, inputs: tuple[Tensor, ...], backward: Backward, device: Device | None = None, name: str = ""
+    out: Tensor,
+    inputs: tuple[Tensor, ...],
+    backward: Backward,
+    device: Device | None = None,
+    name: str = "",
 ) -> Tensor:
     """Completes an op: its place, and the tape if one of its inputs wants a gradient.
 
@@ -447,27 +557,36 @@ def attach(
     if out.dtype != np.int32 and any(t.dtype == np.int32 for t in inputs):
         op = name or backward.__qualname__.split(".")[0].lstrip("_")
         raise ShapeError(
-            f"[{op}] a tensor of integers, {inputs[0].shape}, where numbers are computed; use its .float()"
+            f"[{op}] a tensor of integers, {inputs[0].shape}, where numbers are computed; use "
+            "its .float()"
         )
     for t in inputs[1:]:  # in the backward pass the walk says where ops run
         if program.current().scope.phase == "forward" and elsewhere(t, where):
-            raise DeviceError(different_places(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
+            raise DeviceError(
+                different_places(
+                    name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t
+                )
+            )
     out.device = where if device is None else device
     number = program.current().close(out.device)
     if _tape.enabled and any(t.requires_grad for t in inputs):
-        out.requires_grad, out.node = True, Node(inputs, backward, number)
+        out.node = Node(inputs, backward, number)
+        out.requires_grad = True
     return out
 
 
 def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
     """fn(*args) with one node on the tape instead of one per op; nn/checkpoint.py says what for.
 
-    The walk back repeats fn and goes on through the tape that this leaves, so gradients are added in the same order.
+    The walk back repeats fn and goes on through the tape that this leaves, so gradients are added
+    in the same order.
     """
     if not _tape.enabled:
         return fn(*args)
     executor = program.current()
-    ops, layer, precision = executor.scope.ops, executor.layer, executor.precision
+    ops = executor.scope.ops
+    layer = executor.layer
+    precision = executor.precision
     started = tick()
 
     def run() -> Tensor:
@@ -477,22 +596,30 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         finally:
             _tape.checkpoints -= 1
         if not isinstance(y, Tensor):
-            raise ShapeError(f"[checkpoint] the function returned a {type(y).__name__}; it must return one tensor")
+            raise ShapeError(
+                f"[checkpoint] the function returned a {type(y).__name__}; it must return one "
+                "tensor"
+            )
         return y
 
     def repeat() -> Tensor:
         here = program.current()
-        _tape.enabled, before, here.precision = True, here.precision, precision
+        _tape.enabled = True
+        before = here.precision
+        here.precision = precision
         try:
             with here.repeat(ops, layer):
                 return run()
         finally:
-            _tape.enabled, here.precision = False, before
+            _tape.enabled = False
+            here.precision = before
 
-    if (y := run()).node is None or y.node.order < started:  # nothing was computed that wants a gradient
+    # nothing was computed that wants a gradient
+    if (y := run()).node is None or y.node.order < started:
         return y
     out = new_like(y, y.memory)
-    out.requires_grad, out.node = True, Node((), None, y.node.number, repeat)
+    out.node = Node((), None, y.node.number, repeat)
+    out.requires_grad = True
     return out
 
 
@@ -502,7 +629,9 @@ def in_checkpoint() -> bool:
 
 
 class BackwardWatcher:
-    """Is told of the eager backward passes that reach an arena's parameters (`arena.watcher`; ddp.py)."""
+    """Is told of the eager backward passes that reach an arena's parameters (`arena.watcher`;
+    ddp.py).
+    """
 
     exist = False  # whether there ever was one: without any, a backward pass does not look for them
 
@@ -513,16 +642,21 @@ class BackwardWatcher:
         """
 
     def ready(self, p: Parameter) -> None:
-        """The pass adds nothing more to p's gradient. Parameters that it does not reach are not named."""
+        """The pass adds nothing more to p's gradient.
+
+        Parameters that it does not reach are not named.
+        """
 
     def end(self) -> None:
         """The pass is over."""
 
 
 class _Watch:
-    """Counts the uses of watched parameters on the tape before a backward pass starts, to tell their watchers.
+    """Counts the uses of watched parameters on the tape before a backward pass starts, to tell
+    their watchers.
 
-    What a checkpoint uses is not known before it is repeated, so nothing is complete as long as one is ahead.
+    What a checkpoint uses is not known before it is repeated, so nothing is complete as long as one
+    is ahead.
     """
 
     def __init__(self, root: Tensor) -> None:
@@ -535,7 +669,8 @@ class _Watch:
 
     def extend(self, root: Tensor) -> None:
         """Takes in the tape that ends in `root`."""
-        stack, new = [root], []
+        stack = [root]
+        new = []
         if root.node is None:
             self._use(root, new)
         while stack:
@@ -554,7 +689,11 @@ class _Watch:
             watcher.begin(self._seen)
 
     def _use(self, t: Tensor, new: list[BackwardWatcher]) -> None:
-        watcher = t.memory.arena.watcher if isinstance(t, Parameter) and isinstance(t.memory, Range) else None
+        watcher = (
+            t.memory.arena.watcher
+            if isinstance(t, Parameter) and isinstance(t.memory, Range)
+            else None
+        )
         if watcher is None:
             return
         self._left.setdefault(id(t), [t, 0])[1] += 1
@@ -563,7 +702,9 @@ class _Watch:
             new.append(watcher)
 
     def used(self, inputs: tuple[Tensor, ...]) -> list[Parameter]:
-        """The backward of an op with these inputs has run; returns the parameters that are complete now."""
+        """The backward of an op with these inputs has run; returns the parameters that are
+        complete now.
+        """
         for t in inputs:
             entry = self._left.get(id(t))
             if entry is not None:
@@ -572,7 +713,8 @@ class _Watch:
                     self._met.append(t)
         if self.ahead or not self._met:
             return []
-        done = [t for t in self._met if not self._left[id(t)][1]]  # a checkpoint may have used it again
+        # a checkpoint may have used it again
+        done = [t for t in self._met if not self._left[id(t)][1]]
         self._met = []
         return [self._left.pop(id(t))[0] for t in dict.fromkeys(done)]
 
@@ -585,7 +727,9 @@ class _Watch:
 
 
 def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
-    """Takes the gradient back through the tape, the newest op first, so each op is met once with its whole gradient."""
+    """Takes the gradient back through the tape, the newest op first, so each op is met once with
+    its whole gradient.
+    """
     executor = program.current()
     # the tensor, its gradient so far, and the number of the op that gave it last
     pending: dict[int, tuple[Tensor, Tensor, int]] = {id(root): (root, seed, executor.scope.tag)}
@@ -597,14 +741,17 @@ def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
             _accumulate(t, grad)
             continue
         if t.node.repeat is not None:
-            # Its ops are the newest of the tape now, so they come next, as if they had been there all the time.
-            order, again = t.node.order, t.node.repeat()
+            # Its ops are the newest of the tape now, so they come next, as if they had been there
+            # all the time.
+            order = t.node.order
+            again = t.node.repeat()
             pending[id(again)] = (again, grad, giver)
             if watch is not None:
                 watch.extend(again)
                 watch.ahead.discard(order)
             continue
-        number, place = t.node.number, place_of_op(t.node.inputs)
+        number = t.node.number
+        place = place_of_op(t.node.inputs)
         executor.enter(number, t.device)
         grad = _as_layout(grad, t.layout)
         executor.enter(number, place)  # where the gradients are wanted
@@ -637,12 +784,18 @@ def _as_layout(t: Tensor, layout: str) -> Tensor:
 
 
 def to_lanes(x: Tensor, layout: str = "lanes") -> Tensor:
-    """The same samples in lanes; the first axis is the batch. Or in tokens: the first two axes are sequences."""
+    """The same samples in lanes; the first axis is the batch.
+
+    Or in tokens: the first two axes are sequences.
+    """
     if x.layout == layout:
         return x
     x = to_rows(x)
     if x.ndim < 1 or x.size == 0:
-        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
+        raise ShapeError(
+            f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not "
+            "be empty"
+        )
     y = empty_like(x, x.shape, layout)
     program.current().emit("pack_rows", y.memory, x.memory, y.lanes, y.features)
     return attach(y, (x,), lambda dy: (to_rows(dy),))

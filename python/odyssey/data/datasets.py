@@ -1,8 +1,11 @@
-"""Data sets that fit in memory: the checked array pair, and MNIST, Fashion-MNIST and CIFAR-10 read from their files.
+"""Data sets that fit in memory: the checked array pair, and MNIST, Fashion-MNIST and CIFAR-10
+read from their files.
 
-Images keep the dtype of the file (uint8); two numbers per channel normalise them when a batch is gathered.
+Images keep the dtype of the file (uint8); two numbers per channel normalise them when a batch is
+gathered.
 
-MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0 (mnist/LICENSE.txt).
+MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0
+(mnist/LICENSE.txt).
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ def digest(*parts: np.ndarray | str) -> str:
     """16 hexadecimal digits of the SHA-256 of arrays and texts."""
     found = hashlib.sha256()
     for part in parts:
-        found.update(part.encode() + b"\0" if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+        found.update(
+            part.encode() + b"\0" if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
+        )
     return found.hexdigest()[:16]
 
 
@@ -56,7 +61,8 @@ def outside(numbers: np.ndarray, count: int) -> int | None:
 
 def described(dataset: Any) -> str:
     """Any data set as one line."""
-    shape, classes = getattr(dataset, "sample_shape", None), getattr(dataset, "classes", None)
+    shape = getattr(dataset, "sample_shape", None)
+    classes = getattr(dataset, "classes", None)
     parts = [f"{len(dataset)} samples"] + [f"of {shape}"] * (shape is not None)
     what = f", classes={reprlib.repr(classes)}" if classes else ""
     name = f"{dataset.name}, " if isinstance(getattr(dataset, "name", None), str) else ""
@@ -73,12 +79,16 @@ class Gathered(Described):
     """A data set whose samples are read many at a time, by `gather`; one is such a read too."""
 
     def __getitem__(self, i: int) -> tuple[Any, Any]:
-        """(sample, target) number i, as a model and a loss are given them; negative numbers count from the end."""
+        """(sample, target) number i, as a model and a loss are given them; negative numbers
+        count from the end.
+        """
         both = self.gather(np.array([range(len(self))[i]]))
         return tuple(mapped(lambda a: a[0], tree) for tree in both)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that stand for the samples; of many, those at even distances, FINGERPRINT bytes."""
+        """16 hexadecimal digits that stand for the samples; of many, those at even distances,
+        FINGERPRINT bytes.
+        """
         size = sum(leaf.nbytes for leaf in leaves(self.gather(np.zeros(1, np.int64))))
         count = min(len(self), 10_000, max(3, FINGERPRINT // size))
         return digest(*leaves(self.gather(np.linspace(0, len(self) - 1, count).astype(np.int64))))
@@ -86,16 +96,18 @@ class Gathered(Described):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ArrayDataset(Gathered):
-    """Samples and targets in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
+    """Samples and targets in memory.
 
-    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (nested.py) of C-contiguous
-        float32 or int32 arrays (N, ...).
-    labels: (N,) int32, 0 <= label < classes; or, if `classes` is 0, any tree of float32 or int32 arrays (N, ...).
-    classes: number of classes; 0: the targets are no classes.
-    scale, shift: (C,) float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
+    Made by `arrays` or `load`; whatever makes it, its parts fit each other.
+
+    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (nested.py)
+        of C-contiguous float32 or int32 arrays (N, ...).
+    labels: (N,) int32, 0 <= label < classes; or, if `classes` is 0, any tree of float32 or int32
+    arrays (N, ...). classes: number of classes; 0: the targets are no classes. scale, shift: (C,)
+    float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
         Trees are taken as they are.
-    name: what error messages call it.
-    columns, class_names: of (N, F) that come from a table (tables.Columns), and what classes are called, where that is
+    name: what error messages call it. columns, class_names: of (N, F) that come from a table
+    (tables.Columns), and what classes are called, where that is
         known.
     Raises DataError where one of these does not hold.
     """
@@ -113,16 +125,22 @@ class ArrayDataset(Gathered):
         if self.normalised:
             _check_images(self.images, self.name)
         for leaf in leaves(self.labels) + ([] if self.normalised else leaves(self.images)):
-            if leaf.dtype not in (np.int32, np.float32) or not leaf.flags.c_contiguous or len(leaf) != len(self):
+            if (
+                leaf.dtype not in (np.int32, np.float32)
+                or not leaf.flags.c_contiguous
+                or len(leaf) != len(self)
+            ):
                 raise DataError(
-                    f"{self.name}: an array is {leaf.dtype} {leaf.shape}; C-contiguous int32 or float32 of {len(self)} "
+                    f"{self.name}: an array is {leaf.dtype} {leaf.shape}; C-contiguous int32 or "
+                    f"float32 of {len(self)} "
                     "samples expected; use arrays()"
                 )
         if self.classes:
             _check_labels(self.labels, len(self), self.classes, self.name)
         for field, values in (("scale", self.scale), ("shift", self.shift)):
             if values.dtype != np.float32 or values.shape != (self._channels,):
-                found, wanted = f"{values.dtype} {values.shape}", f"float32 ({self._channels},)"
+                found = f"{values.dtype} {values.shape}"
+                wanted = f"float32 ({self._channels},)"
                 raise DataError(f"{self.name}: {field} is {found}; {wanted} expected")
 
     @functools.cached_property
@@ -147,12 +165,18 @@ class ArrayDataset(Gathered):
         def leaf(a: np.ndarray) -> Leaf:
             return Leaf(a.shape[1:], a.dtype.name)
 
-        inputs = Leaf(self.sample_shape, "float32", True) if self.normalised else mapped(leaf, self.images)
+        inputs = (
+            Leaf(self.sample_shape, "float32", True)
+            if self.normalised
+            else mapped(leaf, self.images)
+        )
         return Form(inputs, mapped(leaf, self.labels), self.classes > 0)
 
     @functools.cached_property
     def gathered(self) -> list[np.ndarray]:
-        """The arrays that are taken by rows as they are: those of the targets, behind those of a tree of samples."""
+        """The arrays that are taken by rows as they are: those of the targets, behind those of a
+        tree of samples.
+        """
         return ([] if self.normalised else leaves(self.images)) + leaves(self.labels)
 
     @property
@@ -164,12 +188,16 @@ class ArrayDataset(Gathered):
         return len(leaves(self.images)[0])
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
-        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape), normalised, and labels int32
-        (B,); trees stay trees. All arrays are new. Raises DataError for an index outside 0..N-1 (a negative one does
-        not count from the end)."""
+        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape),
+        normalised, and labels int32 (B,); trees stay trees. All arrays are new. Raises
+        DataError for an index outside 0..N-1 (a negative one does not count from the end).
+        """
         indices = np.asarray(indices, dtype=np.int64)
         if (wrong := outside(indices, len(self))) is not None:
-            raise DataError(f"{self.name}: index {indices[wrong]} is not a sample; 0 to {len(self) - 1} are allowed")
+            raise DataError(
+                f"{self.name}: index {indices[wrong]} is not a sample; 0 to {len(self) - 1} are "
+                "allowed"
+            )
         images, targets = self.rows(indices)
         if self.normalised:
             per_channel = (-1,) + (1,) * (self.images.ndim - 2)
@@ -182,7 +210,9 @@ class ArrayDataset(Gathered):
         return mapped(lambda a: a[which], self.images), mapped(lambda a: a[which], self.labels)
 
     def take(self, n: int) -> ArrayDataset:
-        """The first n samples as a data set that shares this one's memory; ConfigError unless 1 <= n <= N."""
+        """The first n samples as a data set that shares this one's memory; ConfigError unless 1
+        <= n <= N.
+        """
         n = check_integer(f"the number of samples to take from {self.name}", n, 1, len(self))
         images, labels = self.rows(slice(n))
         return dataclasses.replace(self, images=images, labels=labels)
@@ -197,44 +227,61 @@ def arrays(
     shift: float | np.ndarray = 0.0,
     name: str = "arrays",
 ) -> ArrayDataset:
-    """Make a checked data set of your own arrays: of images or rows of numbers and their classes, or of any others.
+    """Make a checked data set of your own arrays: of images or rows of numbers and their
+    classes, or of any others.
 
-    images: (N, C, H, W), (N, H, W) which becomes (N, 1, H, W), or (N, F). uint8 stays uint8; float16 and float64 become
-        float32. A C-contiguous uint8 or float32 array is not copied: leave it unchanged while the data set is in use.
-        Or a tuple or dict of arrays (N, ...), or integers (N, ...): floats become float32, integers int32. A model is
-        called as model(*inputs) with a tuple, as model(inputs) with a dict.
+    images: (N, C, H, W), (N, H, W) which becomes (N, 1, H, W), or (N, F). uint8 stays uint8;
+        float16 and float64 become float32. A C-contiguous uint8 or float32 array is not copied:
+        leave it unchanged while the data set is in use. Or a tuple or dict of arrays (N, ...), or
+        integers (N, ...): floats become float32, integers int32. A model is called as
+        model(*inputs) with a tuple, as model(inputs) with a dict.
     labels: classes (N,) of any integer type, copied to int32. Or any other targets, which a loss is given as they are:
         numbers (N, ...), integers (N, T), a tuple or dict of arrays.
     classes: number of classes; the largest label plus one if None. 0: integers (N,) are no classes.
-    scale, shift: one number, or one per channel; a pixel p stands for the value p * scale + shift. To have
+    scale, shift: one number, or one per channel; a pixel p stands for the value p * scale + shift.
+    To have
         (p / 255 - mean) / std of uint8 images, give 1 / (255 * std) and -mean / std.
-    Returns an ArrayDataset whose arrays are read-only views.
-    Raises DataError for another dtype or shape, different lengths, no sample, NaN or infinity in floats, integers
-    beyond int32, a label below 0 or not below `classes`; ConfigError for a wrong `classes`, `scale` or `shift`.
+    Returns an ArrayDataset whose arrays are read-only views. Raises DataError for another dtype or
+    shape, different lengths, no sample, NaN or infinity in floats, integers beyond int32, a label
+    below 0 or not below `classes`; ConfigError for a wrong `classes`, `scale` or `shift`.
     """
     if classes is not None:
         classes = check_integer(f"{name}: classes", classes, 0, 2**31 - 1)
-    images, labels = (t if isinstance(t, (tuple, dict)) else np.asarray(t) for t in (images, labels))
-    if isinstance(images, np.ndarray) and (images.dtype == np.uint8 or images.dtype.kind not in "iub"):
+    images, labels = (
+        t if isinstance(t, (tuple, dict)) else np.asarray(t) for t in (images, labels)
+    )
+    if isinstance(images, np.ndarray) and (
+        images.dtype == np.uint8 or images.dtype.kind not in "iub"
+    ):
         images = _as_images(images, name)
         _check_images(images, name)
         channels = images.shape[1] if images.ndim == 4 else 1
     else:
-        images, channels = _as_tree(images, None, "inputs", name), 1
+        images = _as_tree(images, None, "inputs", name)
+        channels = 1
     count = len(leaves(images)[0])
     integers = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
     if classes or (classes is None and integers):
         if labels.dtype.kind not in "iu":
-            raise DataError(f"{name}: labels are {labels.dtype}; classes are integers; for others leave out classes=")
+            raise DataError(
+                f"{name}: labels are {labels.dtype}; classes are integers; for others leave out "
+                "classes="
+            )
         if classes is None:
             classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
-        advice = "correct the labels or the number of classes; give classes=0 if the loss is to ignore some"
+        advice = (
+            "correct the labels or the number of classes; give classes=0 if the loss is to "
+            "ignore some"
+        )
         _check_labels(labels, count, classes, name, advice)
         labels = labels.astype(np.int32)
     else:
-        labels, classes = _as_tree(labels, count, "targets", name), 0
+        labels = _as_tree(labels, count, "targets", name)
+        classes = 0
     images, labels = (mapped(_read_only, tree) for tree in (images, labels))
-    both = (_per_channel(v, channels, field, name) for field, v in (("scale", scale), ("shift", shift)))
+    both = (
+        _per_channel(v, channels, field, name) for field, v in (("scale", scale), ("shift", shift))
+    )
     return ArrayDataset(images, labels, classes, *both, name)
 
 
@@ -248,16 +295,25 @@ class DatasetInfo:
     std: tuple[float, ...]
     train_files: tuple[str, ...]  # for IDX the images, then the labels, each also allowed with .gz
     test_files: tuple[str, ...]
-    folders: tuple[str, ...]  # where under a data folder the files may be, the most telling place first
+    # where under a data folder the files may be, the most telling place first
+    folders: tuple[str, ...]
 
 
 _IDX_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 _IDX_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 DATASETS: dict[str, DatasetInfo] = {
-    "mnist": DatasetInfo((1, 28, 28), 10, (0.1307,), (0.3081,), _IDX_TRAIN, _IDX_TEST, ("mnist", "MNIST/raw", ".")),
+    "mnist": DatasetInfo(
+        (1, 28, 28), 10, (0.1307,), (0.3081,), _IDX_TRAIN, _IDX_TEST, ("mnist", "MNIST/raw", ".")
+    ),
     "fashion-mnist": DatasetInfo(
-        (1, 28, 28), 10, (0.2860,), (0.3530,), _IDX_TRAIN, _IDX_TEST, ("fashion-mnist", "FashionMNIST/raw", ".")
+        (1, 28, 28),
+        10,
+        (0.2860,),
+        (0.3530,),
+        _IDX_TRAIN,
+        _IDX_TEST,
+        ("fashion-mnist", "FashionMNIST/raw", "."),
     ),
     "cifar10": DatasetInfo(
         (3, 32, 32),
@@ -274,51 +330,72 @@ DATASETS: dict[str, DatasetInfo] = {
 def load(name: str, *, train: bool, data_dir: Path | None = None) -> ArrayDataset:
     """Read the training or the test part of a known data set.
 
-    name: "mnist", "fashion-mnist" or "cifar10" (the keys of DATASETS).
-    train: True for the training part, False for the test part.
-    data_dir: folder with the original files, or with a subfolder that has them. None reads the MNIST that comes with
-        the package, whose content is verified by SHA-256; your own folder may hold other data in the same format.
+    name: "mnist", "fashion-mnist" or "cifar10" (the keys of DATASETS). train: True for the training
+    part, False for the test part. data_dir: folder with the original files, or with a subfolder
+    that has them. None reads the MNIST that comes with
+        the package, whose content is verified by SHA-256; your own folder may hold other data in
+        the same format.
     Returns uint8 images (N, C, H, W) with the scale and shift that give (pixel / 255 - mean) / std.
-    Raises ConfigError for an unknown name; DataError for missing, damaged, altered or mismatched files.
+    Raises ConfigError for an unknown name; DataError for missing, damaged, altered or mismatched
+    files.
     """
     if name not in DATASETS:
         raise ConfigError(f"[data] dataset is {name!r}; allowed are {', '.join(DATASETS)}")
     info = DATASETS[name]
     files = _find(name, train, data_dir)
     images, labels = _read_cifar(files) if name == "cifar10" else _read_idx_pair(name, files)
-    mean, std = np.array(info.mean, np.float64), np.array(info.std, np.float64)
-    return arrays(images, labels, classes=info.classes, scale=1.0 / (255.0 * std), shift=-mean / std, name=name)
+    mean = np.array(info.mean, np.float64)
+    std = np.array(info.std, np.float64)
+    return arrays(
+        images,
+        labels,
+        classes=info.classes,
+        scale=1.0 / (255.0 * std),
+        shift=-mean / std,
+        name=name,
+    )
 
 
 def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
-    """The files of one part, all in one folder; DataError that names the missing ones if no folder has them all."""
+    """The files of one part, all in one folder; DataError that names the missing ones if no
+    folder has them all.
+    """
     info = DATASETS[name]
     wanted = info.train_files if train else info.test_files
     if data_dir is None and name != "mnist":
         raise DataError(
-            f"{name} does not come with odyssey; get {', '.join(info.train_files + info.test_files)} "
+            f"{name} does not come with odyssey; get "
+            f"{', '.join(info.train_files + info.test_files)} "
             "and give their folder with --data-dir"
         )
     root = _SHIPPED if data_dir is None else Path(data_dir)
     if not os.path.isdir(root):  # False as well for a name that no file can have
-        raise DataError(f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of {name}'s files")
+        raise DataError(
+            f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of "
+            f"{name}'s files"
+        )
     tried = [[_in_folder(root / folder, file) for file in wanted] for folder in info.folders]
     best = min(tried, key=lambda found: found.count(None))  # the first of the most telling
     if None not in best:
         return best
     missing = ", ".join(file for file, path in zip(wanted, best, strict=True) if path is None)
     if data_dir is None:
-        raise DataError(f"{missing} is missing from the installation; {REINSTALL}, or use --data-dir")
+        raise DataError(
+            f"{missing} is missing from the installation; {REINSTALL}, or use --data-dir"
+        )
     hint = "the binary version of CIFAR-10" if name == "cifar10" else "plain or .gz"
     raise DataError(
         f"{name}: {missing} not found in {root} nor in its folders "
-        f"{', '.join(folder for folder in info.folders if folder != '.')}; put the files there ({hint}) "
+        f"{', '.join(folder for folder in info.folders if folder != '.')}; put the files there "
+        f"({hint}) "
         "or give another --data-dir"
     )
 
 
 def _in_folder(folder: Path, file: str) -> Path | None:
-    return next((path for path in (folder / file, folder / f"{file}.gz") if os.path.isfile(path)), None)
+    return next(
+        (path for path in (folder / file, folder / f"{file}.gz") if os.path.isfile(path)), None
+    )
 
 
 def _read_idx_pair(name: str, files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
@@ -332,12 +409,14 @@ def _read_idx_pair(name: str, files: list[Path]) -> tuple[np.ndarray, np.ndarray
     shape = DATASETS[name].shape[1:]
     if images.shape[1:] != shape:
         raise DataError(
-            f"{files[0]} has images of {images.shape[1]} x {images.shape[2]}; {name} has {shape[0]} x {shape[1]}; "
+            f"{files[0]} has images of {images.shape[1]} x {images.shape[2]}; {name} has "
+            f"{shape[0]} x {shape[1]}; "
             "check that it is the right file"
         )
     if len(images) != len(labels):
         raise DataError(
-            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; they must belong together"
+            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; they "
+            "must belong together"
         )
     _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _RIGHT)
     if name == "fashion-mnist":
@@ -349,22 +428,29 @@ def _refuse_mnist(path: Path, labels: np.ndarray) -> None:
     """The two data sets have the same file names; a swapped folder would train and look right."""
     header = b"\x00\x00\x08\x01" + len(labels).to_bytes(4, "big")
     if hashlib.sha256(header + labels.tobytes()).hexdigest() in _MNIST_SHA256.values():
-        raise DataError(f"{path} is of MNIST, not of fashion-mnist; give another --data-dir or use mnist")
+        raise DataError(
+            f"{path} is of MNIST, not of fashion-mnist; give another --data-dir or use mnist"
+        )
 
 
 def _read_cifar(files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     records = np.concatenate([_read_records(path) for path in files])
-    return np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32), np.ascontiguousarray(records[:, 0])
+    return np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32), np.ascontiguousarray(
+        records[:, 0]
+    )
 
 
 def _read_records(path: Path) -> np.ndarray:
-    """One CIFAR-10 binary file as uint8 (records, 3073): the label, then 1024 bytes each of red, green and blue."""
+    """One CIFAR-10 binary file as uint8 (records, 3073): the label, then 1024 bytes each of red,
+    green and blue.
+    """
     try:
         with path.open("rb") as file:
             held = os.fstat(file.fileno()).st_size
             if not held or held % _CIFAR_RECORD:  # before anything is allocated
                 raise DataError(
-                    f"{path} holds {held} bytes; a non-zero multiple of {_CIFAR_RECORD} expected; get the file again"
+                    f"{path} holds {held} bytes; a non-zero multiple of {_CIFAR_RECORD} "
+                    "expected; get the file again"
                 )
             content = file.read(held)
             if len(content) != held:
@@ -372,16 +458,22 @@ def _read_records(path: Path) -> np.ndarray:
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path") from None
     except MemoryError:
-        raise DataError(f"{path} ({held} bytes) does not fit into memory; use a machine with more") from None
+        raise DataError(
+            f"{path} ({held} bytes) does not fit into memory; use a machine with more"
+        ) from None
     records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
     _check_labels(records[:, 0], len(records), DATASETS["cifar10"].classes, str(path), _RIGHT)
     return records
 
 
 def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
-    """A tree of C-contiguous float32 and int32 arrays of `count` samples (None: of as many as the first has)."""
+    """A tree of C-contiguous float32 and int32 arrays of `count` samples (None: of as many as
+    the first has).
+    """
     if not leaves(tree):
-        raise DataError(f"{name}: the {what} are an empty {type(tree).__name__}; give at least one array")
+        raise DataError(
+            f"{name}: the {what} are an empty {type(tree).__name__}; give at least one array"
+        )
 
     def converted(given: Any) -> np.ndarray:
         nonlocal count
@@ -389,20 +481,27 @@ def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
         count = len(array) if count is None and array.ndim else count
         if array.ndim < 1 or len(array) != count or array.size == 0:
             raise DataError(
-                f"{name}: an array of the {what} has the shape {array.shape}; ({count or 'samples'}, ...) expected, "
+                f"{name}: an array of the {what} has the shape {array.shape}; "
+                f"({count or 'samples'}, ...) expected, "
                 "with at least one number per sample"
             )
         if array.dtype.kind == "f":
             array = _as_floats(array, name, what)
         elif array.dtype.kind in "iub":
             limits = np.iinfo(np.int32)
-            if array.dtype.kind != "b" and not limits.min <= array.min() <= array.max() <= limits.max:
+            if (
+                array.dtype.kind != "b"
+                and not limits.min <= array.min() <= array.max() <= limits.max
+            ):
                 raise DataError(
-                    f"{name}: the {what} hold integers from {array.min()} to {array.max()}; those of int32 are allowed"
+                    f"{name}: the {what} hold integers from {array.min()} to {array.max()}; "
+                    "those of int32 are allowed"
                 )
             array = array.astype(np.int32, copy=False)
         else:
-            raise DataError(f"{name}: the {what} are {array.dtype}; floats, integers and booleans are allowed")
+            raise DataError(
+                f"{name}: the {what} are {array.dtype}; floats, integers and booleans are allowed"
+            )
         return np.ascontiguousarray(array)
 
     return mapped(converted, tree)
@@ -414,32 +513,46 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
     if images.dtype.kind == "f":
         images = _as_floats(images, name, "images")
     elif images.dtype != np.uint8:
-        raise DataError(f"{name}: images are {images.dtype}; uint8, other integers and floats are allowed")
+        raise DataError(
+            f"{name}: images are {images.dtype}; uint8, other integers and floats are allowed"
+        )
     return np.ascontiguousarray(images)
 
 
 def _as_floats(array: np.ndarray, name: str, what: str) -> np.ndarray:
-    """An array as float32. Raises DataError: NaN, infinity, or a double that is too large for float32."""
+    """An array as float32.
+
+    Raises DataError: NaN, infinity, or a double that is too large for float32.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         array = array.astype(np.float32, copy=False)
-        # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no array of flags.
+        # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no
+        # array of flags.
         if np.isfinite(array.sum(dtype=np.float64)):
             return array
     at = tuple(int(axis) for axis in np.argwhere(~np.isfinite(array))[0])
     raise DataError(
-        f"{name}: sample {at[0]} of the {what} holds {array[at]} at index {at}; finite float32 expected; clean it "
+        f"{name}: sample {at[0]} of the {what} holds {array[at]} at index {at}; finite float32 "
+        "expected; clean it "
         "with np.nan_to_num, or leave the sample out"
     )
 
 
 def _check_images(images: np.ndarray, name: str) -> None:
     if images.ndim not in (2, 4):
-        raise DataError(f"{name}: images have the shape {images.shape}; (N, C, H, W), (N, H, W) or (N, F) are allowed")
+        raise DataError(
+            f"{name}: images have the shape {images.shape}; (N, C, H, W), (N, H, W) or (N, F) "
+            "are allowed"
+        )
     if 0 in images.shape:
-        raise DataError(f"{name}: images have the shape {images.shape}; at least one sample of one pixel is needed")
+        raise DataError(
+            f"{name}: images have the shape {images.shape}; at least one sample of one pixel is "
+            "needed"
+        )
     if images.dtype not in (np.uint8, np.float32) or not images.flags.c_contiguous:
         raise DataError(
-            f"{name}: images are {images.dtype}, strides {images.strides}; C-contiguous uint8 or float32 expected; "
+            f"{name}: images are {images.dtype}, strides {images.strides}; C-contiguous uint8 or "
+            "float32 expected; "
             "use odyssey.data.arrays, which converts"
         )
 
@@ -448,15 +561,23 @@ _RIGHT = "check that it is the right file"
 
 
 def _check_labels(
-    labels: np.ndarray, count: int, classes: int, name: str, advice: str = "correct the labels or the number of classes"
+    labels: np.ndarray,
+    count: int,
+    classes: int,
+    name: str,
+    advice: str = "correct the labels or the number of classes",
 ) -> None:
     if labels.shape != (count,):
         raise DataError(
-            f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected of classes; leave "
+            f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) "
+            "expected of classes; leave "
             "out classes= for other targets"
         )
     if (wrong := outside(labels, classes)) is not None:
-        raise DataError(f"{name}: label {labels[wrong]} at index {wrong}; 0 to {classes - 1} are allowed; {advice}")
+        raise DataError(
+            f"{name}: label {labels[wrong]} at index {wrong}; 0 to {classes - 1} are allowed; "
+            f"{advice}"
+        )
 
 
 def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str) -> np.ndarray:
@@ -466,7 +587,9 @@ def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str
     if numbers.ndim == 0:
         numbers = np.full(channels, numbers)
     if numbers.shape != (channels,) or not np.isfinite(numbers).all():
-        raise ConfigError(f"{name}: {field} is {value!r}; give a finite number, or one per channel ({channels})")
+        raise ConfigError(
+            f"{name}: {field} is {value!r}; give a finite number, or one per channel ({channels})"
+        )
     return _read_only(numbers)
 
 

@@ -1,6 +1,9 @@
-"""Trees: an array, or a tuple or dict of trees. What samples and targets are that are more than one array.
+"""Trees: an array, or a tuple or dict of trees.
 
-A dict's entries go by the order of their names, so that two dicts with the same names are the same tree.
+What samples and targets are that are more than one array.
+
+A dict's entries go by the order of their names, so that two dicts with the same names are the same
+tree.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ class Named(dict[str, Any]):
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """The tree with function(leaf) in the place of each leaf, called in their order; with trees of the same form
-    function(leaf, theirs, ...)."""
+    """The tree with function(leaf) in the place of each leaf, called in their order; with trees
+    of the same form function(leaf, theirs, ...).
+    """
     if isinstance(tree, dict):
-        return Named((name, mapped(function, tree[name], *(t[name] for t in others))) for name in sorted(tree))
+        return Named(
+            (name, mapped(function, tree[name], *(t[name] for t in others)))
+            for name in sorted(tree)
+        )
     if isinstance(tree, tuple):
         return tuple(mapped(function, *parts) for parts in zip(tree, *others, strict=True))
     return function(tree, *others)

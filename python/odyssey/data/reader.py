@@ -1,7 +1,8 @@
-"""Batches, and how samples that a data set makes one by one become one: read, transformed, stacked, checked.
+"""Batches, and how samples that a data set makes one by one become one: read, transformed,
+stacked, checked.
 
-What a sample becomes is a function of (data set, transform, seed, epoch, number of the sample): who reads it, in which
-batch and how often makes no difference.
+What a sample becomes is a function of (data set, transform, seed, epoch, number of the sample): who
+reads it, in which batch and how often makes no difference.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Tree = Any  # an array, or a tuple or dict of trees
 
 @dataclass(eq=False, slots=True, repr=False)
 class Batch:
-    """The samples of one global batch; gathers them when iterated, so `images, labels = batch` works.
+    """The samples of one global batch; gathers them when iterated, so `images, labels = batch`
+    works.
 
-    dataset: holds the samples.
-    indices: int64 (B,), their places in it.
-    epoch: number of the epoch. index: number of the batch within the epoch, from 0.
-    numbers: int64 (B,), which samples of the loader's data set these are, where `dataset` holds only copies of them.
-    run: (first, one past the last) of the B samples that `dataset` holds, where this process reads no others; the
+    dataset: holds the samples. indices: int64 (B,), their places in it. epoch: number of the epoch.
+    index: number of the batch within the epoch, from 0. numbers: int64 (B,), which samples of the
+    loader's data set these are, where `dataset` holds only copies of them. run: (first, one past
+    the last) of the B samples that `dataset` holds, where this process reads no others; the
         indices of the others are 0.
     """
 
@@ -50,7 +51,9 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        """Gives two trees of arrays (B, ...): samples, of images float32 and normalised, and targets."""
+        """Gives two trees of arrays (B, ...): samples, of images float32 and normalised, and
+        targets.
+        """
         whole = self.whole()
         return iter(whole.dataset.gather(whole.indices))
 
@@ -66,20 +69,28 @@ class Batch:
 
     def covering(self, lo: int, hi: int) -> Batch:
         """A batch that has samples [lo, hi): this one, or the whole."""
-        return self if self.run is None or (self.run[0] <= lo and hi <= self.run[1]) else self.whole()
+        return (
+            self if self.run is None or (self.run[0] <= lo and hi <= self.run[1]) else self.whole()
+        )
 
     def whole(self) -> Batch:
-        """The same batch with all of its samples: those that another process was to read are read now."""
+        """The same batch with all of its samples: those that another process was to read are
+        read now.
+        """
         return self if self._complete is None else self._complete(self)
 
 
 class Reader:
-    """Makes batches of samples of a data set, on any thread or process. dataset: has `gather(indices)`, which gives
-    trees of arrays (B, ...), or `__getitem__(i)`, which gives (sample, target). classes: number of classes, None if it
-    has none. transform: see DataLoader. seed: of its random numbers."""
+    """Makes batches of samples of a data set, on any thread or process. dataset: has
+    `gather(indices)`, which gives trees of arrays (B, ...), or `__getitem__(i)`, which gives
+    (sample, target). classes: number of classes, None if it has none. transform: see
+    DataLoader. seed: of its random numbers.
+    """
 
     def __init__(self, dataset: Any, classes: int | None, transform: Any, seed: int) -> None:
-        self.dataset, self.classes, self.seed = dataset, classes, seed
+        self.dataset = dataset
+        self.classes = classes
+        self.seed = seed
         self.transforms = transforms.as_list(transform)
         self.name = type(dataset).__name__
         self._lock = threading.Lock()  # of the data set
@@ -96,10 +107,15 @@ class Reader:
             self.dataset.set_epoch(epoch)
 
     def read(
-        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool] = lambda: False, count: int | None = None
+        self,
+        numbers: np.ndarray,
+        epoch: int,
+        stopped: Callable[[], bool] = lambda: False,
+        count: int | None = None,
     ) -> tuple[Tree, Tree] | None:
-        """Samples and targets, trees of arrays (B, ...), after the first `count` transforms or all; None once
-        `stopped()`, which is asked between two samples."""
+        """Samples and targets, trees of arrays (B, ...), after the first `count` transforms or
+        all; None once `stopped()`, which is asked between two samples.
+        """
         count = len(self.transforms) if count is None else count
         if not count:
             if hasattr(self.dataset, "gather"):
@@ -108,12 +124,15 @@ class Reader:
             where = f"when sample {{}} of {self.name} was read, epoch {epoch}"
             both = self._each(self._sample, numbers, self.name, where, stopped)
             return self._as_seen(both) if self.transforms and both is not None else both
-        transform, draw = self.transforms[count - 1], transforms.Draw(self.seed, epoch, numbers, count - 1)
+        draw = transforms.Draw(self.seed, epoch, numbers, count - 1)
+        transform = self.transforms[count - 1]
         both = self.read(numbers, epoch, stopped, count - 1)
         if both is None:
             return None
         if isinstance(transform, transforms.Mixup):
-            others = self.read(transform.partners(draw, len(self.dataset)), epoch, stopped, count - 1)
+            others = self.read(
+                transform.partners(draw, len(self.dataset)), epoch, stopped, count - 1
+            )
             return None if others is None else transform.mixed(both, others, self.classes, draw)
         if isinstance(transform, transforms.Vectorized):
             return transform.batch(both[0], draw), both[1]
@@ -121,7 +140,11 @@ class Reader:
         def made(at: int, number: int) -> Any:
             x, y = (mapped(lambda a: a[at], t) for t in both)
             rng = draw.generator(at)
-            return transform((x, y), rng) if isinstance(transform, transforms.Paired) else (transform(x, rng), y)
+            return (
+                transform((x, y), rng)
+                if isinstance(transform, transforms.Paired)
+                else (transform(x, rng), y)
+            )
 
         where = f"in the transform of sample {{}} of {self.name}, epoch {epoch}"
         return self._each(made, numbers, f"{self.name} after its transform", where, stopped)
@@ -132,9 +155,15 @@ class Reader:
 
     @staticmethod
     def _each(
-        make: Callable[[int, int], Any], numbers: np.ndarray, name: str, where: str, stopped: Callable[[], bool]
+        make: Callable[[int, int], Any],
+        numbers: np.ndarray,
+        name: str,
+        where: str,
+        stopped: Callable[[], bool],
     ) -> tuple[Tree, Tree] | None:
-        """Returns what make(place, number) gives for each of the samples, stacked; `where` is added to its errors."""
+        """Returns what make(place, number) gives for each of the samples, stacked; `where` is
+        added to its errors.
+        """
         stack = Stack(name)
         for at, number in enumerate(numbers.tolist()):
             if stopped():
@@ -149,7 +178,9 @@ class Reader:
         return stack.both
 
     def _as_seen(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Samples as a model gets them: images of bytes as float32, normalised if the data set says how."""
+        """Samples as a model gets them: images of bytes as float32, normalised if the data set
+        says how.
+        """
         inputs, labels = both
         if isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8:
             every = np.arange(len(inputs))
@@ -158,20 +189,32 @@ class Reader:
 
     @property
     def _scaling(self) -> dict[str, Any]:
-        return {key: getattr(self.dataset, key) for key in ("scale", "shift") if hasattr(self.dataset, key)}
+        return {
+            key: getattr(self.dataset, key)
+            for key in ("scale", "shift")
+            if hasattr(self.dataset, key)
+        }
 
     def dataset_of(self, both: tuple[Tree, Tree], numbers: np.ndarray, what: str) -> ArrayDataset:
         """A checked data set of samples that were read; `what` batch they are."""
-        name, (inputs, labels) = f"{self.name}, {what}", both
+        name = f"{self.name}, {what}"
+        (inputs, labels) = both
         scaling = {}
-        classified = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        classified = (
+            isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        )
         if classified:
             most = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
             if (wrong := outside(labels, most + 1)) is not None:
                 raise DataError(
-                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are allowed; correct it"
+                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are "
+                    "allowed; correct it"
                 )
-        if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
+        if (
+            not isinstance(inputs, tuple | dict)
+            and inputs.dtype == np.uint8
+            and not self.transforms
+        ):
             scaling = self._scaling
         classes = self.classes if classified else None
         try:
@@ -179,15 +222,25 @@ class Reader:
         except DataError:
             for what, tree in zip(_PARTS, both, strict=True):
                 for place, leaf in places(tree):
-                    if wrong := [n for n, a in zip(numbers.tolist(), leaf, strict=True) if not np.isfinite(a).all()]:
+                    if wrong := [
+                        n
+                        for n, a in zip(numbers.tolist(), leaf, strict=True)
+                        if not np.isfinite(a).all()
+                    ]:
                         raise DataError(
                             f"{self.name}: {what} {wrong[0]}{place} holds NaN or infinity"
-                            f"{' after its transform' * bool(self.transforms)}; clean it, or leave the sample out"
+                            f"{' after its transform' * bool(self.transforms)}; clean it, or "
+                            "leave the sample out"
                         ) from None
             raise
 
     def batch(
-        self, both: tuple[Tree, Tree], numbers: np.ndarray, epoch: int, index: int, run: tuple[int, int]
+        self,
+        both: tuple[Tree, Tree],
+        numbers: np.ndarray,
+        epoch: int,
+        index: int,
+        run: tuple[int, int],
     ) -> Batch:
         """The batch of the samples `numbers`, of which those of `run` were read."""
         lo, hi = run
@@ -196,29 +249,38 @@ class Reader:
             return Batch(data, np.arange(hi, dtype=np.int64), epoch, index, numbers)
         indices = np.zeros(len(numbers), np.int64)
         indices[lo:hi] = np.arange(hi - lo)
-        return Batch(data, indices, epoch, index, numbers, run, functools.partial(self.complete, both))
+        return Batch(
+            data, indices, epoch, index, numbers, run, functools.partial(self.complete, both)
+        )
 
     def complete(self, both: tuple[Tree, Tree], batch: Batch) -> Batch:
         """A batch with all its samples, of which those that it has, `both`, are not read again."""
-        (lo, hi), numbers = batch.run, batch.numbers
-        before, after = (self.read(part, batch.epoch) if len(part) else None for part in (numbers[:lo], numbers[hi:]))
+        numbers = batch.numbers
+        (lo, hi) = batch.run
+        before, after = (
+            self.read(part, batch.epoch) if len(part) else None
+            for part in (numbers[:lo], numbers[hi:])
+        )
         parts = [tuple(part) for part in (before, both, after) if part is not None]
         whole = mapped(lambda *arrays: np.concatenate(arrays), *parts)
         return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
 def array(leaf: Any, what: str) -> np.ndarray:
-    """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture uint8 (C, H, W). Raises
-    DataError: it is no array of numbers."""
+    """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture
+    uint8 (C, H, W). Raises DataError: it is no array of numbers.
+    """
     try:
         made = np.asarray(leaf)
         if hasattr(leaf, "getbands"):  # a picture of Pillow
             made = made[None] if made.ndim == 2 else made.transpose(2, 0, 1)
         if made.dtype.kind not in "biuf":
             raise TypeError(f"of {made.dtype}")
-    except (TypeError, ValueError, RuntimeError) as problem:  # PyTorch's own: a tensor that has a gradient
+    # PyTorch's own: a tensor that has a gradient
+    except (TypeError, ValueError, RuntimeError) as problem:
         raise DataError(
-            f"{what} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, numbers, and tuples or "
+            f"{what} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, "
+            "numbers, and tuples or "
             "dicts of them are allowed"
         ) from None
     if made.dtype.kind == "f":
@@ -228,18 +290,24 @@ def array(leaf: Any, what: str) -> np.ndarray:
 
 
 class Stack:
-    """Samples, checked against the first and put one behind the other. name: what messages call their data set. both:
-    trees of arrays (B, ...): samples and targets."""
+    """Samples, checked against the first and put one behind the other. name: what messages call
+    their data set. both: trees of arrays (B, ...): samples and targets.
+    """
 
     def __init__(self, name: str) -> None:
-        self.name, self.both = name, None
+        self.name = name
+        self.both = None
         self._form: Any = None
         self._to: list[np.ndarray] = []
         self._count = 0
 
     def add(self, number: int, sample: Any, room: int) -> None:
         """Puts sample `number` behind the others; `room`: how many there will be."""
-        pair = sample if isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2 else None
+        pair = (
+            sample
+            if isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2
+            else None
+        )
         if pair is None:
             raise DataError(f"{self.name}: sample {number} is {_brief(sample)}; {_EXPECTED}")
         made = tuple(
@@ -253,7 +321,8 @@ class Stack:
             self._to = leaves(self.both)
         elif form != self._form:
             for what, one, first in zip(_PARTS, made, self.both, strict=True):
-                mine, theirs = _shown(one), _shown(mapped(lambda a: a[0], first))
+                mine = _shown(one)
+                theirs = _shown(mapped(lambda a: a[0], first))
                 if mine != theirs:
                     raise DataError(
                         f"{self.name}: {what} {number} is {mine}, an earlier one is {theirs}; "
@@ -266,7 +335,8 @@ class Stack:
 
 _PARTS = ("sample", "the target of sample")
 _EXPECTED = (
-    "(sample, target) expected: two arrays or numbers, or tuples or dicts of them; rows of a table become such pairs "
+    "(sample, target) expected: two arrays or numbers, or tuples or dicts of them; rows of a "
+    "table become such pairs "
     "with data.columns"
 )
 
@@ -278,5 +348,9 @@ def _shown(tree: Tree) -> str:
 def _brief(sample: Any) -> str:
     if isinstance(sample, dict):
         return f"a dict with {', '.join(map(repr, sample))}"
-    parts = ", ".join(type(part).__name__ for part in sample) if isinstance(sample, list | tuple) else ""
+    parts = (
+        ", ".join(type(part).__name__ for part in sample)
+        if isinstance(sample, list | tuple)
+        else ""
+    )
     return f"{type(sample).__name__} ({parts})" if parts else type(sample).__name__

@@ -1,6 +1,8 @@
-"""The order of the samples: permutations that depend on (n, seed, epoch) only, and their split over workers.
+"""The order of the samples: permutations that depend on (n, seed, epoch) only, and their split
+over workers.
 
-Every worker computes the same one for itself, so it must not depend on a library's random generator or its version.
+Every worker computes the same one for itself, so it must not depend on a library's random generator
+or its version.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of epoch `epoch`: a pure function of its three arguments, the same on every machine and version.
+    """The order of epoch `epoch`: a pure function of its three arguments, the same on every
+    machine and version.
 
-    n: number of samples, at least 0. seed, epoch: integers from 0 to 2**64 - 1.
-    Returns an int64 array (n,) that holds 0..n-1 once each: the argsort of a SplitMix64 stream, a word a sample.
+    n: number of samples, at least 0. seed, epoch: integers from 0 to 2**64 - 1. Returns an int64
+    array (n,) that holds 0..n-1 once each: the argsort of a SplitMix64 stream, a word a sample.
     Raises ConfigError if an argument is not an integer in its range.
     """
     n = check_integer("n", n, 0)
@@ -31,24 +34,27 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     epoch = check_integer("epoch", epoch, 0, _MASK)
     # The second mix keeps epoch e + 1 from being the stream of epoch e moved by one place.
     start = _mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA)
-    # No two keys are equal, so every correct sort gives the same order. The default one is faster than a stable one.
+    # No two keys are equal, so every correct sort gives the same order. The default one is faster
+    # than a stable one.
     return np.argsort(_stream(start, np.arange(n))).astype(np.int64, copy=False)
 
 
 class DistributedSampler:
     """One worker's share of a shuffled data set, in the manner of PyTorch's class of that name.
 
-    Worker r of R takes the positions r, r + R, r + 2R, ... of the epoch's permutation, so the shares are disjoint and
-    together hold every sample exactly once; their lengths may differ by one. Iterating does not change the epoch: call
-    `set_epoch`, or give the sampler to a `DataLoader`, which does.
+    Worker r of R takes the positions r, r + R, r + 2R, ... of the epoch's permutation, so the
+    shares are disjoint and together hold every sample exactly once; their lengths may differ by
+    one. Iterating does not change the epoch: call `set_epoch`, or give the sampler to a
+    `DataLoader`, which does.
 
-    dataset, or dataset_size: anything with a length, or the number of samples itself.
-    num_replicas, rank: number of workers and this worker's number (0..num_replicas-1); if None, those of the process
+    dataset, or dataset_size: anything with a length, or the number of samples itself. num_replicas,
+    rank: number of workers and this worker's number (0..num_replicas-1); if None, those of the
+    process
         group (odyssey.distributed) or of `odyssey.comm`.
-    shuffle: False keeps the order 0..n-1. seed: 0 to 2**64 - 1, the same on all workers.
-    drop_last: leave out the tail, so that all shares have the length n // R.
-    pad: repeat samples from the start, so that all shares have the length ceil(n / R), as PyTorch does.
-    Raises ConfigError for a size below 1, a rank or seed out of range, or drop_last together with pad.
+    shuffle: False keeps the order 0..n-1. seed: 0 to 2**64 - 1, the same on all workers. drop_last:
+    leave out the tail, so that all shares have the length n // R. pad: repeat samples from the
+    start, so that all shares have the length ceil(n / R), as PyTorch does. Raises ConfigError for a
+    size below 1, a rank or seed out of range, or drop_last together with pad.
     """
 
     def __repr__(self) -> str:
@@ -76,14 +82,18 @@ class DistributedSampler:
         self.shuffle = bool(shuffle)
         self.seed = check_integer("seed", seed, 0, _MASK)
         if drop_last and pad:
-            raise ConfigError("DistributedSampler: drop_last and pad are both True; at most one may be; unset one")
+            raise ConfigError(
+                "DistributedSampler: drop_last and pad are both True; at most one may be; unset one"
+            )
         self.drop_last = bool(drop_last)
         self.pad = bool(pad)
         self.epoch = 0
         self.epoch_was_set = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the permutation of `epoch` (0 to 2**64 - 1) from the next iteration on; ConfigError if out of range."""
+        """Use the permutation of `epoch` (0 to 2**64 - 1) from the next iteration on;
+        ConfigError if out of range.
+        """
         self.epoch = check_integer("epoch", epoch, 0, _MASK)
         # Lets a DataLoader tell an epoch that the caller chose from one that it advanced itself.
         self.epoch_was_set = True
@@ -121,19 +131,25 @@ def _mix(value: int) -> int:
 
 
 def _stream(start: int, numbers: np.ndarray) -> np.ndarray:
-    """Outputs (uint64) of SplitMix64 seeded with `start`, by their numbers from 0: distinct ones for distinct."""
+    """Outputs (uint64) of SplitMix64 seeded with `start`, by their numbers from 0: distinct ones
+    for distinct.
+    """
     return _mixed((numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start))
 
 
 def mixed_words(seed: int, epoch: int, which: int, numbers: np.ndarray) -> np.ndarray:
-    """Random words, uint64 (B,), each a function of the three integers and its sample's number, int64 (B,)."""
+    """Random words, uint64 (B,), each a function of the three integers and its sample's number,
+    int64 (B,).
+    """
     start = _mix(_mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA) + (which + 1) * _GAMMA)
     return _mixed(_stream(start, numbers))  # mixed twice: neighbours share nothing then
 
 
 def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
     if (dataset is None) == (dataset_size is None):
-        raise ConfigError("DistributedSampler: give either a data set or dataset_size, and not both")
+        raise ConfigError(
+            "DistributedSampler: give either a data set or dataset_size, and not both"
+        )
     size = dataset_size if dataset is None else dataset
     return check_integer("dataset_size", len(size) if hasattr(size, "__len__") else size, 1)
 

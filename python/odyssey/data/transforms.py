@@ -1,8 +1,9 @@
-"""Augmentation whose random numbers are a function of (seed, epoch, sample): the same on any layout, after any resume.
+"""Augmentation whose random numbers are a function of (seed, epoch, sample): the same on any
+layout, after any resume.
 
-A transform of one's own is a function of (sample, rng); those here work on all samples of a batch at once, and give
-each the numbers that it would have alone. Images are (C, H, W), as the model gets them; crops, flips and cutouts make
-(1, H, W) of (H, W).
+A transform of one's own is a function of (sample, rng); those here work on all samples of a batch
+at once, and give each the numbers that it would have alone. Images are (C, H, W), as the model gets
+them; crops, flips and cutouts make (1, H, W) of (H, W).
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ Tree = Any  # an array, or a tuple or dict of trees
 
 
 class Draw:
-    """Random numbers of samples: each a function of (seed, epoch, number of the sample, place of the transform).
-    numbers: int64 (B,). place: of the transform, among those of a loader."""
+    """Random numbers of samples: each a function of (seed, epoch, number of the sample, place of
+    the transform). numbers: int64 (B,). place: of the transform, among those of a loader.
+    """
 
     def __init__(self, seed: int, epoch: int, numbers: np.ndarray, place: int) -> None:
-        self.seed, self.epoch, self.numbers, self.place = seed, epoch, numbers, place
+        self.seed = seed
+        self.epoch = epoch
+        self.numbers = numbers
+        self.place = place
 
     def uniform(self, which: int) -> np.ndarray:
         """Number `which` of each sample, float64 (B,) in [0, 1)."""
@@ -35,8 +40,10 @@ class Draw:
         return (self.uniform(which) * n).astype(np.int64)
 
     def generator(self, at: int) -> np.random.Generator:
-        """A generator for sample `at` alone: Philox4x64, its key (seed, epoch), counting from (0, 0, number, place).
-        Two of them never give the same stretch, as each has 2**128 numbers of its own."""
+        """A generator for sample `at` alone: Philox4x64, its key (seed, epoch), counting from
+        (0, 0, number, place). Two of them never give the same stretch, as each has 2**128
+        numbers of its own.
+        """
         key = np.array([self.seed, self.epoch], np.uint64)
         counter = np.array([0, 0, self.numbers[at], self.place], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
@@ -70,32 +77,47 @@ def _images(images: Tree, who: str) -> np.ndarray:
         images = images[:, None]
     if not isinstance(images, np.ndarray) or images.ndim != 4:
         shape = getattr(images, "shape", (0,))[1:]
-        kind = f"an array {shape}" if isinstance(images, np.ndarray) else f"a {type(images).__name__}"
-        raise DataError(f"[data] {who}: a sample is {kind}; images (C, H, W) and (H, W) are allowed")
+        kind = (
+            f"an array {shape}" if isinstance(images, np.ndarray) else f"a {type(images).__name__}"
+        )
+        raise DataError(
+            f"[data] {who}: a sample is {kind}; images (C, H, W) and (H, W) are allowed"
+        )
     return images
 
 
 class RandomCrop(Vectorized):
-    """A window of `size` at a random place of the image, which is padded on all sides before (He et al. 2016).
+    """A window of `size` at a random place of the image, which is padded on all sides before (He
+    et al. 2016).
 
-    size: pixels, one number or (height, width); None: of the image. padding: pixels. fill: value of the padding.
+    size: pixels, one number or (height, width); None: of the image. padding: pixels. fill: value of
+    the padding.
     """
 
-    def __init__(self, size: int | tuple[int, int] | None = None, *, padding: int = 0, fill: float = 0.0) -> None:
+    def __init__(
+        self, size: int | tuple[int, int] | None = None, *, padding: int = 0, fill: float = 0.0
+    ) -> None:
         self.padding = check_integer("[data] RandomCrop: padding", padding, 0)
         sizes = (size, size) if size is None or np.ndim(size) == 0 else size
-        self.size = tuple(None if s is None else check_integer("[data] RandomCrop: size", s, 1) for s in sizes)
+        self.size = tuple(
+            None if s is None else check_integer("[data] RandomCrop: size", s, 1) for s in sizes
+        )
         self.fill = fill
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
         images = _images(images, "RandomCrop")
         n, channels, h, w = images.shape
-        p, height, width = self.padding, self.size[0] or h, self.size[1] or w
+        p = self.padding
+        height = self.size[0] or h
+        width = self.size[1] or w
         if height > h + 2 * p or width > w + 2 * p:
-            raise DataError(f"[data] RandomCrop: {height} x {width} is too large for {h} x {w} padded by {p}")
+            raise DataError(
+                f"[data] RandomCrop: {height} x {width} is too large for {h} x {w} padded by {p}"
+            )
         padded = np.full((n, channels, h + 2 * p, w + 2 * p), self.fill, images.dtype)
         padded[:, :, p : p + h, p : p + w] = images
-        top, left = draw.below(0, h + 2 * p - height + 1), draw.below(1, w + 2 * p - width + 1)
+        top = draw.below(0, h + 2 * p - height + 1)
+        left = draw.below(1, w + 2 * p - width + 1)
         out = np.empty((n, channels, height, width), images.dtype)
         for i, (y, x) in enumerate(zip(top.tolist(), left.tolist(), strict=True)):
             out[i] = padded[i, :, y : y + height, x : x + width]
@@ -109,17 +131,21 @@ class HorizontalFlip(Vectorized):
         self.p = _probability("HorizontalFlip", p)
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
-        images, flip = _images(images, "HorizontalFlip"), draw.uniform(0) < self.p
+        images = _images(images, "HorizontalFlip")
+        flip = draw.uniform(0) < self.p
         out = images.copy()
         out[flip] = images[flip, :, :, ::-1]
         return out
 
 
 class Cutout(Vectorized):
-    """A square of `size` pixels around a random pixel, within the image, becomes `fill` (DeVries and Taylor 2017)."""
+    """A square of `size` pixels around a random pixel, within the image, becomes `fill` (DeVries
+    and Taylor 2017).
+    """
 
     def __init__(self, size: int, *, fill: float = 0.0, p: float = 1.0) -> None:
-        self.size, self.fill = check_integer("[data] Cutout: size", size, 1), fill
+        self.size = check_integer("[data] Cutout: size", size, 1)
+        self.fill = fill
         self.p = _probability("Cutout", p)
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
@@ -139,9 +165,15 @@ class Normalize(Vectorized):
     """(x - mean) / std as float32; one number each, or one per channel."""
 
     def __init__(self, mean: float | list[float], std: float | list[float]) -> None:
-        self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
-        if not (np.isfinite(self.mean).all() and np.isfinite(self.std).all() and (self.std > 0).all()):
-            raise ConfigError(f"[data] Normalize: mean {mean}, std {std}; finite numbers and std above 0 are allowed")
+        self.mean = np.asarray(mean, np.float32)
+        self.std = np.asarray(std, np.float32)
+        if not (
+            np.isfinite(self.mean).all() and np.isfinite(self.std).all() and (self.std > 0).all()
+        ):
+            raise ConfigError(
+                f"[data] Normalize: mean {mean}, std {std}; finite numbers and std above 0 are "
+                "allowed"
+            )
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
         shape = (-1,) + (1,) * (images.ndim - 2)
@@ -149,9 +181,13 @@ class Normalize(Vectorized):
 
 
 class Paired:
-    """A transform of one's own that is given, and gives, (sample, target): for masks, boxes and the like."""
+    """A transform of one's own that is given, and gives, (sample, target): for masks, boxes and
+    the like.
+    """
 
-    def __init__(self, function: Callable[[tuple[Tree, Tree], np.random.Generator], tuple[Tree, Tree]]) -> None:
+    def __init__(
+        self, function: Callable[[tuple[Tree, Tree], np.random.Generator], tuple[Tree, Tree]]
+    ) -> None:
         self.function = function
 
     def __call__(self, pair: tuple[Tree, Tree], rng: np.random.Generator) -> tuple[Tree, Tree]:
@@ -159,11 +195,13 @@ class Paired:
 
 
 class Mixup:
-    """Each sample becomes m x + (1 - m) x', its target m y + (1 - m) y', with m from Beta(alpha, alpha).
+    """Each sample becomes m x + (1 - m) x', its target m y + (1 - m) y', with m from Beta(alpha,
+    alpha).
 
-    x' is any sample of the data set, drawn like m from (seed, epoch, number of x), not one of the batch: so nothing
-    depends on how samples are shared out, and every sample is read twice. Labels become float32 (classes,), which the
-    loss must take. Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018.
+    x' is any sample of the data set, drawn like m from (seed, epoch, number of x), not one of the
+    batch: so nothing depends on how samples are shared out, and every sample is read twice. Labels
+    become float32 (classes,), which the loss must take. Zhang et al., "mixup: Beyond Empirical Risk
+    Minimization", ICLR 2018.
     """
 
     def __init__(self, alpha: float = 0.2) -> None:
@@ -175,12 +213,18 @@ class Mixup:
         """The number of the other sample, for each: int64 (B,)."""
         return draw.below(0, count)
 
-    def mixed(self, both: Any, others: Any, classes: int | None, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    def mixed(
+        self, both: Any, others: Any, classes: int | None, draw: Draw
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Samples and targets (B, ...) as float32, mixed with the others'."""
-        m = np.array([draw.generator(at).beta(self.alpha, self.alpha) for at in range(len(draw.numbers))], np.float32)
+        m = np.array(
+            [draw.generator(at).beta(self.alpha, self.alpha) for at in range(len(draw.numbers))],
+            np.float32,
+        )
 
         def part(values: Tree, theirs: Tree, classes: int | None = None) -> np.ndarray:
-            a, b = self._values(values, classes), self._values(theirs, classes)
+            a = self._values(values, classes)
+            b = self._values(theirs, classes)
             k = m.reshape(-1, *(1,) * (a.ndim - 1))
             return k * a + (1 - k) * b
 
@@ -188,11 +232,17 @@ class Mixup:
 
     def _values(self, values: Tree, classes: int | None) -> np.ndarray:
         if isinstance(values, tuple | dict):
-            raise DataError(f"[data] Mixup: samples or targets are a {type(values).__name__}; arrays are allowed")
+            raise DataError(
+                f"[data] Mixup: samples or targets are a {type(values).__name__}; arrays are "
+                "allowed"
+            )
         if values.dtype.kind not in "iu" or values.ndim > 1:
             return values.astype(np.float32, copy=False)
         if classes is None:
-            raise DataError("[data] Mixup: the number of classes is not known; give the data set an attribute classes")
+            raise DataError(
+                "[data] Mixup: the number of classes is not known; give the data set an "
+                "attribute classes"
+            )
         return np.eye(classes, dtype=np.float32)[values]
 
 
@@ -203,12 +253,21 @@ def _probability(who: str, p: float) -> float:
 
 
 def as_list(transform: Any) -> list[Any]:
-    """Returns what `transform=` of a loader was given, as a list of transforms; ConfigError for what is none."""
-    given = [] if transform is None else list(transform) if isinstance(transform, list | tuple) else [transform]
+    """Returns what `transform=` of a loader was given, as a list of transforms; ConfigError for
+    what is none.
+    """
+    given = (
+        []
+        if transform is None
+        else list(transform)
+        if isinstance(transform, list | tuple)
+        else [transform]
+    )
     for one in given:
         if not (callable(one) or isinstance(one, Mixup)) or isinstance(one, type):
             raise ConfigError(
-                f"[data] transform {one!r} is no transform; a function of (sample, rng), one of data.transforms, or a "
+                f"[data] transform {one!r} is no transform; a function of (sample, rng), one of "
+                "data.transforms, or a "
                 "list of them is allowed"
             )
     return given

@@ -1,4 +1,6 @@
-"""Vocabulary: text to token ids and back, also from a checkpoint that a training with them has written."""
+"""Vocabulary: text to token ids and back, also from a checkpoint that a training with them has
+written.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ from odyssey.errors import ConfigError, DataError
 class Vocabulary(list[str]):
     """The text of each id, in their order: characters, or the words of a tokenizer.
 
-    tokenizer: the content of a tokenizer.json of the package tokenizers; "": `words` are characters, sorted.
-    name: what messages call that.
-    Raises ConfigError if tokenizers is missing; DataError for content that it does not read.
+    tokenizer: the content of a tokenizer.json of the package tokenizers; "": `words` are
+    characters, sorted. name: what messages call that. Raises ConfigError if tokenizers is missing;
+    DataError for content that it does not read.
     """
 
-    def __init__(self, words: Iterable[str] = (), tokenizer: str = "", name: str = "the tokenizer") -> None:
-        self.tokenizer, self._made = tokenizer, None
+    def __init__(
+        self, words: Iterable[str] = (), tokenizer: str = "", name: str = "the tokenizer"
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._made = None
         if tokenizer:
             self._made = _tokenizer(tokenizer, name)
             known = self._made.get_vocab()
@@ -32,7 +37,10 @@ class Vocabulary(list[str]):
         super().__init__(words)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, int32 (N,). Raises DataError for a character that is not in the vocabulary."""
+        """Ids of a text, int32 (N,).
+
+        Raises DataError for a character that is not in the vocabulary.
+        """
         if self._made is not None:
             return np.array(self._made.encode(text).ids, np.int32)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -40,7 +48,8 @@ class Vocabulary(list[str]):
         ids = np.searchsorted(known, points)
         if (wrong := np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != points)).size:
             raise DataError(
-                f"[data] character {wrong[0]} of the text is {text[wrong[0]]!r}, which is not among the {len(self)} of "
+                f"[data] character {wrong[0]} of the text is {text[wrong[0]]!r}, which is not "
+                f"among the {len(self)} of "
                 "the vocabulary; leave it out"
             )
         return ids.astype(np.int32)
@@ -48,7 +57,9 @@ class Vocabulary(list[str]):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids."""
         numbers = [int(i) for i in ids]
-        return "".join(self[i] for i in numbers) if self._made is None else self._made.decode(numbers)
+        return (
+            "".join(self[i] for i in numbers) if self._made is None else self._made.decode(numbers)
+        )
 
     @property
     def saved(self) -> dict[str, str]:
@@ -63,22 +74,29 @@ class Vocabulary(list[str]):
             saved = dict(content["values"]["configuration"]["vocabulary"])
         except (OSError, DataError, KeyError, TypeError, ValueError):
             raise DataError(
-                f"{path} has no manifest.json with a vocabulary; give a checkpoint of a training on text"
+                f"{path} has no manifest.json with a vocabulary; give a checkpoint of a training "
+                "on text"
             ) from None
         return cls.restored(saved, str(path))
 
     @classmethod
     def restored(cls, saved: dict[str, str], path: str) -> Vocabulary:
         """Returns what `saved` was, of a checkpoint at `path`."""
-        return cls(saved.get("characters", ""), saved.get("tokenizer", ""), f"the tokenizer in {path}")
+        return cls(
+            saved.get("characters", ""), saved.get("tokenizer", ""), f"the tokenizer in {path}"
+        )
 
 
 def _tokenizer(content: str, name: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ConfigError(f"[data] a tokenizer file needs the package tokenizers; {install_extra('text')}") from None
+        raise ConfigError(
+            f"[data] a tokenizer file needs the package tokenizers; {install_extra('text')}"
+        ) from None
     try:
         return Tokenizer.from_str(content)
     except Exception as problem:  # its own class
-        raise DataError(f"{name} cannot be read as a tokenizer ({problem}); give a tokenizer.json") from None
+        raise DataError(
+            f"{name} cannot be read as a tokenizer ({problem}); give a tokenizer.json"
+        ) from None

@@ -1,8 +1,10 @@
-"""Processes that prepare samples ahead: started afresh (not forked, which MPI does not allow), ended with the run.
+"""Processes that prepare samples ahead: started afresh (not forked, which MPI does not allow),
+ended with the run.
 
-A process is sent the data set and its transforms once, then (epoch, numbers of samples), and sends back arrays, through
-a pair of sockets. It ends when its socket does, so also when this process is killed. Nothing lies in shared memory or
-in files. What is not in a module that can be imported, as a lambda, cannot be sent.
+A process is sent the data set and its transforms once, then (epoch, numbers of samples), and sends
+back arrays, through a pair of sockets. It ends when its socket does, so also when this process is
+killed. Nothing lies in shared memory or in files. What is not in a module that can be imported, as
+a lambda, cannot be sent.
 """
 
 from __future__ import annotations
@@ -29,34 +31,55 @@ if TYPE_CHECKING:
 
 _MAIN = b"__main__"
 #: What tells a process that it is a rank: a worker is none.
-_RANKS = ("PMI", "PMIX", "OMPI_", "MPI_", "HYDRA", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "ODYSSEY_")
+_RANKS = (
+    "PMI",
+    "PMIX",
+    "OMPI_",
+    "MPI_",
+    "HYDRA",
+    "SLURM_",
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "ODYSSEY_",
+)
 _CODE = "import sys; sys.path[:] = {path!r}; from odyssey.data.workers import main; main({socket})"
 importing = False  # this process is a worker that imports the program it works for
 
 
 class Workers:
-    """So many processes that read for one Reader. Batch k is prepared by process k modulo their number. Raises
-    ConfigError: the data set or a transform cannot be sent to another process."""
+    """So many processes that read for one Reader.
+
+    Batch k is prepared by process k modulo their number. Raises ConfigError: the data set or a
+    transform cannot be sent to another process.
+    """
 
     def __init__(self, reader: Any, count: int) -> None:
         from multiprocessing import spawn
         from multiprocessing.reduction import ForkingPickler
 
         self.name = reader.name
-        what = f"[data] num_workers={count} sends the data set ({self.name}) and its transforms to other processes"
+        what = (
+            f"[data] num_workers={count} sends the data set ({self.name}) and its transforms "
+            "to other processes"
+        )
         try:
             about = dict(spawn.get_preparation_data("odyssey data worker"), authkey=None)
             payload = bytes(ForkingPickler.dumps(reader))
         except Exception as problem:
             raise ConfigError(
-                f"{what}, which cannot be done: {problem}; define functions and classes at the top of a module (no "
+                f"{what}, which cannot be done: {problem}; define functions and classes at the "
+                "top of a module (no "
                 "lambda, nothing that is open), or use num_workers=0"
             ) from None
         if _MAIN not in payload:  # then the program need not be imported again
             about = {key: value for key, value in about.items() if not key.startswith("init_main")}
         del about["authkey"]
-        self._sent, self._received = [0] * count, [0] * count
-        self._links, self._processes = [], []
+        self._sent = [0] * count
+        self._received = [0] * count
+        self._links = []
+        self._processes = []
         self._end = weakref.finalize(self, _end, self._links, self._processes)
         for _ in range(count):
             self._start()
@@ -69,10 +92,14 @@ class Workers:
 
         here, there = socket.socketpair()
         with there:
-            environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANKS)}
+            environment = {
+                key: value for key, value in os.environ.items() if not key.startswith(_RANKS)
+            }
             environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
             words = [sys.executable, "-c", _CODE.format(path=sys.path, socket=there.fileno())]
-            process = subprocess.Popen(words, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment)
+            process = subprocess.Popen(
+                words, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
         self._links.append(Connection(here.detach()))
         self._processes.append(process)
 
@@ -91,8 +118,10 @@ class Workers:
             self._links[batch % len(self)].send((epoch, numbers))
 
     def get(self, batch: int) -> Any:
-        """Returns what `ask` asked for, in the same order for each process: trees of arrays, samples and targets.
-        Raises OdysseyError: what the process has raised. DataError: something else was raised, or it has ended."""
+        """Returns what `ask` asked for, in the same order for each process: trees of arrays,
+        samples and targets. Raises OdysseyError: what the process has raised. DataError:
+        something else was raised, or it has ended.
+        """
         at = batch % len(self)
         try:
             both, problem = self._links[at].recv()
@@ -100,7 +129,8 @@ class Workers:
             code = self._processes[at].wait()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise DataError(
-                f"[data] a worker process of {self.name} has ended ({how}) before its batch was ready; look "
+                f"[data] a worker process of {self.name} has ended ({how}) before its batch was "
+                "ready; look "
                 "at what it printed, give it more memory, or use num_workers=0"
             ) from None
         self._received[at] += 1
@@ -124,7 +154,8 @@ class _InWorker(Exception):
 def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
     for link in links:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # a thread may be waiting at the link: closing alone would tell nobody
+            # a thread may be waiting at the link: closing alone would tell nobody
+            end.shutdown(socket.SHUT_RDWR)
         link.close()
     for process in processes:
         try:
@@ -134,7 +165,7 @@ def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> N
             process.wait()
 
 
-# --- in the worker ---------------------------------------------------------------------------------------------------
+# --- in the worker --------------------------------------------------------------------------------
 
 
 def main(number: int) -> None:
@@ -142,12 +173,14 @@ def main(number: int) -> None:
     from multiprocessing.connection import Connection
     from multiprocessing.reduction import ForkingPickler
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one works for
+    # Ctrl-C is for the process that this one works for
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Connection(number)
     reader: Any = None
     problem: tuple[str, str, str] | None = None
     try:
-        about, payload = link.recv(), link.recv_bytes()
+        about = link.recv()
+        payload = link.recv_bytes()
     except (EOFError, OSError):
         return
     try:
@@ -166,7 +199,8 @@ def main(number: int) -> None:
                 if now != epoch:
                     reader.begin_epoch(now)
                     epoch = now
-                both, problem = reader.read(numbers, now), None
+                both = reader.read(numbers, now)
+                problem = None
             except BaseException as error:
                 problem = _told(error)
         try:
@@ -196,21 +230,31 @@ def _prepare(about: dict[str, Any]) -> None:
 
 
 def refuse_import() -> None:
-    """Raises ConfigError in a worker that, instead of a program's classes, has imported a program that trains."""
+    """Raises ConfigError in a worker that, instead of a program's classes, has imported a
+    program that trains.
+    """
     if importing:
         raise ConfigError(
-            "[data] num_workers starts processes that import this program for its classes, and it starts to train when "
-            'it is imported; put what trains under `if __name__ == "__main__":`, or use num_workers=0'
+            "[data] num_workers starts processes that import this program for its classes, and "
+            "it starts to train when "
+            'it is imported; put what trains under `if __name__ == "__main__":`, or use '
+            "num_workers=0"
         )
 
 
 def _told(error: BaseException, prepared: bool = True) -> tuple[str, str, str]:
     """An error's class, line and traceback; `prepared`: samples are read by now."""
-    kind, text, trace = type(error).__name__, str(error), traceback.format_exc()
+    kind = type(error).__name__
+    text = str(error)
+    trace = traceback.format_exc()
     if isinstance(error, OdysseyError):
         return kind, text, trace
     if prepared:
         where = " ".join(getattr(error, "__notes__", ["(in a worker process)"]))
         return "DataError", f"[data] {kind}: {text} {where}", trace
     advice = "define its classes and functions in a file that can be imported, or use num_workers=0"
-    return "ConfigError", f"[data] a worker process cannot be given the data set: {kind}: {text}; {advice}", trace
+    return (
+        "ConfigError",
+        f"[data] a worker process cannot be given the data set: {kind}: {text}; {advice}",
+        trace,
+    )

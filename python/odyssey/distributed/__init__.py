@@ -6,10 +6,10 @@
     dist.all_reduce(gradient)                      # in place, and returned
     mean = dist.metric_average(loss.item(), weight=len(batch))
 
-Values are odyssey.Tensor, NumPy arrays or Python numbers (and torch tensors on the CPU, where PyTorch is in use). A
-collective overwrites what it is given and returns it, as PyTorch's does; a number comes back as a new one. Nothing is
-on the tape.
-`DistributedDataParallel` (ddp.py) keeps a model's gradients in step. A DistributedTrainer needs none of it.
+Values are odyssey.Tensor, NumPy arrays or Python numbers (and torch tensors on the CPU, where
+PyTorch is in use). A collective overwrites what it is given and returns it, as PyTorch's does; a
+number comes back as a new one. Nothing is on the tape. `DistributedDataParallel` (ddp.py) keeps a
+model's gradients in step. A DistributedTrainer needs none of it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,20 @@ __getattr__, _, _ = attach(
     },
 )
 __all__ = [
-    "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler", "LaunchConfig",
-    "PerformanceMonitor", "Place", "ReduceOp", "array_of", "launch_distributed_training", "like", "operation",
+    "DDP",
+    "DistributedConfig",
+    "DistributedDataParallel",
+    "DistributedLauncher",
+    "DistributedSampler",
+    "LaunchConfig",
+    "PerformanceMonitor",
+    "Place",
+    "ReduceOp",
+    "array_of",
+    "launch_distributed_training",
+    "like",
+    "operation",
     "profile_communication",
-]  # fmt: skip
+]
 __all__ += collectives.__all__
 __all__ += groups.__all__

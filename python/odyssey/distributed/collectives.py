@@ -1,9 +1,10 @@
 """Collectives and messages between the ranks of a group, on tensors, arrays and numbers.
 
-The names are those of torch.distributed and mean the same: what is given is overwritten with the result, and returned.
-A number, which cannot be overwritten, comes back as a number. An argument that is refused on one rank is an error on
-all of them. The backend of torch.distributed and Horovod's names (torch/) call these functions. What it is not: the
-converter of values (values.py), a group (groups.py), or a transport (comm/).
+The names are those of torch.distributed and mean the same: what is given is overwritten with the
+result, and returned. A number, which cannot be overwritten, comes back as a number. An argument
+that is refused on one rank is an error on all of them. The backend of torch.distributed and
+Horovod's names (torch/) call these functions. What it is not: the converter of values (values.py),
+a group (groups.py), or a transport (comm/).
 """
 
 from __future__ import annotations
@@ -25,10 +26,29 @@ from .groups import ProcessGroup, joined
 from .values import NUMBERS, Place, array_of, in_place, like, operation, places, rows, stacked
 
 __all__ = [
-    "Work", "all_gather", "all_gather_into_tensor", "all_reduce", "all_reduce_mean", "all_reduce_sum",
-    "all_reduce_sum_group", "all_to_all", "all_to_all_single", "barrier", "broadcast", "calling", "gather", "irecv",
-    "isend", "metric_average", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
-]  # fmt: skip
+    "Work",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_mean",
+    "all_reduce_sum",
+    "all_reduce_sum_group",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "calling",
+    "gather",
+    "irecv",
+    "isend",
+    "metric_average",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
 
 Group = ProcessGroup | None  # None: the world
 Op = ReduceOp | str
@@ -36,18 +56,28 @@ Sizes = Sequence[int] | None
 
 
 class Work:
-    """A collective or message under way (async_op=True). Its arguments must stay as they are until `wait()`."""
+    """A collective or message under way (async_op=True).
 
-    def __init__(self, request: Request, finish: Callable[[Any], Any] = lambda result: result) -> None:
-        self._request, self._finish = request, finish
-        self._done, self._result = False, None
+    Its arguments must stay as they are until `wait()`.
+    """
+
+    def __init__(
+        self, request: Request, finish: Callable[[Any], Any] = lambda result: result
+    ) -> None:
+        self._request = request
+        self._finish = finish
+        self._done = False
+        self._result = None
 
     def wait(self) -> Any:
-        """Waits and returns what the blocking form does; the same again if called again. Raises CollectiveError: the
-        ranks' calls differ, or one did not come before the deadline."""
+        """Waits and returns what the blocking form does; the same again if called again.
+
+        Raises CollectiveError: the ranks' calls differ, or one did not come before the deadline.
+        """
         result = self._request.wait()  # which raises again what it has raised
         if not self._done:
-            self._result, self._done = self._finish(result), True
+            self._result = self._finish(result)
+            self._done = True
         return self._result
 
     @property
@@ -66,16 +96,20 @@ class Work:
     result = wait
 
     def then(self, finish: Callable[[Any], Any]) -> Work:
-        """Returns the work that ends with `finish` of this one's result; this one is not to be used any more."""
+        """Returns the work that ends with `finish` of this one's result; this one is not to be
+        used any more.
+        """
         return Work(self._request, lambda value: finish(self._finish(value)))
 
 
 class calling:
-    """`with calling(group, what) as comm:` gives the group's communicator; an argument that is refused inside, before
-    the call is made, is an error on the other ranks as well."""
+    """`with calling(group, what) as comm:` gives the group's communicator; an argument that is
+    refused inside, before the call is made, is an error on the other ranks as well.
+    """
 
     def __init__(self, group: ProcessGroup | None, what: str) -> None:
-        self._comm, self._what = joined(group)._member(what), what
+        self._comm = joined(group)._member(what)
+        self._what = what
 
     def __enter__(self) -> Communicator:
         return self._comm
@@ -85,34 +119,47 @@ class calling:
             self._comm.refuse(self._what, str(error))
 
 
-def _made(later: bool, finish: Callable[[Any], Any], call: Callable[..., Any], *arguments: Any) -> Any:
+def _made(
+    later: bool, finish: Callable[[Any], Any], call: Callable[..., Any], *arguments: Any
+) -> Any:
     """Makes a call of a communicator; `finish` of what it gives, or the Work of that."""
     request = call(*arguments, wait=not later)
     return Work(request, finish) if later else finish(request)
 
 
 def _shifted(before: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
-    """(group, async_op) of the form with one argument fewer than PyTorch's: each may stand one place further left."""
+    """(group, async_op) of the form with one argument fewer than PyTorch's: each may stand one
+    place further left.
+    """
     if isinstance(group, bool):
-        group, async_op = None, group
+        async_op = group
+        group = None
     return before if isinstance(before, ProcessGroup) else group, async_op
 
 
 def all_reduce(
-    tensor: Any, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False, *, out: Any = None
+    tensor: Any,
+    op: Op = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    out: Any = None,
 ) -> Any:
     """The values of all ranks combined, on all of them: `tensor` is overwritten and returned.
 
     Args:
-        tensor: Tensor or array of any strides, of the same shape and dtype on all ranks; or a number.
-        op: ReduceOp.SUM, MEAN (= AVERAGE = AVG), MAX, MIN or PROD, or its name. The mean of integers is refused.
+        tensor: Tensor or array of any strides, of the same shape and dtype on all ranks; or a
+            number.
+        op: ReduceOp.SUM, MEAN (= AVERAGE = AVG), MAX, MIN or PROD, or its name. The mean of
+            integers is refused.
         group: a group of ranks; the world by default.
         async_op: return a `Work` at once.
         out: Tensor or array that takes the result; `tensor` is then left as it is.
 
     Returns `tensor`, or `out`; a new number for a number; or a Work.
 
-    Raises CollectiveError: a rank calls something else. ShapeError, ConfigError: an argument is not allowed.
+    Raises CollectiveError: a rank calls something else. ShapeError, ConfigError: an argument is not
+    allowed.
     """
     with calling(group, "all_reduce") as comm:
         if out is None and isinstance(tensor, NUMBERS):
@@ -131,34 +178,48 @@ all_reduce_sum_group = all_reduce_sum  # which some platforms call so where ther
 
 
 def all_reduce_mean(tensor: Any, group: Group = None) -> Any:
-    """Returns the mean over the ranks as a new value; each rank counts the same, `metric_average` weights them."""
+    """Returns the mean over the ranks as a new value; each rank counts the same,
+    `metric_average` weights them.
+    """
     return _combined(tensor, ReduceOp.MEAN, group)
 
 
 def _combined(tensor: Any, op: Op, group: Group) -> Any:
     with calling(group, "all_reduce") as comm:
-        a, op = array_of(tensor, "all_reduce"), operation(op, tensor, "all_reduce")
+        a = array_of(tensor, "all_reduce")
+        op = operation(op, tensor, "all_reduce")
         return _made(False, partial(like, tensor), comm.all_reduce, a, op)
 
 
-def reduce(tensor: Any, dst: int = 0, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
-    """The values of all ranks combined: in place and returned on world rank `dst`; elsewhere None, nothing written."""
+def reduce(
+    tensor: Any, dst: int = 0, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Any:
+    """The values of all ranks combined: in place and returned on world rank `dst`; elsewhere
+    None, nothing written.
+    """
     with calling(group, "reduce") as comm:
         root = joined(group)._place("reduce to rank", dst)
         op = operation(op, tensor, "reduce")
         if comm.rank != root or isinstance(tensor, NUMBERS):
-            return _made(async_op, partial(like, tensor), comm.reduce, array_of(tensor, "reduce"), op, root)
+            return _made(
+                async_op, partial(like, tensor), comm.reduce, array_of(tensor, "reduce"), op, root
+            )
         a, place = in_place(tensor, None, "reduce")
         return _made(async_op, place.filled, comm.reduce, a, op, root, place.memory)
 
 
-def broadcast(tensor: Any, src: int = 0, group: Group = None, async_op: bool = False, *, out: Any = None) -> Any:
-    """The value of world rank `src`, on all ranks: `tensor`, of one shape and dtype there, is overwritten and returned;
-    `out` takes the value instead, and `tensor` is left as it is."""
+def broadcast(
+    tensor: Any, src: int = 0, group: Group = None, async_op: bool = False, *, out: Any = None
+) -> Any:
+    """The value of world rank `src`, on all ranks: `tensor`, of one shape and dtype there, is
+    overwritten and returned; `out` takes the value instead, and `tensor` is left as it is.
+    """
     with calling(group, "broadcast") as comm:
         root = joined(group)._place("broadcast from rank", src)
         if out is None and isinstance(tensor, NUMBERS):
-            return _made(async_op, partial(like, tensor), comm.broadcast, np.array(array_of(tensor)), root)
+            return _made(
+                async_op, partial(like, tensor), comm.broadcast, np.array(array_of(tensor)), root
+            )
         if out is None and comm.rank == root:  # only read
             a = np.asarray(array_of(tensor, "broadcast"), order="C")
             return _made(async_op, lambda _: tensor, comm.broadcast, a, root)
@@ -169,9 +230,15 @@ def broadcast(tensor: Any, src: int = 0, group: Group = None, async_op: bool = F
 
 
 def all_gather(
-    tensor_list: Any = None, tensor: Any = None, group: Group = None, async_op: bool = False, *, out: Any = None
+    tensor_list: Any = None,
+    tensor: Any = None,
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    out: Any = None,
 ) -> Any:
-    """The values of all ranks, in their order, on all of them: all_gather(list, tensor), or list = all_gather(tensor).
+    """The values of all ranks, in their order, on all of them: all_gather(list, tensor), or list
+    = all_gather(tensor).
 
     Args:
         tensor_list: a list of one Tensor or array per rank, which are overwritten. Without it, a new list is returned:
@@ -182,12 +249,17 @@ def all_gather(
     Returns the list, or `out`, or a Work.
     """
     listed = isinstance(tensor_list, (list, tuple))
-    if not listed and tensor_list is not None and (tensor is None or isinstance(tensor, ProcessGroup)):
+    if (
+        not listed
+        and tensor_list is not None
+        and (tensor is None or isinstance(tensor, ProcessGroup))
+    ):
         tensor_list, tensor, group, async_op = None, tensor_list, *_shifted(tensor, group, async_op)
     with calling(group, "all_gather") as comm:
         if tensor is None or (tensor_list is not None and not listed):
             raise ShapeError(
-                "[dist] all_gather: write all_gather(list, tensor), values = all_gather(tensor), or "
+                "[dist] all_gather: write all_gather(list, tensor), values = all_gather(tensor), "
+                "or "
                 "all_gather_into_tensor(array, tensor)"
             )
         into = tensor_list if listed else out
@@ -197,8 +269,12 @@ def all_gather(
     return all_gather_into_tensor(into, tensor, group, async_op)
 
 
-def _listed(what: str, comm: Communicator, value: Any, a: np.ndarray, into: Any) -> Callable[[Any], Any]:
-    """Returns a function that makes a result's rows a list of values like `value` (array `a`), or put `into` one."""
+def _listed(
+    what: str, comm: Communicator, value: Any, a: np.ndarray, into: Any
+) -> Callable[[Any], Any]:
+    """Returns a function that makes a result's rows a list of values like `value` (array `a`),
+    or put `into` one.
+    """
     if into is None:
         return lambda rows: None if rows is None else [like(value, row) for row in rows]
     return partial(_put, into, places(into, what, comm.size, a.shape, a.dtype))
@@ -211,30 +287,44 @@ def _put(values: Any, places: Sequence[Place], rows: Sequence[np.ndarray]) -> An
     return values
 
 
-def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False) -> Any:
-    """The values of all ranks, in `output_tensor`: one below the other or stacked, as its shape says."""
+def all_gather_into_tensor(
+    output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False
+) -> Any:
+    """The values of all ranks, in `output_tensor`: one below the other or stacked, as its shape
+    says.
+    """
     with calling(group, "all_gather_into_tensor") as comm:
-        a, place = array_of(input_tensor, "all_gather_into_tensor"), Place(output_tensor, "all_gather_into_tensor")
+        a = array_of(input_tensor, "all_gather_into_tensor")
+        place = Place(output_tensor, "all_gather_into_tensor")
         pieces = rows(place.memory, a.shape, comm.size, "all_gather_into_tensor")
         return _made(async_op, place.filled, comm.all_gather, a, pieces)
 
 
 def gather(
-    tensor: Any, gather_list: Any = None, dst: int | Group = 0, group: Group = None, async_op: bool = False
+    tensor: Any,
+    gather_list: Any = None,
+    dst: int | Group = 0,
+    group: Group = None,
+    async_op: bool = False,
 ) -> Any:
     """The values of all ranks as a list, on world rank `dst`; None elsewhere.
 
-    `gather_list` of one tensor or array per rank, on `dst` only, is overwritten and returned; without it the list is
-    new, and `gather(tensor, dst, group, async_op)` will do.
+    `gather_list` of one tensor or array per rank, on `dst` only, is overwritten and returned;
+    without it the list is new, and `gather(tensor, dst, group, async_op)` will do.
     """
     if isinstance(gather_list, (int, np.integer)):
         dst, gather_list, group, async_op = gather_list, None, *_shifted(dst, group, async_op)
     with calling(group, "gather") as comm:
         root = joined(group)._place("gather to rank", dst)
         if gather_list is not None and comm.rank != root:
-            raise ShapeError(f"[dist] gather: gather_list is given on a rank other than {dst}; leave it out there")
+            raise ShapeError(
+                f"[dist] gather: gather_list is given on a rank other than {dst}; leave it out "
+                "there"
+            )
         a = array_of(tensor, "gather")
-        return _made(async_op, _listed("gather", comm, tensor, a, gather_list), comm.gather, a, root)
+        return _made(
+            async_op, _listed("gather", comm, tensor, a, gather_list), comm.gather, a, root
+        )
 
 
 def scatter(
@@ -246,35 +336,51 @@ def scatter(
     *,
     out: Any = None,
 ) -> Any:
-    """Piece r of what world rank `src` gives, on rank r: scatter(tensor, list), or tensor = scatter(list).
+    """Piece r of what world rank `src` gives, on rank r: scatter(tensor, list), or tensor =
+    scatter(list).
 
     Args:
-        tensor: takes the piece. Without it the piece is new, and `scatter(list, src, group, async_op)` will do, where
-            the list may be one tensor or array of as many rows; None on the other ranks.
+        tensor: takes the piece. Without it the piece is new, and `scatter(list, src, group,
+            async_op)` will do, where the list may be one tensor or array of as many rows; None on
+            the other ranks.
         scatter_list: on `src` only, one tensor or array per rank.
         out: in the second form, takes the piece.
 
-    Returns `tensor` or `out`; else a tensor if `src` gave tensors, or an array (of a list of numbers, of no axes).
+    Returns `tensor` or `out`; else a tensor if `src` gave tensors, or an array (of a list of
+    numbers, of no axes).
     """
     if isinstance(scatter_list, (int, np.integer)):
         src, scatter_list, group, async_op = scatter_list, None, *_shifted(src, group, async_op)
     with calling(group, "scatter") as comm:
         root = joined(group)._place("scatter from rank", src)
-        pieces, into = scatter_list, tensor if out is None else out
+        pieces = scatter_list
+        into = tensor if out is None else out
         if scatter_list is None and (comm.rank == root or isinstance(tensor, (list, tuple))):
-            pieces, into = tensor, out
+            pieces = tensor
+            into = out
         elif comm.rank != root and scatter_list is not None:
-            raise ShapeError(f"[dist] scatter: scatter_list is given on a rank other than {src}; give None there")
-        kind, given, known = np.zeros(1, np.uint8), None, ()
+            raise ShapeError(
+                f"[dist] scatter: scatter_list is given on a rank other than {src}; give None there"
+            )
+        kind = np.zeros(1, np.uint8)
+        given = None
+        known = ()
         if comm.rank == root:
             if pieces is None:
-                raise ShapeError(f"[dist] scatter: rank {src} gives None; give it a list of {comm.size}, one per rank")
-            kind[0] = any(isinstance(t, Tensor) for t in (pieces if isinstance(pieces, (list, tuple)) else [pieces]))
+                raise ShapeError(
+                    f"[dist] scatter: rank {src} gives None; give it a list of {comm.size}, one "
+                    "per rank"
+                )
+            kind[0] = any(
+                isinstance(t, Tensor)
+                for t in (pieces if isinstance(pieces, (list, tuple)) else [pieces])
+            )
             given = stacked(pieces, comm.size, "scatter")
             known = (given.shape[1:], given.dtype)
         place = None if into is None else Place(into, "scatter", *known)
         request = comm.scatter(given, root, None if place is None else place.memory, wait=False)
-        kinds = comm.broadcast(kind, root, wait=False)  # whether it is tensors, which the others cannot know
+        # whether it is tensors, which the others cannot know
+        kinds = comm.broadcast(kind, root, wait=False)
 
     def finish(piece: np.ndarray) -> Any:
         kinds.wait()
@@ -295,25 +401,28 @@ def reduce_scatter(
 ) -> Any:
     """The values of all ranks combined, and piece r of that on rank r.
 
-    reduce_scatter(output, list): `output` is overwritten with the r-th of a list of one per rank, and returned.
-    piece = reduce_scatter(tensor, op, group, async_op): rows r * n to (r + 1) * n of a tensor or array of
-    (size * n, ...), or the r-th of a list; `out` takes it.
+    reduce_scatter(output, list): `output` is overwritten with the r-th of a list of one per rank,
+    and returned. piece = reduce_scatter(tensor, op, group, async_op): rows r * n to (r + 1) * n of
+    a tensor or array of (size * n, ...), or the r-th of a list; `out` takes it.
     """
     wrong = not isinstance(input_list, (list, tuple, str, type(None)))
     if not isinstance(input_list, (list, tuple)):
         if input_list is not None:
             op, group, async_op = input_list, *_shifted(op, group, async_op)
-        input_list, output = output, out
+        input_list = output
+        output = out
     listed = isinstance(input_list, (list, tuple))
     if output is not None and not (listed or wrong):
         return reduce_scatter_tensor(output, input_list, op, group, async_op)
     with calling(group, "reduce_scatter") as comm:
         if wrong:
             raise ShapeError(
-                f"[dist] reduce_scatter of a {type(op).__name__}; write reduce_scatter(output, list), "
+                f"[dist] reduce_scatter of a {type(op).__name__}; write reduce_scatter(output, "
+                "list), "
                 "piece = reduce_scatter(tensor), or reduce_scatter_tensor(output, tensor)"
             )
-        a, one = stacked(input_list, comm.size, "reduce_scatter"), input_list[0] if listed else input_list
+        a = stacked(input_list, comm.size, "reduce_scatter")
+        one = input_list[0] if listed else input_list
         place = None if output is None else Place(output, "reduce_scatter", a.shape[1:], a.dtype)
 
         def finish(piece: np.ndarray) -> Any:
@@ -325,46 +434,67 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Any, input: Any, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """Piece r of the combined `input` of all ranks, in `output` of rank r. Pieces lie one below another, or stacked."""
+    """Piece r of the combined `input` of all ranks, in `output` of rank r.
+
+    Pieces lie one below another, or stacked.
+    """
     with calling(group, "reduce_scatter_tensor") as comm:
-        a, place = array_of(input, "reduce_scatter_tensor"), Place(output, "reduce_scatter_tensor")
+        a = array_of(input, "reduce_scatter_tensor")
+        place = Place(output, "reduce_scatter_tensor")
         pieces = rows(a, place.array.shape, comm.size, "reduce_scatter_tensor")
         op = operation(op, input, "reduce_scatter_tensor")
         return _made(async_op, place.filled, comm.reduce_scatter, pieces, op, place.memory[None])
 
 
 def all_to_all(
-    output_tensor_list: Any, input_tensor_list: Any = None, group: Any = None, async_op: bool = False
+    output_tensor_list: Any,
+    input_tensor_list: Any = None,
+    group: Any = None,
+    async_op: bool = False,
 ) -> Any:
     """Item p of the input goes to rank p; item p of the output came from rank p.
 
-    all_to_all(outputs, inputs): lists of one tensor or array per rank, of any shapes; `outputs` is overwritten and
-    returned. outputs = all_to_all(inputs, group, async_op): inputs of one shape; an array or tensor of as many rows as
-    ranks does as well, and then the result is one too.
+    all_to_all(outputs, inputs): lists of one tensor or array per rank, of any shapes; `outputs` is
+    overwritten and returned. outputs = all_to_all(inputs, group, async_op): inputs of one shape; an
+    array or tensor of as many rows as ranks does as well, and then the result is one too.
     """
-    outputs, inputs, what = output_tensor_list, input_tensor_list, "all_to_all"
+    outputs = output_tensor_list
+    inputs = input_tensor_list
+    what = "all_to_all"
     if not isinstance(inputs, (list, tuple)):
         of, async_op = _shifted(inputs, group, async_op)
         with calling(of, what) as comm:
             if not isinstance(inputs, (ProcessGroup, type(None))):
-                raise ShapeError("[dist] all_to_all takes two lists, or one; for arrays there is all_to_all_single")
-            a, listed = stacked(outputs, comm.size, what), isinstance(outputs, (list, tuple))
+                raise ShapeError(
+                    "[dist] all_to_all takes two lists, or one; for arrays there is "
+                    "all_to_all_single"
+                )
+            a = stacked(outputs, comm.size, what)
+            listed = isinstance(outputs, (list, tuple))
             finish = _listed(what, comm, outputs[0], a, None) if listed else partial(like, outputs)
             return _made(async_op, finish, comm.all_to_all, a)
     with calling(group, what) as comm:
         if not isinstance(outputs, (list, tuple)) or not len(outputs) == len(inputs) == comm.size:
-            raise ShapeError(f"[dist] all_to_all takes two lists of {comm.size}, one for each rank of the group")
-        targets, arrays = places(outputs, what, comm.size), [array_of(t, what) for t in inputs]
+            raise ShapeError(
+                f"[dist] all_to_all takes two lists of {comm.size}, one for each rank of the group"
+            )
+        targets = places(outputs, what, comm.size)
+        arrays = [array_of(t, what) for t in inputs]
         dtypes = {a.dtype for a in (*arrays, *(t.array for t in targets))}
         if len(dtypes) > 1:
-            raise ShapeError(f"[dist] all_to_all of {', '.join(sorted(map(str, dtypes)))}; give one dtype")
+            raise ShapeError(
+                f"[dist] all_to_all of {', '.join(sorted(map(str, dtypes)))}; give one dtype"
+            )
         counts = [t.array.size for t in targets]
-        sent, received = np.concatenate([a.reshape(-1) for a in arrays]), np.empty(sum(counts), arrays[0].dtype)
+        sent = np.concatenate([a.reshape(-1) for a in arrays])
+        received = np.empty(sum(counts), arrays[0].dtype)
 
         def finish(_: None) -> Any:
             return _put(outputs, targets, np.split(received, np.cumsum(counts)[:-1]))
 
-        return _made(async_op, finish, comm.all_to_all_v, sent, [a.size for a in arrays], received, counts)
+        return _made(
+            async_op, finish, comm.all_to_all_v, sent, [a.size for a in arrays], received, counts
+        )
 
 
 def all_to_all_single(
@@ -375,24 +505,39 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Rows of `input` to ranks 0, 1, ..., and theirs into `output`; as many each as the sizes say, or equally many."""
+    """Rows of `input` to ranks 0, 1, ..., and theirs into `output`; as many each as the sizes
+    say, or equally many.
+    """
     with calling(group, "all_to_all_single") as comm:
-        a, place = array_of(input, "all_to_all_single"), Place(output, "all_to_all_single")
-        if a.dtype != place.array.dtype or a.shape[1:] != place.array.shape[1:] or not (a.ndim and place.array.ndim):
+        a = array_of(input, "all_to_all_single")
+        place = Place(output, "all_to_all_single")
+        if (
+            a.dtype != place.array.dtype
+            or a.shape[1:] != place.array.shape[1:]
+            or not (a.ndim and place.array.ndim)
+        ):
             raise ShapeError(
-                f"[dist] all_to_all_single of {a.dtype} {a.shape} into {place.array.dtype} {place.array.shape}; give "
+                f"[dist] all_to_all_single of {a.dtype} {a.shape} into {place.array.dtype} "
+                f"{place.array.shape}; give "
                 "one dtype, and rows of one shape"
             )
-        row, counts = math.prod(a.shape[1:]), []
-        for name, array, sizes in (("input", a, input_split_sizes), ("output", place.array, output_split_sizes)):
+        row = math.prod(a.shape[1:])
+        counts = []
+        for name, array, sizes in (
+            ("input", a, input_split_sizes),
+            ("output", place.array, output_split_sizes),
+        ):
             given = list(sizes) if sizes else [len(array) // comm.size] * comm.size
             if len(given) != comm.size or sum(given) != len(array):
                 raise ShapeError(
-                    f"[dist] all_to_all_single: {name} of {len(array)} rows is cut into {given} for {comm.size} ranks; "
+                    f"[dist] all_to_all_single: {name} of {len(array)} rows is cut into {given} "
+                    f"for {comm.size} ranks; "
                     f"give {name}_split_sizes of one per rank that add up to the rows"
                 )
             counts.append([n * row for n in given])
-        return _made(async_op, place.filled, comm.all_to_all_v, a, counts[0], place.memory, counts[1])
+        return _made(
+            async_op, place.filled, comm.all_to_all_v, a, counts[0], place.memory, counts[1]
+        )
 
 
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:
@@ -409,32 +554,44 @@ def send(tensor: Any, dst: int, group: Group = None, tag: int = 0) -> None:
 def isend(tensor: Any, dst: int, group: Group = None, tag: int = 0) -> Work:
     """`send`, not waited for; the tensor must stay as it is until the Work is complete."""
     g = joined(group)
-    comm, array = g._member("send"), array_of(tensor, "send")
+    comm = g._member("send")
+    array = array_of(tensor, "send")
     return Work(comm.send(array, g._place("send to rank", dst), tag, wait=False))
 
 
 def recv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Any:
-    """Receives what world rank `src` sent with this tag into a Tensor or array, and returns it. Raises CollectiveError:
-    what was sent has another dtype or number of elements."""
+    """Receives what world rank `src` sent with this tag into a Tensor or array, and returns it.
+
+    Raises CollectiveError: what was sent has another dtype or number of elements.
+    """
     return irecv(tensor, src, group, tag).wait()
 
 
 def irecv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Work:
     """`recv`, not waited for."""
     g = joined(group)
-    comm, place = g._member("recv"), Place(tensor, "recv")
-    return Work(comm.recv(place.memory, g._place("recv from rank", src), tag, wait=False), place.filled)
+    comm = g._member("recv")
+    place = Place(tensor, "recv")
+    return Work(
+        comm.recv(place.memory, g._place("recv from rank", src), tag, wait=False), place.filled
+    )
 
 
-def metric_average(value: Any, name: str = "metric", weight: float = 1.0, group: Group = None) -> float:
-    """The mean of a number over the ranks, weighted: sum of value * weight / sum of weight, the same on all ranks.
+def metric_average(
+    value: Any, name: str = "metric", weight: float = 1.0, group: Group = None
+) -> float:
+    """The mean of a number over the ranks, weighted: sum of value * weight / sum of weight, the
+    same on all ranks.
 
     Args:
         value: a number, or a tensor or array of one element.
-        name: of the metric; must be the same on all ranks, so that a loss is not averaged with an accuracy.
-        weight: of this rank, at least 0: its number of samples, say. Of a rank that gives 0 the value does not matter.
+        name: of the metric; must be the same on all ranks, so that a loss is not averaged with an
+            accuracy.
+        weight: of this rank, at least 0: its number of samples, say. Of a rank that gives 0 the
+            value does not matter.
 
-    Returns the mean; NaN if all weights are 0. Added up exactly, so it does not depend on the order of ranks.
+    Returns the mean; NaN if all weights are 0. Added up exactly, so it does not depend on the order
+    of ranks.
 
     Raises CollectiveError: another rank averages another metric.
     """
@@ -444,17 +601,23 @@ def metric_average(value: Any, name: str = "metric", weight: float = 1.0, group:
         if a.size != 1:
             raise ShapeError(f"[dist] metric_average of shape {a.shape}; give one number")
         number = float(a.reshape(-1)[0]) if weight else 0.0
-        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")  # exact in float64
+        # exact in float64
+        digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
         everyone = comm.all_gather(np.array([number, weight, digest], np.float64))
     other = np.flatnonzero(everyone[:, 2] != everyone[0, 2])
     if len(other):
         members = joined(group).ranks
         raise CollectiveError(
-            f"[dist] rank {members[comm.rank]} averages {name!r}, but ranks {members[0]} and {members[other[0]]} name "
+            f"[dist] rank {members[comm.rank]} averages {name!r}, but ranks {members[0]} and "
+            f"{members[other[0]]} name "
             "different metrics; all ranks average the same ones in the same order"
         )
     total = math.fsum(everyone[:, 1])
     if not total:
         return math.nan
     products = everyone[:, 0] * everyone[:, 1]
-    return math.fsum(products) / total if np.isfinite(products).all() else float(products.sum() / total)
+    return (
+        math.fsum(products) / total
+        if np.isfinite(products).all()
+        else float(products.sum() / total)
+    )

@@ -1,13 +1,16 @@
-"""DistributedDataParallel: a model whose gradients are the mean over all ranks when `loss.backward()` returns.
+"""DistributedDataParallel: a model whose gradients are the mean over all ranks when
+`loss.backward()` returns.
 
-For custom training loops: every rank computes its own batch, and the gradients are reduced inside the backward pass,
-bucket by bucket, while it goes on. A DistributedTrainer does all that by itself and is faster; it takes the bare model.
+For custom training loops: every rank computes its own batch, and the gradients are reduced inside
+the backward pass, bucket by bucket, while it goes on. A DistributedTrainer does all that by itself
+and is faster; it takes the bare model.
 
-How gradients are added, which decides about the bits: every backward pass is a leaf. The leaves of a rank are added
-along the tree of parallel/plan.py as they come, like a binary counter (nodes of equal size merge), then the ranks' sums
-along the tree over ranks. So R ranks with k passes each give the bits of one rank with R * k passes, for k a power of
-two. With average="ranks" the mean is exact only if the number of ranks is one too; average="samples" divides once, by
-the number of all samples.
+How gradients are added, which decides about the bits: every backward pass is a leaf. The leaves of
+a rank are added along the tree of parallel/plan.py as they come, like a binary counter (nodes of
+equal size merge), then the ranks' sums along the tree over ranks. So R ranks with k passes each
+give the bits of one rank with R * k passes, for k a power of two. With average="ranks" the mean is
+exact only if the number of ranks is one too; average="samples" divides once, by the number of all
+samples.
 """
 
 from __future__ import annotations
@@ -53,31 +56,38 @@ class DistributedDataParallel(Uncopied, Module):
             F.cross_entropy(net(Tensor(x)), y).backward()
             opt.step()                            # p.grad is the mean over ranks, the same bits on all
 
-    All ranks construct it, and make the same number of synchronizing backward passes (`join` for uneven data).
-    Parameters of all ranks become those of rank 0. A parameter that a pass does not reach counts as zero. Dropout draws
-    other masks on every rank, so a model with dropout does not give the same bits on another number of ranks here (in a
-    DistributedTrainer it does).
+    All ranks construct it, and make the same number of synchronizing backward passes (`join` for
+    uneven data). Parameters of all ranks become those of rank 0. A parameter that a pass does not
+    reach counts as zero. Dropout draws other masks on every rank, so a model with dropout does not
+    give the same bits on another number of ranks here (in a DistributedTrainer it does).
 
     Args:
         module: the model. Its names stay as they are in state_dict().
         process_group: a `World` or `ProcessGroup`; default the initialized world.
-        bucket_size_mb: gradients are reduced in pieces of at least this many MB (2^20 bytes of float32).
-        broadcast_buffers: tensors and floating-point arrays that modules keep beside their parameters (running means)
-            become rank 0's: at construction, and before each forward pass in training that is to be synchronized.
-        find_unused_parameters: name parameters that no rank's first synchronized pass reached, once, on standard error.
-            They count as zero whatever is given here.
-        device_ids: as PyTorch has it, the one device of this process; which one that is, ranks decide here.
-        average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
-            ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
-            forward() had; for losses that are means over a batch. Right for any sizes.
-        reduction: how sums travel: a name of parallel.strategy.REDUCTIONS, or a Strategy with its settings, compression
-            among them. Those that keep the tree give the bits that the head of this file promises.
+        bucket_size_mb: gradients are reduced in pieces of at least this many MB (2^20 bytes of
+            float32).
+        broadcast_buffers: tensors and floating-point arrays that modules keep beside their
+            parameters (running means) become rank 0's: at construction, and before each forward
+            pass in training that is to be synchronized.
+        find_unused_parameters: name parameters that no rank's first synchronized pass reached,
+            once, on standard error. They count as zero whatever is given here.
+        device_ids: as PyTorch has it, the one device of this process; which one that is, ranks
+            decide here.
+        average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in
+            PyTorch; right if all ranks have batches of one size. "samples": each pass weighs as
+            many samples as the first argument of forward() had; for losses that are means over a
+            batch. Right for any sizes.
+        reduction: how sums travel: a name of parallel.strategy.REDUCTIONS, or a Strategy with its
+            settings, compression among them. Those that keep the tree give the bits that the head
+            of this file promises.
 
     Attributes:
-        module: the model. reductions: synchronized backward passes so far. bytes_sent: by this rank, in those.
+        module: the model. reductions: synchronized backward passes so far. bytes_sent: by this
+            rank, in those.
         active: False while `join` fills in for a rank without data.
 
-    Raises ConfigError: the ranks' models differ, a setting is not allowed, or there is no process group.
+    Raises ConfigError: the ranks' models differ, a setting is not allowed, or there is no process
+    group.
     """
 
     copy_instead = "copy the model, ddp.module, and wrap the copy"
@@ -96,10 +106,13 @@ class DistributedDataParallel(Uncopied, Module):
     ) -> None:
         super().__init__()
         if not isinstance(module, Module) or isinstance(module, DistributedDataParallel):
-            raise ConfigError(f"[ddp] a {type(module).__name__} was given; give the model, a nn.Module")
+            raise ConfigError(
+                f"[ddp] a {type(module).__name__} was given; give the model, a nn.Module"
+            )
         if device_ids is not None and len(device_ids) != 1:
             raise ConfigError(
-                f"[ddp] device_ids is {list(device_ids)}, and a process has one replica; start more ranks "
+                f"[ddp] device_ids is {list(device_ids)}, and a process has one replica; start "
+                "more ranks "
                 "(odyssey launch -n), and leave it out"
             )
         check_number("[ddp] bucket_size_mb", bucket_size_mb, 0, open_low=True)
@@ -108,12 +121,14 @@ class DistributedDataParallel(Uncopied, Module):
         strategy = strategies.Strategy.of(reduction)
         if strategy.reduction in strategies.MODES:
             raise ConfigError(
-                f"[ddp] reduction={strategy.reduction!r} takes steps of its own; use DistributedTrainer, or one of "
+                f"[ddp] reduction={strategy.reduction!r} takes steps of its own; use "
+                "DistributedTrainer, or one of "
                 f"{', '.join(strategies.REDUCTIONS)}"
             )
         self.module = module
         object.__setattr__(module, "_wrapped", True)
-        self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
+        self.average = average
+        self.broadcast_buffers = bool(broadcast_buffers)
         self.find_unused_parameters = bool(find_unused_parameters)
         self.reductions = 0
         self.active = True
@@ -123,18 +138,23 @@ class DistributedDataParallel(Uncopied, Module):
         strategy.check(Mesh(dp=comm.size, pp=1, tp=1), 0)
         if strategy.compression in ("topk", "powersgd") and average == "samples":
             raise ConfigError(
-                f"[ddp] compression={strategy.compression!r} adds what it did not send to a later step, which may "
+                f"[ddp] compression={strategy.compression!r} adds what it did not send to a "
+                "later step, which may "
                 "be of another number of samples; use average='ranks', or compression='bf16'"
             )
         self._same_everywhere(average, strategy, bucket_size_mb)
-        self._sync = _Sync(comm, arena, from_the_end(arena, max(1, int(bucket_size_mb * FLOATS_PER_MB))), strategy)
+        self._sync = _Sync(
+            comm, arena, from_the_end(arena, max(1, int(bucket_size_mb * FLOATS_PER_MB))), strategy
+        )
         comm.broadcast(arena.params)
         self._broadcast_buffers()
         self._enabled = True  # whether the next backward pass communicates
-        self._forwards: deque[tuple[int, int, int]] = deque(maxlen=4096)  # between which ops, of how many samples
+        # between which ops, of how many samples
+        self._forwards: deque[tuple[int, int, int]] = deque(maxlen=4096)
         self._replaced = False
         self._pass = _Pass(self)
-        # The k-th sample of a batch is another one on every rank: it must not get the same dropout mask on all.
+        # The k-th sample of a batch is another one on every rank: it must not get the same dropout
+        # mask on all.
         current().context.first = comm.rank * (2**32 // comm.size)
         if isinstance(arena.watcher, _Pass) and (old := arena.watcher.ddp()) is not None:
             old._replaced = True
@@ -148,7 +168,9 @@ class DistributedDataParallel(Uncopied, Module):
         return Builder(module)
 
     def _same_everywhere(self, *settings: Any) -> None:
-        """Raises ConfigError on all ranks if one has another model or other settings than rank 0."""
+        """Raises ConfigError on all ranks if one has another model or other settings than rank
+        0.
+        """
         from ..train import agreement
 
         mine = {
@@ -161,9 +183,13 @@ class DistributedDataParallel(Uncopied, Module):
 
     def forward(self, *args: Any) -> Any:
         if self._replaced:
-            raise ConfigError("[ddp] this model was wrapped again; use the newer DistributedDataParallel")
+            raise ConfigError(
+                "[ddp] this model was wrapped again; use the newer DistributedDataParallel"
+            )
         if current().shard:
-            raise ConfigError("[ddp] a DistributedTrainer synchronizes by itself; give it the model, ddp.module")
+            raise ConfigError(
+                "[ddp] a DistributedTrainer synchronizes by itself; give it the model, ddp.module"
+            )
         if not tape._tape.enabled:
             return self.module(*args)
         if self.broadcast_buffers and self.training and self._enabled:
@@ -176,7 +202,8 @@ class DistributedDataParallel(Uncopied, Module):
 
     def _samples_of(self, ops: set[int]) -> int:
         """Samples of the forward passes that these ops belong to."""
-        order, samples = sorted(ops), 0
+        order = sorted(ops)
+        samples = 0
         for start, end, n in reversed(self._forwards):
             if end < order[0]:
                 break
@@ -191,10 +218,16 @@ class DistributedDataParallel(Uncopied, Module):
         """Tensors and floating-point arrays that modules keep beside their parameters."""
         for i, m in enumerate(self.module.modules()):
             for name, value in vars(m).items():
-                own = isinstance(value, Tensor) and (not isinstance(value, Parameter) or isinstance(value, Buffer))
+                own = isinstance(value, Tensor) and (
+                    not isinstance(value, Parameter) or isinstance(value, Buffer)
+                )
                 if own and value.layout == "rows":
                     yield f"{i}.{name}", value.data
-                elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.c_contiguous:
+                elif (
+                    isinstance(value, np.ndarray)
+                    and value.dtype.kind == "f"
+                    and value.flags.c_contiguous
+                ):
                     yield f"{i}.{name}", value
 
     def _broadcast_buffers(self) -> None:
@@ -206,18 +239,21 @@ class DistributedDataParallel(Uncopied, Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to this rank's gradients and do not communicate.
 
-        The next one outside reduces what has come together. Until then p.grad is this rank's sum (with
-        average="samples" each pass times its samples).
+        The next one outside reduces what has come together. Until then p.grad is this rank's sum
+        (with average="samples" each pass times its samples).
         """
-        before, self._enabled = self._enabled, False
+        before = self._enabled
+        self._enabled = False
         try:
             yield
         finally:
             self._enabled = before
 
     def sync_gradients(self) -> None:
-        """Reduces what passes under no_sync() have left in p.grad; all ranks call it. Nothing happens on any rank after
-        a backward pass that has synchronized by itself."""
+        """Reduces what passes under no_sync() have left in p.grad; all ranks call it.
+
+        Nothing happens on any rank after a backward pass that has synchronized by itself.
+        """
         self._pass.flush()
 
     @property
@@ -226,18 +262,21 @@ class DistributedDataParallel(Uncopied, Module):
         return self._sync.bytes_sent
 
     def join(self, loader: Any) -> JoinedLoader:
-        """The loader's batches, on all ranks as many as the longest loader has; all ranks call it, once per epoch.
+        """The loader's batches, on all ranks as many as the longest loader has; all ranks call
+        it, once per epoch.
 
             for x, y in ddp.join(loader): ...     # forward, backward, step on all ranks
 
-        A rank that runs out gets its first batch again (one without data that of another rank), with `active` False:
-        the loop goes on in step, the batch's gradients are left out, and it counts no samples. With average="ranks" the
-        divisor stays the number of ranks, as in PyTorch; with "samples" the mean is over the samples there are. Use
-        each batch before the next is taken: `active` is that of the newest.
+        A rank that runs out gets its first batch again (one without data that of another rank),
+        with `active` False: the loop goes on in step, the batch's gradients are left out, and it
+        counts no samples. With average="ranks" the divisor stays the number of ranks, as in
+        PyTorch; with "samples" the mean is over the samples there are. Use each batch before the
+        next is taken: `active` is that of the newest.
 
         loader: has a length, and gives tuples of arrays, or data.Batch.
 
-        Raises ConfigError: the loader has no length, or gives another number of batches; no rank has data.
+        Raises ConfigError: the loader has no length, or gives another number of batches; no rank
+        has data.
         """
         return JoinedLoader(self, loader)
 
@@ -246,14 +285,18 @@ DDP = DistributedDataParallel
 
 
 class JoinedLoader:
-    """Iterable of as many batches on all ranks, which `DistributedDataParallel.join` gives; len() is how many."""
+    """Iterable of as many batches on all ranks, which `DistributedDataParallel.join` gives;
+    len() is how many.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
             raise ConfigError(
-                f"[ddp] join of a {type(loader).__name__}, which has no length; give a DataLoader or a list of batches"
+                f"[ddp] join of a {type(loader).__name__}, which has no length; give a "
+                "DataLoader or a list of batches"
             )
-        self._ddp, self._loader = ddp, loader
+        self._ddp = ddp
+        self._loader = loader
         self._lengths = ddp._comm.all_gather(np.array([len(loader)], np.int64))[:, 0]
         if not self._lengths.any():
             raise ConfigError("[ddp] join: no rank has a batch; give at least one of them data")
@@ -262,17 +305,23 @@ class JoinedLoader:
         return int(self._lengths.max())
 
     def __iter__(self) -> Iterator[Any]:
-        ddp, mine = self._ddp, int(self._lengths[self._ddp._comm.rank])
-        first, given = None, 0
+        ddp = self._ddp
+        mine = int(self._lengths[self._ddp._comm.rank])
+        first = None
+        given = 0
         for item in self._loader:
             if given == mine:
-                raise ConfigError(f"[ddp] join: the loader said {mine} batches and gives more; correct its length")
+                raise ConfigError(
+                    f"[ddp] join: the loader said {mine} batches and gives more; correct its length"
+                )
             if not given:
                 first = self._lend(item)
             given += 1
             yield item
         if given != mine:
-            raise ConfigError(f"[ddp] join: the loader said {mine} batches and gave {given}; correct its length")
+            raise ConfigError(
+                f"[ddp] join: the loader said {mine} batches and gave {given}; correct its length"
+            )
         if not given:
             first = self._lend(None)
         ddp.active = False
@@ -286,7 +335,8 @@ class JoinedLoader:
         """Brings a batch to the ranks that have none; they get it as a tuple of arrays."""
         if self._lengths.all():
             return batch
-        root, comm = int(np.flatnonzero(self._lengths)[0]), self._ddp._comm
+        root = int(np.flatnonzero(self._lengths)[0])
+        comm = self._ddp._comm
         arrays = spread(comm, [np.asarray(a) for a in batch] if comm.rank == root else None, root)
         return tuple(arrays) if batch is None else batch
 
@@ -296,11 +346,13 @@ class _Pass(BackwardWatcher):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = weakref.ref(ddp)
-        self._arena, self._sync = ddp._arena, ddp._sync
+        self._arena = ddp._arena
+        self._sync = ddp._sync
         self._grads = ddp._arena.grads[: ddp._arena.size]
         self._partial = RunningTreeSum()  # passes that are not reduced yet
         self._samples = 0  # of those
-        self._mean: np.ndarray | None = None  # gradients that are reduced already and were not set to zero
+        # gradients that are reduced already and were not set to zero
+        self._mean: np.ndarray | None = None
         self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero
         self._reduced = False  # whether that was after a reduction
         self._syncing = False  # in this pass
@@ -310,7 +362,8 @@ class _Pass(BackwardWatcher):
     def begin(self, ops: set[int]) -> None:
         ddp = self.ddp()
         if ddp is None:  # the wrapper is gone, the module lives on alone
-            self._syncing, self._weight = False, None
+            self._syncing = False
+            self._weight = None
             return
         self._take_in()
         self._syncing = ddp._enabled
@@ -320,7 +373,8 @@ class _Pass(BackwardWatcher):
             self._weight = ddp._samples_of(ops) if by_samples else 1
             if not self._weight:
                 raise ConfigError(
-                    "[ddp] average='samples', but no forward pass of the wrapped model is behind this loss; call "
+                    "[ddp] average='samples', but no forward pass of the wrapped model is behind "
+                    "this loss; call "
                     "ddp(x), with the batch as its first argument"
                 )
         self._samples += self._weight
@@ -353,28 +407,35 @@ class _Pass(BackwardWatcher):
         if ddp._comm.all_reduce(np.array([pending], np.int32), "max")[0] == 0:
             if self._mean is not None:
                 self._grads[:] = self._mean
-                self._mean, self._left, self._reduced = None, None, True
+                self._mean = None
+                self._left = None
+                self._reduced = True
             return
         by_samples = ddp.average == "samples"
-        self._weight, self._reached = 0, set()
+        self._weight = 0
+        self._reached = set()
         self._sync.begin(self._samples if by_samples else None, self._fill)
         self._complete()
 
     def _take_in(self) -> None:
-        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own. All zero:
-        the user has begun anew. What was left there: nothing happened. Else it was changed: the sum from here on."""
+        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a
+        leaf of its own. All zero: the user has begun anew. What was left there: nothing
+        happened. Else it was changed: the sum from here on.
+        """
         g = self._grads
         if not g.view(np.uint32).max():
             self._forget()
             return
         if self._left is None or not np.array_equal(g.view(np.int32), self._left.view(np.int32)):
-            samples, reduced = self._samples, self._reduced
+            samples = self._samples
+            reduced = self._reduced
             self._forget()
             if reduced:
                 self._mean = g.copy()
             elif self.ddp().average == "samples" and not samples:
                 raise ConfigError(
-                    "[ddp] p.grad holds a gradient of an unknown number of samples, which the wrapped model did not "
+                    "[ddp] p.grad holds a gradient of an unknown number of samples, which the "
+                    "wrapped model did not "
                     "make; call zero_grad() first"
                 )
             else:
@@ -384,7 +445,10 @@ class _Pass(BackwardWatcher):
 
     def _forget(self) -> None:
         self._partial.clear()
-        self._samples, self._mean, self._left, self._reduced = 0, None, None, False
+        self._samples = 0
+        self._mean = None
+        self._left = None
+        self._reduced = False
 
     def _weigh(self, array: np.ndarray) -> None:
         """Multiplies the newest pass by what it counts."""
@@ -414,7 +478,8 @@ class _Pass(BackwardWatcher):
 
     def _complete(self) -> None:
         """Ends the reduction of all buckets."""
-        ddp, g = self.ddp(), self._grads
+        ddp = self.ddp()
+        g = self._grads
         for lo, hi, total, divisor in self._sync.finish():
             np.divide(total, np.float32(divisor), out=g[lo:hi])
         mean = self._mean
@@ -431,15 +496,25 @@ class _Pass(BackwardWatcher):
         named = self._arena.named
         reached = np.array([id(p) in self._reached for _, p in named], np.int32)
         reached = ddp._comm.all_reduce(reached, "max")
-        names = [name for (name, p), r in zip(named, reached, strict=True) if not r and p.requires_grad]
+        names = [
+            name for (name, p), r in zip(named, reached, strict=True) if not r and p.requires_grad
+        ]
         if names and ddp.find_unused_parameters and ddp._comm.rank == 0:
-            print(f"odyssey: no gradient reaches {', '.join(names)}: counted as zero", file=sys.stderr, flush=True)
+            print(
+                f"odyssey: no gradient reaches {', '.join(names)}: counted as zero",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _Sync:
-    """Reduces the buckets of an arena's gradients, in their order, each as soon as it is complete."""
+    """Reduces the buckets of an arena's gradients, in their order, each as soon as it is
+    complete.
+    """
 
-    def __init__(self, comm: Communicator, arena: Arena, buckets: list[Bucket], strategy: strategies.Strategy) -> None:
+    def __init__(
+        self, comm: Communicator, arena: Arena, buckets: list[Bucket], strategy: strategies.Strategy
+    ) -> None:
         self.comm = comm
         self.cut = [(b.pieces[0].lo, b.pieces[0].lo + b.floats) for b in buckets]
         plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)  # one shard per rank
@@ -447,8 +522,11 @@ class _Sync:
         self.reductions = []
         for b in buckets:
             here = tuple((b.locate(arena.offsets[name]), shapes[name]) for name in b.names)
-            content = strategies.Content(b.floats, here, 1, {})  # of one sample: means do not change their scale
-            self.reductions.append(strategies.make(strategy, comm, plan, b.floats, 1, content=content))
+            # of one sample: means do not change their scale
+            content = strategies.Content(b.floats, here, 1, {})
+            self.reductions.append(
+                strategies.make(strategy, comm, plan, b.floats, 1, content=content)
+            )
         # offset of a parameter -> its bucket
         self.bucket = {arena.offsets[name]: i for i, b in enumerate(buckets) for name in b.names}
         self.wanted = [len(b.names) for b in buckets]  # parameters of each bucket
@@ -458,7 +536,9 @@ class _Sync:
         return sum(r.bytes_sent for r in self.reductions)
 
     def begin(self, samples: int | None, fill: Any) -> None:
-        """samples: of this rank, if the mean is over samples. fill(out, lo, hi) gives this rank's sum of a range."""
+        """samples: of this rank, if the mean is over samples. fill(out, lo, hi) gives this
+        rank's sum of a range.
+        """
         self._missing = list(self.wanted)
         self._started = 0
         self._fill = fill
@@ -490,7 +570,9 @@ class _Sync:
 
 
 class Builder:
-    """Collects arguments of a DistributedDataParallel, each by a method of its name; `build()` makes it."""
+    """Collects arguments of a DistributedDataParallel, each by a method of its name; `build()`
+    makes it.
+    """
 
     def __init__(self, module: Module) -> None:
         self._module = module

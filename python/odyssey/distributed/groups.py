@@ -20,14 +20,28 @@ from ..comm.requests import deadline
 from ..errors import ConfigError, check_integer, check_number
 
 __all__ = [
-    "Backend", "ProcessGroup", "World", "destroy_process_group", "get_backend", "get_distributed_info", "get_rank",
-    "get_world_size", "init_process_group", "is_available", "is_initialized", "new_group", "no_sync",
-]  # fmt: skip
+    "Backend",
+    "ProcessGroup",
+    "World",
+    "destroy_process_group",
+    "get_backend",
+    "get_distributed_info",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "new_group",
+    "no_sync",
+]
 
 
 class Backend(str, enum.Enum):
-    """Transports; a string of the same spelling does as well. MOCK is for threads that `comm.mock.run` started, NCCL
-    for ranks under an MPI launcher with a GPU each."""
+    """Transports; a string of the same spelling does as well.
+
+    MOCK is for threads that `comm.mock.run` started, NCCL for ranks under an MPI launcher with a
+    GPU each.
+    """
 
     AUTO = "auto"
     MPI = "mpi"
@@ -50,10 +64,13 @@ class _State:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        # In the order in which they were made, the same on all ranks: closing one is a collective call.
+        # In the order in which they were made, the same on all ranks: closing one is a collective
+        # call.
         self.groups: dict[ProcessGroup, None] = {}
-        self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallel, for no_sync()
-        self.environment: dict[str, str | None] = {}  # variables that were set here, as they were before
+        # DistributedDataParallel, for no_sync()
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
+        # variables that were set here, as they were before
+        self.environment: dict[str, str | None] = {}
 
 
 _process = _State()
@@ -65,12 +82,15 @@ def state_here() -> _State:
     if getattr(_base.here, "world", None) is None:
         return _process
     if getattr(_threads, "of", None) is not _base.here.world:
-        _threads.of, _threads.state = _base.here.world, _State()
+        _threads.state = _State()
+        _threads.of = _base.here.world
     return _threads.state
 
 
 class ProcessGroup:
-    """Some of the ranks, in an order. All ranks of the world make it, at the same place of the program.
+    """Some of the ranks, in an order.
+
+    All ranks of the world make it, at the same place of the program.
 
     Args:
         ranks: world ranks of the members, each once; none make a group without members.
@@ -82,11 +102,13 @@ class ProcessGroup:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        ranks, world = tuple(int(r) for r in ranks), _world()
+        ranks = tuple(int(r) for r in ranks)
+        world = _world()
         self._open(ranks, world.comm.group(ranks) if ranks else None)
 
     def _open(self, ranks: tuple[int, ...], comm: Communicator | None) -> None:
-        self.ranks, self.comm = ranks, comm
+        self.ranks = ranks
+        self.comm = comm
         state_here().groups[self] = None
 
     @property
@@ -109,13 +131,19 @@ class ProcessGroup:
         return _world().comm.name if self.comm is None else self.comm.name
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of ranks {', '.join(map(str, self.ranks))}, this one at {self.rank()}>"
+        return (
+            f"<{type(self).__name__} of ranks {', '.join(map(str, self.ranks))}, this one at "
+            f"{self.rank()}>"
+        )
 
     def _member(self, what: str) -> Communicator:
-        """The communicator; ConfigError, with what was asked for, on a rank that is not in the group."""
+        """The communicator; ConfigError, with what was asked for, on a rank that is not in the
+        group.
+        """
         if self.comm is None:
             raise ConfigError(
-                f"[dist] {what} in the group of ranks {list(self.ranks)}, but rank {_world().rank()} is not in it; "
+                f"[dist] {what} in the group of ranks {list(self.ranks)}, but rank "
+                f"{_world().rank()} is not in it; "
                 "ask group.is_member first"
             )
         return self.comm
@@ -123,12 +151,17 @@ class ProcessGroup:
     def _place(self, what: str, rank: int) -> int:
         """A world rank's place in the group."""
         if rank not in self.ranks:
-            raise ConfigError(f"[dist] {what} {rank}; it must be one of the group's ranks {list(self.ranks)}")
+            raise ConfigError(
+                f"[dist] {what} {rank}; it must be one of the group's ranks {list(self.ranks)}"
+            )
         return self.ranks.index(rank)
 
 
 class World(ProcessGroup):
-    """All ranks. `World()` is the initialized world; it initializes it, with the default settings, if none is."""
+    """All ranks.
+
+    `World()` is the initialized world; it initializes it, with the default settings, if none is.
+    """
 
     def __new__(cls) -> World:
         if state_here().world is None:
@@ -151,11 +184,16 @@ def _world() -> World:
 
 
 def joined(group: ProcessGroup | None) -> ProcessGroup:
-    """The group that was given, or the world. Raises ConfigError: it is no group, or none is initialized."""
+    """The group that was given, or the world.
+
+    Raises ConfigError: it is no group, or none is initialized.
+    """
     if group is None:
         return _world()
     if not isinstance(group, ProcessGroup):
-        raise ConfigError(f"[dist] group is a {type(group).__name__}; give what new_group() returned, or nothing")
+        raise ConfigError(
+            f"[dist] group is a {type(group).__name__}; give what new_group() returned, or nothing"
+        )
     return group
 
 
@@ -166,30 +204,42 @@ def init_process_group(
     rank: int | None = None,
     timeout: float | datetime.timedelta | None = None,
 ) -> World:
-    """Connects this process with the others that the launcher started; every process calls it once, first of all.
+    """Connects this process with the others that the launcher started; every process calls it
+    once, first of all.
 
     Args:
-        backend: "auto", "mpi", "shm", "gloo", "nccl" or "local" (`Backend`); what "auto" picked is in `get_backend()`.
-        init_method: how processes meet without MPI: "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or
-            "tcp://HOST:PORT", which needs world_size and rank. Under an MPI launcher there is nothing to say.
-        world_size, rank: what is expected; for "gloo" they stand in for variables that are not set. A world of one
-            that nobody launched needs no transport: its backend is "local" whatever was asked for.
-        timeout: seconds, or a timedelta, that an operation waits for other ranks; default ODYSSEY_TIMEOUT, else 600.
+        backend: "auto", "mpi", "shm", "gloo", "nccl" or "local" (`Backend`); what "auto" picked is
+            in `get_backend()`.
+        init_method: how processes meet without MPI: "env://" (MASTER_ADDR, MASTER_PORT, RANK,
+            WORLD_SIZE) or "tcp://HOST:PORT", which needs world_size and rank. Under an MPI launcher
+            there is nothing to say.
+        world_size, rank: what is expected; for "gloo" they stand in for variables that are not set.
+            A world of one that nobody launched needs no transport: its backend is "local" whatever
+            was asked for.
+        timeout: seconds, or a timedelta, that an operation waits for other ranks; default
+            ODYSSEY_TIMEOUT, else 600.
 
     Returns the world.
 
-    Raises ConfigError: the world has another size or this process another rank than expected, the backend cannot be
-    used, or there is a process group already.
+    Raises ConfigError: the world has another size or this process another rank than expected, the
+    backend cannot be used, or there is a process group already.
     """
     state = state_here()
     if state.world is not None:
-        raise ConfigError("[dist] there is a process group already; call dist.destroy_process_group() before another")
+        raise ConfigError(
+            "[dist] there is a process group already; call dist.destroy_process_group() before "
+            "another"
+        )
     name = str(backend)
     if name not in tuple(b.value for b in Backend):
-        raise ConfigError(f"[dist] backend {name!r} is unknown; choose from auto, mpi, shm, gloo, nccl, local")
+        raise ConfigError(
+            f"[dist] backend {name!r} is unknown; choose from auto, mpi, shm, gloo, nccl, local"
+        )
     mocked = getattr(_base.here, "world", None)
     if name == "mock" and mocked is None:
-        raise ConfigError("[dist] backend 'mock' is for threads that comm.mock.run started; use 'auto'")
+        raise ConfigError(
+            "[dist] backend 'mock' is for threads that comm.mock.run started; use 'auto'"
+        )
     if mocked is not None and name not in ("auto", "mock"):
         raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
     for what, value in (("world_size", world_size), ("rank", rank)):
@@ -217,17 +267,23 @@ def init_process_group(
     return world
 
 
-def _rendezvous(backend: str, init_method: str | None, world_size: int | None, rank: int | None) -> dict[str, str]:
+def _rendezvous(
+    backend: str, init_method: str | None, world_size: int | None, rank: int | None
+) -> dict[str, str]:
     """The variables of env:// that the arguments of init_process_group() stand for, for Gloo."""
-    method, given = init_method or "env://", dict[str, Any]()
+    method = init_method or "env://"
+    given = dict[str, Any]()
     if method != "env://":
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         if not method.startswith("tcp://") or not host or not port.isdigit():
             raise ConfigError(
-                f"[dist] init_method {method!r}; it must be 'env://' or 'tcp://HOST:PORT', as tcp://node1:29500"
+                f"[dist] init_method {method!r}; it must be 'env://' or 'tcp://HOST:PORT', as "
+                "tcp://node1:29500"
             )
         if backend != "gloo" or world_size is None or rank is None:
-            raise ConfigError("[dist] init_method 'tcp://...' goes with backend='gloo', world_size= and rank=")
+            raise ConfigError(
+                "[dist] init_method 'tcp://...' goes with backend='gloo', world_size= and rank="
+            )
         given = {"MASTER_ADDR": host, "MASTER_PORT": port}
     if backend != "gloo" or launcher.launched() is not None:
         return {}
@@ -236,7 +292,10 @@ def _rendezvous(backend: str, init_method: str | None, world_size: int | None, r
     for name, value in given.items():
         there = os.environ.get(name, str(value))
         if there != str(value):
-            raise ConfigError(f"[dist] {name} is {there} in the environment, but {value} was given; say one of them")
+            raise ConfigError(
+                f"[dist] {name} is {there} in the environment, but {value} was given; say one of "
+                "them"
+            )
     return {name: str(value) for name, value in given.items()}
 
 
@@ -257,29 +316,39 @@ def _unset(state: _State) -> None:
 
 
 def _check(comm: Communicator, world_size: int | None, rank: int | None) -> None:
-    """Raises ConfigError unless the world is the expected one: a wrong world gives wrong means, without an error."""
+    """Raises ConfigError unless the world is the expected one: a wrong world gives wrong means,
+    without an error.
+    """
     running = f"{comm.size} rank{' is' if comm.size == 1 else 's are'} running"
     if world_size is not None and world_size != comm.size:
         raise ConfigError(
-            f"[dist] world_size={world_size} was given, but {running} ({comm.why}); start {world_size} with "
+            f"[dist] world_size={world_size} was given, but {running} ({comm.why}); start "
+            f"{world_size} with "
             f"mpirun -n {world_size}, or leave world_size out"
         )
     if rank is not None and rank != comm.rank:
         raise ConfigError(
-            f"[dist] rank={rank} was given, but this process is rank {comm.rank} of {comm.size}; leave rank out, the "
+            f"[dist] rank={rank} was given, but this process is rank {comm.rank} of {comm.size}; "
+            "leave rank out, the "
             "launcher knows it"
         )
     text = os.environ.get("WORLD_SIZE", "")
-    said = getattr(launcher.launched(), "size", None)  # who asks for one process of several means it
+    # who asks for one process of several means it
+    said = getattr(launcher.launched(), "size", None)
     if comm.name != "mock" and text.isdigit() and int(text) not in (comm.size, said):
         raise ConfigError(
-            f"[dist] WORLD_SIZE={text} in the environment, but {running} ({comm.why}); unset it, or start {text} "
-            f"with mpirun -n {text}, or give all of RANK, MASTER_ADDR and MASTER_PORT for backend='gloo'"
+            f"[dist] WORLD_SIZE={text} in the environment, but {running} ({comm.why}); unset it, "
+            f"or start {text} "
+            f"with mpirun -n {text}, or give all of RANK, MASTER_ADDR and MASTER_PORT for "
+            "backend='gloo'"
         )
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
-    """Ends a group, or all groups and the world. All its ranks call it. Nothing happens if there is none."""
+    """Ends a group, or all groups and the world.
+
+    All its ranks call it. Nothing happens if there is none.
+    """
     state = state_here()
     if state.world is None:
         return
@@ -302,7 +371,10 @@ def _close(group: ProcessGroup) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None) -> ProcessGroup:
-    """A group of these world ranks (default all), in this order. All ranks of the world call it, members or not."""
+    """A group of these world ranks (default all), in this order.
+
+    All ranks of the world call it, members or not.
+    """
     return ProcessGroup(range(_world().size()) if ranks is None else ranks)
 
 
@@ -334,8 +406,9 @@ def get_backend(group: ProcessGroup | None = None) -> str:
 def get_distributed_info() -> dict[str, Any]:
     """Returns what is there as a dict; before init_process_group() what is about the world is None.
 
-    Keys: available, initialized, world_size, rank, local_rank and local_world_size (those on this machine), backend,
-    why (one line: why this backend), timeout in seconds, launcher (who started the processes, or None).
+    Keys: available, initialized, world_size, rank, local_rank and local_world_size (those on this
+    machine), backend, why (one line: why this backend), timeout in seconds, launcher (who started
+    the processes, or None).
     """
     comm = getattr(state_here().world, "comm", None)
     found = launcher.launched() or launcher.rendezvous()
@@ -355,10 +428,14 @@ def get_distributed_info() -> dict[str, Any]:
 
 @contextmanager
 def no_sync(model: Any = None) -> Iterator[None]:
-    """Backward passes inside do not communicate: `model.no_sync()` of a DDP model, or of all there are."""
+    """Backward passes inside do not communicate: `model.no_sync()` of a DDP model, or of all
+    there are.
+    """
     with ExitStack() as stack:
         for m in [model] if model is not None else list(state_here().models):
             if not hasattr(m, "no_sync"):
-                raise ConfigError(f"[dist] no_sync of a {type(m).__name__}; give a DistributedDataParallel")
+                raise ConfigError(
+                    f"[dist] no_sync of a {type(m).__name__}; give a DistributedDataParallel"
+                )
             stack.enter_context(m.no_sync())
         yield

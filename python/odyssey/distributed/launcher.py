@@ -1,4 +1,6 @@
-"""`python -m odyssey.distributed.launcher`: `python -m odyssey.launch` by the name of other platforms."""
+"""`python -m odyssey.distributed.launcher`: `python -m odyssey.launch` by the name of other
+platforms.
+"""
 
 from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training, main
 

@@ -1,4 +1,5 @@
-"""How long things take: named timers, a monitored training, and what communication costs at which size.
+"""How long things take: named timers, a monitored training, and what communication costs at
+which size.
 
 Times are of this process's clock; where ranks differ, the slowest counts.
 """
@@ -17,8 +18,8 @@ from ..errors import ConfigError, check_integer
 from ..train.fit import Trainer, batches_of
 from .groups import ProcessGroup, get_rank, is_initialized, joined
 
-# What one of n ranks has to send, at least, per byte of the whole (the reduced array, or all pieces together): the time
-# is compared with that (the "bus bandwidth" of nccl-tests).
+# What one of n ranks has to send, at least, per byte of the whole (the reduced array, or all pieces
+# together): the time is compared with that (the "bus bandwidth" of nccl-tests).
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -43,7 +44,10 @@ class PerformanceMonitor:
     def start_timer(self, name: str) -> None:
         """Starts a timer. Raises ConfigError if one of this name is running."""
         if name in self._running:
-            raise ConfigError(f"[monitor] the timer {name!r} is running already; end it first, or give another name")
+            raise ConfigError(
+                f"[monitor] the timer {name!r} is running already; end it first, or give another "
+                "name"
+            )
         self._running[name] = time.perf_counter()
 
     def end_timer(self, name: str) -> float:
@@ -68,20 +72,32 @@ class PerformanceMonitor:
 
     def summary(self) -> dict[str, dict[str, float]]:
         """For each name: count, and total, mean, median, smallest and largest in seconds."""
-        figures: dict[str, Callable[[list[float]], float]] = {"count": len, "total": sum, "mean": statistics.fmean}
+        figures: dict[str, Callable[[list[float]], float]] = {
+            "count": len,
+            "total": sum,
+            "mean": statistics.fmean,
+        }
         figures |= {"median": statistics.median, "min": min, "max": max}
-        return {name: {key: of(times) for key, of in figures.items()} for name, times in self.timings.items()}
+        return {
+            name: {key: of(times) for key, of in figures.items()}
+            for name, times in self.timings.items()
+        }
 
-    def monitor_training(self, trainer: Any, data_loader: Any, num_steps: int = 100, every: int = 10) -> dict[str, Any]:
-        """Takes steps and times them, apart from the waiting for data; rank 0 prints a line now and then.
+    def monitor_training(
+        self, trainer: Any, data_loader: Any, num_steps: int = 100, every: int = 10
+    ) -> dict[str, Any]:
+        """Takes steps and times them, apart from the waiting for data; rank 0 prints a line now
+        and then.
 
         Args:
-            trainer: a DistributedTrainer, or an object with train_step(*item) for what the loader gives.
+            trainer: a DistributedTrainer, or an object with train_step(*item) for what the loader
+                gives.
             data_loader: gone through again until there are enough steps.
             num_steps: to take. every: steps per line printed.
 
-        Returns steps, samples (of the items, by the length of their first part), seconds, samples_per_second,
-        step_seconds and data_seconds (medians). The timers "total_training", "data" and "train_step" have the rest.
+        Returns steps, samples (of the items, by the length of their first part), seconds,
+        samples_per_second, step_seconds and data_seconds (medians). The timers "total_training",
+        "data" and "train_step" have the rest.
         """
         check_integer("[monitor] num_steps", num_steps, 1)
         check_integer("[monitor] every", every, 1)
@@ -98,12 +114,17 @@ class PerformanceMonitor:
                 with self.timer("train_step"):
                     trainer.train_step(item) if ours else trainer.train_step(*item)
                 n = len(item) if ours else len(item[0])
-                samples, since = samples + n, since + n
+                samples = samples + n
+                since = since + n
                 if step % every == 0 or step == num_steps:
                     now = time.perf_counter()
                     if rank == 0:
-                        print(f"step {step}/{num_steps}  {since / (now - shown):,.0f} samples/s", flush=True)
-                    shown, since = now, 0
+                        print(
+                            f"step {step}/{num_steps}  {since / (now - shown):,.0f} samples/s",
+                            flush=True,
+                        )
+                    shown = now
+                    since = 0
         seconds = self.timings["total_training"][-1]
         return {
             "steps": num_steps,
@@ -136,22 +157,27 @@ def profile_communication(
 ) -> list[dict[str, Any]]:
     """Times a collective of float32 at several sizes; all ranks of the group call it.
 
-    Each repeat starts after a barrier and counts as long as the slowest rank took; the median of the repeats is given.
+    Each repeat starts after a barrier and counts as long as the slowest rank took; the median of
+    the repeats is given.
 
     Args:
-        sizes: numbers of float32: of the reduced array, or of all pieces together (rounded up to one per rank).
+        sizes: numbers of float32: of the reduced array, or of all pieces together (rounded up to
+            one per rank).
         operation: one of FACTORS.
         repeats, warm_up: times that count, and times before that do not.
         show: rank 0 prints a table.
 
-    Returns a dict per size: operation, ranks, backend, floats, bytes, seconds (median), best (seconds),
-    bytes_per_second (bytes / seconds), bus_bytes_per_second (that times what a rank has to send per byte: 2 (n - 1) / n
-    for an all-reduce over n ranks; 0 for one rank, which sends nothing).
+    Returns a dict per size: operation, ranks, backend, floats, bytes, seconds (median), best
+    (seconds), bytes_per_second (bytes / seconds), bus_bytes_per_second (that times what a rank has
+    to send per byte: 2 (n - 1) / n for an all-reduce over n ranks; 0 for one rank, which sends
+    nothing).
     """
     g = joined(group)
     comm = g._member("profile_communication")
     if operation not in FACTORS:
-        raise ConfigError(f"[profile] operation {operation!r} is unknown; choose from {', '.join(FACTORS)}")
+        raise ConfigError(
+            f"[profile] operation {operation!r} is unknown; choose from {', '.join(FACTORS)}"
+        )
     check_integer("[profile] repeats", repeats, 1)
     check_integer("[profile] warm_up", warm_up, 0)
     rows = []
@@ -199,7 +225,9 @@ def _prepared(comm: Any, operation: str, size: int) -> tuple[int, Callable[[], A
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of profile_communication() as text."""
-    head = f"{rows[0]['operation']} on {rows[0]['ranks']} ranks, {rows[0]['backend']}" if rows else ""
+    head = (
+        f"{rows[0]['operation']} on {rows[0]['ranks']} ranks, {rows[0]['backend']}" if rows else ""
+    )
     lines = [head, f"{'floats':>12} {'MB':>10} {'median us':>12} {'MB/s':>10} {'bus MB/s':>10}"]
     for r in rows:
         lines.append(

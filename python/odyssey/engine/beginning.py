@@ -1,5 +1,7 @@
-"""Sums that begin with a record: the first to add to a parameter's gradient writes it instead, where its kernel can
-(the trait `begins`), so that nobody sets that memory to zero before and the kernel does not read it."""
+"""Sums that begin with a record: the first to add to a parameter's gradient writes it instead,
+where its kernel can (the trait `begins`), so that nobody sets that memory to zero before and
+the kernel does not read it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ def begin(
     locate: Callable[[int, int], int] | None,
     floats: int,
 ) -> Runs:
-    """Marks records in the tables made from programs of one shard, the same but for sizes; returns the other runs of
-    a gradient buffer (floats,), which are to be zero before. locate: as `serialize` was given it."""
+    """Marks records in the tables made from programs of one shard, the same but for sizes;
+    returns the other runs of a gradient buffer (floats,), which are to be zero before.
+    locate: as `serialize` was given it.
+    """
     first, *others = (_beginnings(records, arena) for records in programs)
     begun = []
     for i, runs in first.items():
@@ -37,8 +41,9 @@ def begin(
 
 
 def _beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
-    """By the place of a record whose sums can begin with it: the gradients it adds to (offset in the arena and floats),
-    whole parameters that no record before has touched."""
+    """By the place of a record whose sums can begin with it: the gradients it adds to (offset in
+    the arena and floats), whole parameters that no record before has touched.
+    """
     sizes = {arena.offsets[name]: p.size for name, p in arena.named}
     starts = sorted(sizes)
     touched: set[int] = set()
@@ -46,13 +51,23 @@ def _beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
     for i, r in enumerate(records):
         at = [a.offset // 4 for a in r.args if isinstance(a, Range) and a.space == native.GRADS]
         of = [starts[bisect.bisect_right(starts, a) - 1] for a in at if a < arena.size]
-        if letters := next((t.split(":")[1] for t in r.declared.traits if t.startswith("begins:")), ""):
+        if letters := next(
+            (t.split(":")[1] for t in r.declared.traits if t.startswith("begins:")), ""
+        ):
             counts = [math.prod(map(r.named.get, word)) for word in letters.split("+")]
             added = list(zip(r.args, counts, strict=False))
             # What nobody wants, as the gradient of no bias, is in memory that no other record uses.
             unread = [a for a, _ in added if isinstance(a, Slot) and a.first == a.last]
-            runs = [(a.offset // 4, n) for a, n in added if isinstance(a, Range) and sizes.get(a.offset // 4) == n]
-            if len(runs) + len(unread) == len(added) and len(runs) == len(set(of)) and not touched & set(of):
+            runs = [
+                (a.offset // 4, n)
+                for a, n in added
+                if isinstance(a, Range) and sizes.get(a.offset // 4) == n
+            ]
+            if (
+                len(runs) + len(unread) == len(added)
+                and len(runs) == len(set(of))
+                and not touched & set(of)
+            ):
                 found[i] = runs
         touched.update(of)
     return found

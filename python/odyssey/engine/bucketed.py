@@ -1,8 +1,10 @@
-"""A step taken layer by layer: every segment of the program for all of this rank's shards before the next one.
+"""A step taken layer by layer: every segment of the program for all of this rank's shards before
+the next one.
 
-Used when more than one bucket is reduced: a bucket's reduction starts when its segment has run and goes on while the
-backward pass does (overlap), and with ZeRO 2 and 3 its gradients and parameters need to exist only then. The
-activations of all shards are kept for it; a step in one bucket (direct.py) needs those of one shard per thread.
+Used when more than one bucket is reduced: a bucket's reduction starts when its segment has run and
+goes on while the backward pass does (overlap), and with ZeRO 2 and 3 its gradients and parameters
+need to exist only then. The activations of all shards are kept for it; a step in one bucket
+(direct.py) needs those of one shard per thread.
 """
 
 from __future__ import annotations
@@ -32,15 +34,23 @@ class BucketedRunner(Runner):
 
     def __init__(self, inputs: RunnerInputs) -> None:
         super().__init__(inputs)
-        lay, comm, arena, parts = self.layout, self.groups.dp, self.arena, self.parts
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
+        lay = self.layout
+        comm = self.groups.dp
+        arena = self.arena
+        parts = self.parts
+        self.plan = planning.make(
+            self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards)
+        )
         by_params = parts.partitioned or bool(lay.offload)
         programs: list[list[Record]] = []
         for program in self.programs:  # the same segments, as they differ in sizes alone
-            records = program.records if by_params else recompute(program.records)  # parameters would be brought twice
+            # parameters would be brought twice
+            records = program.records if by_params else recompute(program.records)
             records, self.segments = segments(records, arena, parts.buckets, by_params=by_params)
             programs.append(records)
-        self._bucket_of = {arena.offsets[name]: i for i, b in enumerate(parts.buckets) for name in b.names}
+        self._bucket_of = {
+            arena.offsets[name]: i for i, b in enumerate(parts.buckets) for name in b.names
+        }
         self._places = parts.places([s.params for s in self.segments]) if parts.partitioned else []
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = max(plan_memory(records) for records in programs)
@@ -56,21 +66,31 @@ class BucketedRunner(Runner):
         self.waited = 0.0  # seconds, for reductions after the last segment
 
     def _make_reductions(self) -> None:
-        parts, lib, several = self.parts, native.library(), self.groups.dp.size > 1
+        lib = native.library()
+        parts = self.parts
+        several = self.groups.dp.size > 1
         pooled = (parts.stage >= 2 and several) or bool(self.layout.offload)
         scatter = parts.stage > 0 and several
 
         def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
-            how = {"scatter": scatter, "shared": not pooled, "storage": storage, "content": self.content(b)}
+            how = {
+                "scatter": scatter,
+                "shared": not pooled,
+                "storage": storage,
+                "content": self.content(b),
+            }
             return self._reduction(parts.buckets[b].floats, **how)
 
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
-        self._pools: dict[int, np.ndarray] = {}  # bucket -> what its reduction works in: buckets take turns with two
+        # bucket -> what its reduction works in: buckets take turns with two
+        self._pools: dict[int, np.ndarray] = {}
         if pooled and written:
-            # Of all buckets, as another program may write others. The largest does not always need most: with some
-            # numbers of ranks this rank's range of a smaller one is longer.
+            # Of all buckets, as another program may write others. The largest does not always need
+            # most: with some numbers of ranks this rank's range of a smaller one is longer.
             first = {bucket.floats: b for b, bucket in reversed(list(enumerate(parts.buckets)))}
-            needed = self._kept("needed", lambda: {n: make(b).floats_needed for n, b in sorted(first.items())})
+            needed = self._kept(
+                "needed", lambda: {n: make(b).floats_needed for n, b in sorted(first.items())}
+            )
             for turn in (0, 1):
                 taking = range(turn, len(parts.buckets), 2)
                 if taking:
@@ -84,7 +104,9 @@ class BucketedRunner(Runner):
                 made = self.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
                 self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
-        self.grad_bytes = 0 if pooled else sum(4 * r.floats_needed for r in self._reductions.values())
+        self.grad_bytes = (
+            0 if pooled else sum(4 * r.floats_needed for r in self._reductions.values())
+        )
         self._stats = self._kept("statistics", lambda: self._reduction(lib.stats))
         self.marked = self._stats if several else None
         self.reductions = (*self._reductions.values(), self._stats)
@@ -106,16 +128,20 @@ class BucketedRunner(Runner):
             shard_size=self.shard_size,
             samples=self.samples,
         )
-        arena, locate = self.arena, self._locate(i)
+        arena = self.arena
+        locate = self._locate(i)
         parts = [records[s.start : s.stop] for records in programs]
         made = [serialize(records, arena, self._keep, locate) for records in parts]
         step.take(made, begin(parts, made, arena, locate, buffers.floats))
         return step
 
     def _locate(self, i: int) -> Any:
-        """Where an offset of the arena (in floats) is for the records of segment i, from the base of its space: that of
-        parameters which come and go is address 0."""
-        parts, s, size = self.parts, self.segments[i], self.arena.size
+        """Where an offset of the arena (in floats) is for the records of segment i, from the
+        base of its space: that of parameters which come and go is address 0.
+        """
+        parts = self.parts
+        s = self.segments[i]
+        size = self.arena.size
 
         def locate(space: int, offset: int) -> int:
             if space == native.GRADS:
@@ -129,18 +155,23 @@ class BucketedRunner(Runner):
 
     def _updates(self) -> list[Update]:
         updates = []
-        missing = [hi - lo for b, (lo, hi) in enumerate(self.parts.own) if b not in self._reductions]
+        missing = [
+            hi - lo for b, (lo, hi) in enumerate(self.parts.own) if b not in self._reductions
+        ]
         zeros = self.storage("no gradients", 4 * max(missing, default=0), self.arena.make)
         zeros[:] = 0
         self._keep.append(zeros)
         for b in range(len(self.parts.buckets)):
             lo = self.parts.own[b][0]
             if b in self._own_grads:
-                grads, origin = self._own_grads[b].ctypes.data, lo
+                grads = self._own_grads[b].ctypes.data
+                origin = lo
             elif b in self._reductions:
-                grads, origin = self._reductions[b].result.ctypes.data, 0
+                grads = self._reductions[b].result.ctypes.data
+                origin = 0
             else:  # no parameter of this bucket has a gradient
-                grads, origin = zeros.ctypes.data, lo
+                grads = zeros.ctypes.data
+                origin = lo
             updates += self.parts.updates(b, lambda p, at=grads - 4 * origin: at + 4 * p.at)
         return updates
 
@@ -156,8 +187,12 @@ class BucketedRunner(Runner):
         with Progress(poll) as progress:
             return self._run(pending, progress.computing)
 
-    def _run(self, pending: list[int], computing: Callable[[], AbstractContextManager[None]]) -> Sums:
-        lib, parts, done = native.library(), self.parts, 0
+    def _run(
+        self, pending: list[int], computing: Callable[[], AbstractContextManager[None]]
+    ) -> Sums:
+        lib = native.library()
+        parts = self.parts
+        done = 0
         for i, (s, step) in enumerate(zip(self.segments, self._steps, strict=True)):
             if parts.partitioned:
                 for b, slot in self._places[i].at.items():

@@ -1,4 +1,6 @@
-"""A step in one native call for all shards, then one reduction: the ordinary case, and shards computed op by op."""
+"""A step in one native call for all shards, then one reduction: the ordinary case, and shards
+computed op by op.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ from .sums import Sums
 
 
 class DirectRunner(Runner):
-    """All shards of this process in one native call, one after the other on each thread, then one reduction."""
+    """All shards of this process in one native call, one after the other on each thread, then
+    one reduction.
+    """
 
     def __init__(self, inputs: RunnerInputs) -> None:
         super().__init__(inputs)
-        lay, lib, arena, comm = self.layout, native.library(), self.arena, self.groups.dp
+        lay = self.layout
+        lib = native.library()
+        arena = self.arena
+        comm = self.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
+        self.plan = planning.make(
+            self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards)
+        )
         content = self.content(whole=True)
         self._reduce = self._kept("sums", lambda: self._reduction(self.floats, content=content))
         self.reductions = (self._reduce,)
@@ -51,20 +60,26 @@ class DirectRunner(Runner):
             work = self.storage("work", threads * work_bytes).reshape(threads, work_bytes)
             tables = [serialize(records, arena, self._keep, self._locate) for records in programs]
             self.step.take(tables, begin(programs, tables, arena, self._locate, self.floats))
-            self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
+            self.step.work = work.ctypes.data
+            self.step.work_bytes = work_bytes
             self.work_bytes = work.nbytes
             self._keep.append(work)
-        self.result = result = self._reduce.result  # (floats,): gradients if it trains, then the statistics
+        # (floats,): gradients if it trains, then the statistics
+        self.result = result = self._reduce.result
         self.stats = result[self.stats_at :]
         self.samples_address = self.stats[1:].ctypes.data
         self.updates = self._updates(result) if self.train else []
         self.grad_bytes = 4 * self._reduce.floats_needed
 
     def _updates(self, result: np.ndarray) -> list[Update]:
-        arena, parts, at = self.arena, self.parts, result.ctypes.data
+        arena = self.arena
+        parts = self.parts
+        at = result.ctypes.data
         if self.layout.zero == 0:
             return [Update(arena.address(native.PARAMS), at, 0, arena.size, 0)]
-        return [u for b in range(len(parts.buckets)) for u in parts.updates(b, lambda p: at + 4 * p.lo)]
+        return [
+            u for b in range(len(parts.buckets)) for u in parts.updates(b, lambda p: at + 4 * p.lo)
+        ]
 
     def run(self) -> Sums:
         s = self.step
@@ -86,8 +101,11 @@ class DirectRunner(Runner):
         return Sums(self.stats.tolist(), self.samples_address, self.updates)
 
     def _compute(self) -> None:
-        """Computes this rank's shards: at once, or the same plan through Python, one shard after the other."""
-        s, buffers = self.step, self._reduce.buffers
+        """Computes this rank's shards: at once, or the same plan through Python, one shard after
+        the other.
+        """
+        s = self.step
+        buffers = self._reduce.buffers
         if self.layout.execution == "replay":
             native.library().step(s)
             return
@@ -98,15 +116,22 @@ class DirectRunner(Runner):
             else:
                 self.run_eager(a.a, buffers[a.b])
 
-    def run_eager(self, shard: int, buffer: np.ndarray, listen: Callable[[Any], None] | None = None) -> None:
-        """Computes one shard op by op into a buffer (floats,); `listen` is called with the executor before."""
-        s, c = self.step, native.Context.from_buffer_copy(self.context)
+    def run_eager(
+        self, shard: int, buffer: np.ndarray, listen: Callable[[Any], None] | None = None
+    ) -> None:
+        """Computes one shard op by op into a buffer (floats,); `listen` is called with the
+        executor before.
+        """
+        s = self.step
+        c = native.Context.from_buffer_copy(self.context)
         buffer[:] = 0
         c.first = shard * s.shard_size
         c.valid = min(s.shard_size, s.samples - c.first)
         c.rows += 8 * c.first
         program = self.programs[0 if c.valid == s.shard_size else -1]
-        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.precision)
+        executor = ShardEager(
+            c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.precision
+        )
         executor.in_lanes = program.lanes
         if listen is not None:
             listen(executor)

@@ -1,7 +1,9 @@
-"""Runs the shards of a batch: one recorded program, a plan, a reduction, and a way of taking the step.
+"""Runs the shards of a batch: one recorded program, a plan, a reduction, and a way of taking the
+step.
 
-The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
-come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone:
+The trainer says which batch; this file makes sure that the sums of loss, samples, correct
+predictions and gradients come out, the same bits whatever the layout. There are four ways of taking
+a step, chosen by the layout alone:
 
     DirectRunner    one native call for all shards, then one reduction        the ordinary case
     BucketedRunner  segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
@@ -43,11 +45,13 @@ from .sums import Sums
 if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
 
-RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
+# batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
+RUNNERS = 8
 
 
 class Engine(Uncopied):
-    """Sums over a global batch: of the loss, of correct predictions and, if `train`, of the gradients.
+    """Sums over a global batch: of the loss, of correct predictions and, if `train`, of the
+    gradients.
 
     Args:
         model, loss: called as loss(model(x), labels) for each shard.
@@ -76,7 +80,11 @@ class Engine(Uncopied):
         team: DeviceGroup | None = None,
         metrics: dict[str, Metric] | None = None,
     ) -> None:
-        self.model, self.arena, self.layout, self.train, self.team = model, arena, layout, train, team
+        self.model = model
+        self.arena = arena
+        self.layout = layout
+        self.train = train
+        self.team = team
         self.precision = precision
         self.programs = Programs(
             model,
@@ -91,17 +99,21 @@ class Engine(Uncopied):
             eager=layout.execution != "replay",
             like=like and like.programs,
         )
-        self.upcoming: Batch | None = None  # the one after it, where known: GPUs may bring it meanwhile
-        self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
+        # the one after it, where known: GPUs may bring it meanwhile
+        self.upcoming: Batch | None = None
+        self.groups = groups or Groups(layout.comm, layout.mesh)
+        self.seed = seed
         self.shard_size = layout.shard_size
         self._like = like
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self.ownership = like.ownership if like else Ownership(arena, layout, self.groups, team)
-        self.also: Callable[[], Any] = lambda: None  # what ranks must have alike in a step, beside its program
+        # what ranks must have alike in a step, beside its program
+        self.also: Callable[[], Any] = lambda: None
         self.alike = True  # whether they had, in the last step
         self._stamp: tuple[Any, ...] = ()  # of the last mark
         self._code = 0  # a hash of what ranks must have alike
-        self._reductions: dict[tuple[Any, ...], dict[Any, Any]] = {}  # of each size of a batch, whatever its program
+        # of each size of a batch, whatever its program
+        self._reductions: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
         self.storage = Storage()
         self.memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
@@ -118,8 +130,11 @@ class Engine(Uncopied):
         if ready.expected is not None:
             self.alike = sums.values[MARKS] == ready.expected
         if before is not None:
-            sent, plain, wire = (now - was for now, was in zip(ready.traffic(), before, strict=True))
-            self.bytes_sent, self.bytes_plain = self.bytes_sent + sent, self.bytes_plain + plain
+            sent, plain, wire = (
+                now - was for now, was in zip(ready.traffic(), before, strict=True)
+            )
+            self.bytes_sent = self.bytes_sent + sent
+            self.bytes_plain = self.bytes_plain + plain
             self.bytes_wire += wire
         if self.layout.execution != "replay":
             self._check_labels(batch.dataset)
@@ -127,13 +142,17 @@ class Engine(Uncopied):
 
     def loss_in_shards(self, batch: Batch, size: int) -> float:
         """The mean loss of a batch in shards of another size; nothing of that is kept."""
-        own, known, memory = self.shard_size, list(self._prepared), self.storage
-        self.shard_size, self.storage = size, Storage()
+        own = self.shard_size
+        known = list(self._prepared)
+        memory = self.storage
+        self.storage = Storage()
+        self.shard_size = size
         try:
             sums = self.run(batch, 0)
             return sums.loss / sums.samples
         finally:
-            self.shard_size, self.storage = own, memory
+            self.shard_size = own
+            self.storage = memory
             self._drop([key for key in self._prepared if key not in known])
 
     def updated(self) -> None:
@@ -141,13 +160,16 @@ class Engine(Uncopied):
         before = self.ownership.bytes_sent
         self.ownership.updated()
         sent = self.ownership.bytes_sent - before
-        self.bytes_sent, self.bytes_plain = self.bytes_sent + sent, self.bytes_plain + sent
+        self.bytes_sent = self.bytes_sent + sent
+        self.bytes_plain = self.bytes_plain + sent
 
     def _mark(self, ready: Runner) -> None:
         """Sees to it that the exchange of this step compares what ranks must have alike."""
-        stamp, self.alike = (ready, setting_versions.updates.value), True
+        stamp = (ready, setting_versions.updates.value)
+        self.alike = True
         if stamp != self._stamp:
-            self._stamp, self._code = stamp, fingerprint.hash_of((ready.fingerprint, self.also()))
+            self._code = fingerprint.hash_of((ready.fingerprint, self.also()))
+            self._stamp = stamp
             if self.team is not None:  # whose sums are not the host's until the step is taken
                 everyone = self.layout.comm.all_gather(np.array([self._code], np.int64))
                 self.alike = bool((everyone == self._code).all())
@@ -176,9 +198,11 @@ class Engine(Uncopied):
                 self._check_labels(data)
             ready.use(data)
         self.programs.ran(ready.shard_size, data.form)
-        ready.batch, ready.upcoming = batch, self.upcoming
+        ready.batch = batch
+        ready.upcoming = self.upcoming
         ready.context.rows = batch.indices.ctypes.data
-        ready.context.step, ready.context.loss_scale = step, self.loss_scale
+        ready.context.step = step
+        ready.context.loss_scale = self.loss_scale
         return ready
 
     def prepare(self, samples: int, form: Form) -> Runner:
@@ -190,10 +214,12 @@ class Engine(Uncopied):
         if runner is None:
             try:
                 self.programs.recording(size, form)
-                key = (self.programs.current(), *shape)  # it is known now what forward() sets itself
+                # it is known now what forward() sets itself
+                key = (self.programs.current(), *shape)
                 runner = self._prepared.pop(key, None) or self._made(shape, form)
             except OdysseyError as error:
-                error.raised_on_all_ranks = True  # all ranks record the same model for the same layout
+                # all ranks record the same model for the same layout
+                error.raised_on_all_ranks = True
                 raise
         self._prepared[key] = runner
         while len(self._prepared) > RUNNERS:
@@ -201,10 +227,14 @@ class Engine(Uncopied):
         return runner
 
     def _made(self, shape: tuple[Any, ...], form: Form) -> Runner:
-        """A runner for batches of a shape. Reductions are those of another program for it, if there is one: no rank
-        talks to others because of a setting that it alone may have changed."""
+        """A runner for batches of a shape.
+
+        Reductions are those of another program for it, if there is one: no rank talks to others
+        because of a setting that it alone may have changed.
+        """
         samples, size = shape[:2]
-        self._drop([k for k in self._prepared if k[1:-1] == shape[:-1] and k[-1] != shape[-1]])  # shards have moved
+        # shards have moved
+        self._drop([k for k in self._prepared if k[1:-1] == shape[:-1] and k[-1] != shape[-1]])
         known = self._reductions.get(shape)
         self.storage.fixed = known is not None
         runner = self._runner(samples, form, self._reductions.setdefault(shape, {}))
@@ -213,7 +243,10 @@ class Engine(Uncopied):
         tail = [program.samples for program in runner.programs[1:]]
         runner.fingerprint = fingerprint.hash_of((made, tail[0] if tail else None))
         # making a runner may be a collective call, so all ranks keep the same ones
-        if known is None and self.layout.comm.all_reduce(np.array([self.storage.grown], np.int32), "max")[0]:
+        if (
+            known is None
+            and self.layout.comm.all_reduce(np.array([self.storage.grown], np.int32), "max")[0]
+        ):
             self._drop(list(self._prepared))
             self._reductions = {shape: self._reductions[shape]}
         self.storage.grown = False
@@ -227,10 +260,12 @@ class Engine(Uncopied):
             self._reductions.pop(shape, None)
 
     def _runner(self, samples: int, form: Form, reductions: dict[Any, Any]) -> Runner:
-        lay, n = self.layout, self.shard_size_of(samples)
+        lay = self.layout
+        n = self.shard_size_of(samples)
         if lay.execution == "replay":
             self.settle(samples, form)
-        rest, programs = self.programs.tail(n, samples % n, form), [self._program(n, form)]
+        rest = self.programs.tail(n, samples % n, form)
+        programs = [self._program(n, form)]
         if rest != n:
             programs.append(self._program(rest, form, layout_of(n) == "lanes"))
         inputs = RunnerInputs(
@@ -273,7 +308,9 @@ class Engine(Uncopied):
         try:
             while True:
                 batch = next(batches, None) if following is None else following
-                ahead = self.team is not None and any(r.looks_ahead for r in self._prepared.values())
+                ahead = self.team is not None and any(
+                    r.looks_ahead for r in self._prepared.values()
+                )
                 following = self.upcoming = next(batches, None) if ahead else None
                 if batch is None:
                     return
@@ -282,12 +319,15 @@ class Engine(Uncopied):
             self.upcoming = None
 
     def memory(self) -> tuple[int, int]:
-        """Bytes on this rank (or its first GPU) of gradients and what their reduction works in, and of activations."""
+        """Bytes on this rank (or its first GPU) of gradients and what their reduction works in,
+        and of activations.
+        """
         if self.team is not None:
             return self.team.workers[0].memory()
         shared = {name: a.nbytes for name, a in self.storage.arrays.items()}
         work = shared.pop("work", 0) + sum(r.work_bytes for r in self.runners if not r.shares_work)
-        gradients = {key[1:]: r.grad_bytes for key, r in self._prepared.items()}  # programs of one shape share them
+        # programs of one shape share them
+        gradients = {key[1:]: r.grad_bytes for key, r in self._prepared.items()}
         return sum(shared.values()) + sum(gradients.values()), work
 
     @property
@@ -299,12 +339,15 @@ class Engine(Uncopied):
         outputs = self.programs.outputs
         if outputs is not None and data.classes > outputs:
             raise ConfigError(
-                f"[train] the data set {data.name} has {data.classes} classes and the model {outputs} outputs; "
+                f"[train] the data set {data.name} has {data.classes} classes and the model "
+                f"{outputs} outputs; "
                 "give the model an output for each class"
             )
 
     def settle(self, samples: int, form: Form) -> None:
-        """Sees to it that it is known which parameters are whose, recording a program of this batch size if need be."""
+        """Sees to it that it is known which parameters are whose, recording a program of this
+        batch size if need be.
+        """
         if not self.ownership.settled:
             n = self.shard_size_of(samples)
             self.ownership.settle((self._like or self)._fused(n, form), n)
@@ -317,38 +360,54 @@ class Engine(Uncopied):
     @property
     def parameters_address(self) -> int:
         """Where the parameters are that are trained: on the host, or on the first GPU."""
-        return self.arena.address(native.PARAMS) if self.team is None else self.team.parameters.addresses[0][0]
+        return (
+            self.arena.address(native.PARAMS)
+            if self.team is None
+            else self.team.parameters.addresses[0][0]
+        )
 
-    def load(self, read: Callable[[int, np.ndarray], None], memories: dict[int, dict[str, Any]]) -> None:
-        """Takes parameters from `read` (Ownership), and what a strategy keeps; all ranks call it."""
+    def load(
+        self, read: Callable[[int, np.ndarray], None], memories: dict[int, dict[str, Any]]
+    ) -> None:
+        """Takes parameters from `read` (Ownership), and what a strategy keeps; all ranks call
+        it.
+        """
         self.ownership.load(read)
         if self.memories or memories:
             self._drop(list(self._prepared))  # they hold on to arrays of the memories
         self.memories = memories
 
     def agree(self, ok: bool) -> bool:
-        """True if all ranks found their part in order; without communication where all have the same. Where ranks have
-        parts of the model, it is also where they compare what they must have alike."""
+        """True if all ranks found their part in order; without communication where all have the
+        same. Where ranks have parts of the model, it is also where they compare what they
+        must have alike.
+        """
         if not self.layout.split and not self.layout.zero:
             return ok
-        found = self.layout.comm.all_reduce(np.array([ok, self._code, -self._code], np.int64), "min")
+        found = self.layout.comm.all_reduce(
+            np.array([ok, self._code, -self._code], np.int64), "min"
+        )
         self.alike = self.alike and bool(found[1] == -found[2])
         return bool(found[0]) and self.alike
 
     def commit_step(self, optimizer: Optimizer, sums: Sums, divisor: int, lr: float) -> bool:
-        """Updates the parameters if loss and gradients are finite, on all ranks; returns whether they were.
+        """Updates the parameters if loss and gradients are finite, on all ranks; returns whether
+        they were.
 
         divisor: address of the number (float32) that gradients are divided by.
         """
         if self.team is not None:
             return self.team.commit_step(optimizer, sums, divisor, lr)
         agree = self.agree if self.layout.split or self.layout.zero else None
-        return math.isfinite(sums.loss) and optimizer.apply(sums.updates, divisor, lr, agree, sums.samples_address)
+        return math.isfinite(sums.loss) and optimizer.apply(
+            sums.updates, divisor, lr, agree, sums.samples_address
+        )
 
     def fingerprints(
         self, *wholes: Sequence[fingerprint.Run], after: list[Update] | None = None
     ) -> Callable[[], list[int]]:
-        """A function that gives the fingerprints of several wholes, each in runs of memory where this engine has it.
+        """A function that gives the fingerprints of several wholes, each in runs of memory where
+        this engine has it.
 
         after: the updates of the steps after which it will be called.
         """
@@ -364,33 +423,48 @@ class Engine(Uncopied):
         return native.memory(update.grads, 4 * update.n).view(np.float32).copy()
 
     def shard_size_of(self, samples: int) -> int:
-        """Samples per shard in a batch of so many: of `shard_size`, or of the default for such a batch."""
+        """Samples per shard in a batch of so many: of `shard_size`, or of the default for such a
+        batch.
+        """
         return min(samples, self.shard_size or planning.default_shard_size(samples))
 
     def part(self, samples: int) -> tuple[int, int]:
-        """Which run of a batch's samples this rank computes, (first, one past the last); one sample if it has none."""
-        n, dp, workers = self.shard_size_of(samples), self.groups.dp, self.layout.workers
+        """Which run of a batch's samples this rank computes, (first, one past the last); one
+        sample if it has none.
+        """
+        n = self.shard_size_of(samples)
+        dp = self.groups.dp
+        workers = self.layout.workers
         shards = planning.shard_count(samples, n)
-        runs = planning.runs(shards, dp.size, workers, self.layout.counts(shards))[dp.rank * workers :][:workers]
-        lo, hi = runs[0][0] * n, min(runs[-1][1] * n, samples)
+        runs = planning.runs(shards, dp.size, workers, self.layout.counts(shards))[
+            dp.rank * workers :
+        ][:workers]
+        lo = runs[0][0] * n
+        hi = min(runs[-1][1] * n, samples)
         return (lo, hi) if hi > lo else (0, min(1, samples))
 
     # --- programs ---
 
     def _program(self, n: int, form: Form, lanes: bool = False) -> Program:
-        """Returns what this rank runs for one shard of n samples; no records where shards are computed op by op."""
+        """Returns what this rank runs for one shard of n samples; no records where shards are
+        computed op by op.
+        """
         if self.layout.execution != "replay":
             return Program(n, [], lambda record: 0, lanes)
         return Program(n, self.record(n, form, lanes), self.placing(n, form, lanes), lanes)
 
     def record(self, n: int, form: Form, lanes: bool = False) -> list[Record]:
-        """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
+        """The records of one shard of n samples as this rank runs them; a fresh list whose
+        records may be changed.
+        """
         records = self._fused(n, form, lanes)
         if self.layout.mesh.tp > 1:
             from ..parallel import tensor_parallel
 
             pieces = self.ownership.pieces
-            records = tensor_parallel.rewrite(records, self.groups.t, self.layout.mesh.tp, pieces).records
+            records = tensor_parallel.rewrite(
+                records, self.groups.t, self.layout.mesh.tp, pieces
+            ).records
         return records
 
     def _fused(self, n: int, form: Form, lanes: bool = False) -> list[Record]:
@@ -398,7 +472,8 @@ class Engine(Uncopied):
         return fuse(self.programs.recorded(n, form, lanes).records)
 
     def trace(self, batch: Batch, step: int, listen: Callable[[Any], None]) -> None:
-        """Runs the model for the first shard of a batch, as `execution` says: recorded once more, or op by op.
+        """Runs the model for the first shard of a batch, as `execution` says: recorded once
+        more, or op by op.
 
         listen: called with the executor before.
         """

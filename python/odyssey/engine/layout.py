@@ -1,4 +1,7 @@
-"""The layout of a training: where the shards of a step are computed. Everything that must not change the result."""
+"""The layout of a training: where the shards of a step are computed.
+
+Everything that must not change the result.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from ..parallel.balance import Balance
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import Strategy
 
-ONE_BUCKET_MB = 25.0  # so large a model is one bucket: several keep the activations of all shards of a rank
-BUCKET_MB = 4.0  # of a larger one: the smaller, the sooner a slow network has the first and the less is left at the end
+# so large a model is one bucket: several keep the activations of all shards of a rank
+ONE_BUCKET_MB = 25.0
+# of a larger one: the smaller, the sooner a slow network has the first and the less is left at the
+# end
+BUCKET_MB = 4.0
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -34,17 +40,20 @@ class Layout:
     schedule: str = "1f1b"
     rebalance: bool = False  # shards may move from rank to rank between steps
     offload: str | Path | None = None  # "cpu", or a folder for files of what a training keeps
-    gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
+    # the device of each worker of this process; none: they compute on the CPU
+    gpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.reduction = Strategy.of(self.reduction)
         if self.execution == "eager" and (self.split or self.zero):
             raise ConfigError(
-                f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use execution='replay'"
+                f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use "
+                "execution='replay'"
             )
         if self.split and self.zero > 1:
             raise ConfigError(
-                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be spread over replicas only "
+                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be "
+                "spread over replicas only "
                 "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
             )
 
@@ -52,10 +61,16 @@ class Layout:
         members = self.mesh.pp * self.mesh.tp
         if self.rebalance and (self.comm.size == members > 1 or not self.reduction.same_bits):
             how = self.reduction.compression or self.reduction.reduction
-            wrong = f"{self.mesh}: it has one replica" if self.reduction.same_bits else f"{how}: bits would change"
+            wrong = (
+                f"{self.mesh}: it has one replica"
+                if self.reduction.same_bits
+                else f"{how}: bits would change"
+            )
             raise ConfigError(
-                f"[train] rebalance=True moves shards from replica to replica, which does not go with {wrong}; use "
-                "--dp 2 or more and reduction='tree', 'hierarchical' or 'parameter_server', or leave it out"
+                "[train] rebalance=True moves shards from replica to replica, which does not go "
+                f"with {wrong}; use "
+                "--dp 2 or more and reduction='tree', 'hierarchical' or 'parameter_server', or "
+                "leave it out"
             )
         self.balance = None
         if self.rebalance and self.comm.size > 1:
@@ -64,14 +79,22 @@ class Layout:
             self._check_gpus()
         elif self.offload == "cpu":
             raise ConfigError(
-                "[train] offload='cpu' keeps the optimizer's state of GPUs in host memory, where CPU workers have it; "
+                "[train] offload='cpu' keeps the optimizer's state of GPUs in host memory, where "
+                "CPU workers have it; "
                 "use --device gpu, name a folder on a disk, or leave it out"
             )
-        if self.offload and (self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES):
+        if self.offload and (
+            self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES
+        ):
             wrong = f"{self.mesh}" if self.split else "execution='eager'"
-            wrong = f"reduction={self.reduction.reduction!r}" if self.reduction.reduction in strategy.MODES else wrong
+            wrong = (
+                f"reduction={self.reduction.reduction!r}"
+                if self.reduction.reduction in strategy.MODES
+                else wrong
+            )
             raise ConfigError(
-                f"[train] offload does not go with {wrong}: layers come and go in recorded steps of whole models; "
+                f"[train] offload does not go with {wrong}: layers come and go in recorded steps "
+                "of whole models; "
                 "use --pp 1 --tp 1, or leave it out"
             )
 
@@ -88,15 +111,17 @@ class Layout:
         }
         if wrong := next((text for text, given in found.items() if given), None):
             raise ConfigError(
-                f"[gpu] {wrong} is not supported on GPUs: they replicate the whole model, take steps together and sum "
+                f"[gpu] {wrong} is not supported on GPUs: they replicate the whole model, take "
+                "steps together and sum "
                 "gradients in pieces of their own; leave it out, or use --device cpu"
             )
 
     def bucket_floats(self, size: int) -> int:
-        """Floats of a bucket of a model of `size` floats: as given, or 4 MB of a model of more than 25.
+        """Floats of a bucket of a model of `size` floats: as given, or 4 MB of a model of more
+        than 25.
 
-        With ZeRO 2 and 3, or `offload`, a rank has four buckets on top of its parts (two gathered, two being
-        reduced), so by default they are at most a 32nd of the model.
+        With ZeRO 2 and 3, or `offload`, a rank has four buckets on top of its parts (two gathered,
+        two being reduced), so by default they are at most a 32nd of the model.
         """
         if self.bucket_size_mb is not None:
             return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)

@@ -1,6 +1,8 @@
-"""Programs as text: the records of a pass through a model, one line each, and which layer and source line made them.
+"""Programs as text: the records of a pass through a model, one line each, and which layer and
+source line made them.
 
-Passes of the same lines compute the same. Ranks compare lines, checkpoints hashes of them, messages name the first.
+Passes of the same lines compute the same. Ranks compare lines, checkpoints hashes of them, messages
+name the first.
 """
 
 from __future__ import annotations
@@ -36,8 +38,12 @@ class Listed:
         self._kept: list[Memory] = []  # so that no two have one id
 
     def listen(self, executor: Executor, layers: Sequence[str] = ()) -> None:
-        """Writes down what an executor is given from now on; `layers`: those being computed, the innermost last."""
-        alloc, emit, close = executor.alloc, executor.emit, executor.close
+        """Writes down what an executor is given from now on; `layers`: those being computed, the
+        innermost last.
+        """
+        alloc = executor.alloc
+        emit = executor.emit
+        close = executor.close
 
         def note_alloc(nbytes: int) -> Memory:
             memory = alloc(nbytes)
@@ -49,7 +55,16 @@ class Listed:
             scope = executor.scope
             tag = scope.ops if scope.tag is None else scope.tag
             self.records.append(
-                Record(op, list(args), layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype)
+                Record(
+                    op,
+                    list(args),
+                    layout,
+                    scope.device.slot,
+                    tag,
+                    scope.phase,
+                    scope.recompute,
+                    dtype,
+                )
             )
             emit(op, *args, layout=layout, dtype=dtype)
 
@@ -58,10 +73,15 @@ class Listed:
             self.where.setdefault(number, (f" in layer {layers[-1]}" if layers else "") + _site())
             return number
 
-        executor.alloc, executor.emit, executor.close = note_alloc, note_emit, note_close  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        executor.alloc = note_alloc
+        executor.emit = note_emit
+        executor.close = note_close
 
     def lines(self) -> list[str]:
-        """A line per record: the op, its numbers as they are, its memory by its use; the same for equal programs."""
+        """A line per record: the op, its numbers as they are, its memory by its use; the same
+        for equal programs.
+        """
         order: dict[int, int] = {}
         return [self._line(r, order) for r in self.records]
 
@@ -74,14 +94,18 @@ class Listed:
             elif isinstance(a, OwnMemory) and id(a) not in self._made and hasattr(a, "array"):
                 words.append(hashlib.sha256(a.array.tobytes()).hexdigest()[:16])
             elif isinstance(a, (OwnMemory, Slot)):
-                words.append(f"value {order.setdefault(id(a), len(order))} {getattr(a, 'nbytes', '')}")
+                words.append(
+                    f"value {order.setdefault(id(a), len(order))} {getattr(a, 'nbytes', '')}"
+                )
             else:
                 words.append(f"{native.float_bits(a):x} f" if isinstance(a, float) else repr(a))
         return " ".join(words)
 
 
 def _site() -> str:
-    """The line of the user's forward() that is running; nothing where only odyssey's own code is."""
+    """The line of the user's forward() that is running; nothing where only odyssey's own code
+    is.
+    """
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_name != "_pass":
         if frame.f_globals.get("__name__", "").partition(".")[0] != PACKAGE:
@@ -92,9 +116,12 @@ def _site() -> str:
 
 @contextlib.contextmanager
 def watched(model: Module) -> Iterator[list[str]]:
-    """While it lasts, the list holds the layers of a model that are being computed, the innermost last."""
+    """While it lasts, the list holds the layers of a model that are being computed, the
+    innermost last.
+    """
     here: list[str] = []
-    changed: dict[int, tuple[Module, Any]] = {}  # with the forward() that is the object's own, if it has one
+    # with the forward() that is the object's own, if it has one
+    changed: dict[int, tuple[Module, Any]] = {}
 
     def watch(module: Module, name: str) -> None:
         if id(module) in changed:
@@ -125,11 +152,17 @@ def watched(model: Module) -> Iterator[list[str]]:
 
 
 def said(records: Sequence[Record], at: int, where: dict[int, str]) -> str:
-    """Record number `at` in words: the op, its numbers, its layer and line; or that there is none."""
+    """Record number `at` in words: the op, its numbers, its layer and line; or that there is
+    none.
+    """
     if at >= len(records):
         return f"no op: it has {len(records)}"
     r = records[at]
-    numbers = [f"{a:.9g}" if isinstance(a, float) else str(a) for a in r.args if isinstance(a, (int, float))]
+    numbers = [
+        f"{a:.9g}" if isinstance(a, float) else str(a)
+        for a in r.args
+        if isinstance(a, (int, float))
+    ]
     rounded = "" if r.dtype == "fp32" else f" in {r.dtype}"
     return f"{r.op}{rounded} ({', '.join(numbers)}){where.get(r.tag, '')}"
 

@@ -1,7 +1,8 @@
-"""Which parameters a rank computes with, updates and stands for: under ZeRO, pipelines and tensor parallelism.
+"""Which parameters a rank computes with, updates and stands for: under ZeRO, pipelines and
+tensor parallelism.
 
-An `Ownership` is settled by the first program that is recorded, and shared by the engine that trains and the one that
-evaluates. Runs of the arena are (start, floats).
+An `Ownership` is settled by the first program that is recorded, and shared by the engine that
+trains and the one that evaluates. Runs of the arena are (start, floats).
 """
 
 from __future__ import annotations
@@ -33,22 +34,30 @@ if TYPE_CHECKING:
 
 
 def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a run (start, length) that are in one of several runs, in order, that do not overlap."""
+    """The parts of a run (start, length) that are in one of several runs, in order, that do not
+    overlap.
+    """
     lo, n = run
     first = max(bisect.bisect_right(runs, (lo, math.inf)) - 1, 0)
-    inside = itertools.takewhile(lambda other: other[0] < lo + n, itertools.islice(runs, first, None))
+    inside = itertools.takewhile(
+        lambda other: other[0] < lo + n, itertools.islice(runs, first, None)
+    )
     cut = ((max(lo, a), min(lo + n, a + k)) for a, k in inside)
     return [(a, b - a) for a, b in cut if b > a]
 
 
 def without(runs: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The parts of runs (start, length), in their order, that are in none of others."""
-    taken, left, first = sorted(taken), [], 0
+    taken = sorted(taken)
+    left = []
+    first = 0
     for lo, n in runs:
         end = lo + n
         while first < len(taken) and sum(taken[first]) <= lo:
             first += 1
-        for a, k in itertools.takewhile(lambda run, end=end: run[0] < end, itertools.islice(taken, first, None)):
+        for a, k in itertools.takewhile(
+            lambda run, end=end: run[0] < end, itertools.islice(taken, first, None)
+        ):
             if a > lo:
                 left.append((lo, a - lo))
             lo = max(lo, a + k)
@@ -64,12 +73,17 @@ class Owned(NamedTuple):
     """Part of a parameter that is a rank's; runs of the arena are (start, floats)."""
 
     whole: tuple[int, int]  # the run that it updates
-    valid: list[tuple[int, int]]  # the runs of it that come out right, and that other ranks take from it
+    # the runs of it that come out right, and that other ranks take from it
+    valid: list[tuple[int, int]]
     counted: bool  # whether its gradients are this rank's share of the global norm
 
 
-def owned(offset: int, shape: tuple[int, ...], piece: tensor_parallel.Piece | None, t: int) -> Owned:
-    """The share of rank t of a tensor-parallel group in a parameter; without a piece it is everybody's."""
+def owned(
+    offset: int, shape: tuple[int, ...], piece: tensor_parallel.Piece | None, t: int
+) -> Owned:
+    """The share of rank t of a tensor-parallel group in a parameter; without a piece it is
+    everybody's.
+    """
     floats = -(-math.prod(shape) // 16) * 16
     if piece is None or piece.axis is None:
         return Owned((offset, floats), [(offset, floats)], t == 0)
@@ -78,8 +92,11 @@ def owned(offset: int, shape: tuple[int, ...], piece: tensor_parallel.Piece | No
     if piece.axis == 0:
         run = (offset + lo * row, (hi - lo) * row)
         return Owned(run, [run], True)
-    # columns: gradients of the others' are zero, and what becomes of their parameters here is never used
-    return Owned((offset, floats), [(offset + r * row + lo, hi - lo) for r in range(shape[0])], True)
+    # columns: gradients of the others' are zero, and what becomes of their parameters here is never
+    # used
+    return Owned(
+        (offset, floats), [(offset + r * row + lo, hi - lo) for r in range(shape[0])], True
+    )
 
 
 class Ownership:
@@ -90,21 +107,32 @@ class Ownership:
         team: the GPUs of this process, if the layout names some.
     """
 
-    def __init__(self, arena: Arena, layout: Layout, groups: Groups, team: DeviceGroup | None) -> None:
-        self.arena, self.layout, self.groups, self._team = arena, layout, groups, team
+    def __init__(
+        self, arena: Arena, layout: Layout, groups: Groups, team: DeviceGroup | None
+    ) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.groups = groups
+        self._team = team
         self.settled = False
-        self.pieces: dict[str, tensor_parallel.Piece] = {}  # of tensor parallelism: what this rank trains
-        self.counted: list[tuple[int, int]] = []  # runs that are this rank's share of the global norm
+        # of tensor parallelism: what this rank trains
+        self.pieces: dict[str, tensor_parallel.Piece] = {}
+        # runs that are this rank's share of the global norm
+        self.counted: list[tuple[int, int]] = []
         self.warnings: list[str] = []  # once it is settled: what the user should know,
         self.plans: list[str] = []  # and how the model was cut
         self.cut_by: int | None = None  # the ops of the program that was cut automatically
-        self._place_of: Callable[[Record], int] = lambda r: 0  # the position in the pipeline of a record
-        self._used: dict[int, list[int]] = {}  # parameter (offset) -> positions in the pipeline of the ops that read it
-        self._several: dict[str, int] = {}  # parameters of several positions, and the one that updates them
+        # the position in the pipeline of a record
+        self._place_of: Callable[[Record], int] = lambda r: 0
+        # parameter (offset) -> positions in the pipeline of the ops that read it
+        self._used: dict[int, list[int]] = {}
+        # parameters of several positions, and the one that updates them
+        self._several: dict[str, int] = {}
         self._parts: Parts
         self._lent = 0  # bytes of parameters of several positions that this rank has sent
         self._valid: list[tuple[int, int]] = []  # runs that come out right here,
-        self._alone: list[tuple[int, int]] | None = None  # and of them those of no rank before this one of its model
+        # and of them those of no rank before this one of its model
+        self._alone: list[tuple[int, int]] | None = None
 
     def settle(self, records: list[Record], n: int) -> None:
         """Cuts the parameters by the program of one shard of n samples; once."""
@@ -120,7 +148,9 @@ class Ownership:
             limit = lay.bucket_floats(self.arena.size) if cuts else self.arena.size
             buckets = bucketing.cut(records, self.arena, limit)
             if lay.offload or (lay.zero > 1 and self.groups.dp.size > 1):
-                self.warnings += bucketing.too_large(buckets, f"zero={lay.zero}" if lay.zero > 1 else "offload")
+                self.warnings += bucketing.too_large(
+                    buckets, f"zero={lay.zero}" if lay.zero > 1 else "offload"
+                )
         self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         self.settled = True
 
@@ -132,7 +162,9 @@ class Ownership:
 
     @property
     def cut(self) -> int | None:
-        """A hash of how the parameters are cut into buckets, or over a pipeline; None: this is not settled."""
+        """A hash of how the parameters are cut into buckets, or over a pipeline; None: this is
+        not settled.
+        """
         if not self.settled:
             return None
         if self.layout.split:
@@ -140,10 +172,11 @@ class Ownership:
         return fingerprint.hash_of([(b.names, b.floats) for b in self._parts.buckets])
 
     def placing(self, records: list[Record]) -> Callable[[Record], int]:
-        """The position in the pipeline of each record of a program of one rank, before tensor parallelism.
+        """The position in the pipeline of each record of a program of one rank, before tensor
+        parallelism.
 
-        An automatic cut was made by the numbers of the ops of one program. In others, of an evaluation without dropout
-        or of another layout, ops have other numbers.
+        An automatic cut was made by the numbers of the ops of one program. In others, of an
+        evaluation without dropout or of another layout, ops have other numbers.
         """
         if self.layout.mesh.pp == 1:
             return self._place_of
@@ -157,17 +190,23 @@ class Ownership:
         return place_of
 
     def _first_placing(self, records: list[Record], n: int) -> Callable[[Record], int]:
-        """From records to positions in the pipeline: by the model's own placement, or an automatic one. Raises
-        ConfigError: the model is placed on a number of devices that does not fit."""
-        pp, interleaved = self.layout.mesh.pp, self.layout.schedule == "interleaved"
+        """From records to positions in the pipeline: by the model's own placement, or an
+        automatic one. Raises ConfigError: the model is placed on a number of devices that
+        does not fit.
+        """
+        pp = self.layout.mesh.pp
+        interleaved = self.layout.schedule == "interleaved"
         devices = sorted({r.device for r in records})
         placed = len(devices)
         if placed == 1:
             from ..parallel import costs, stages
 
             self.cut_by = stages.ops_of(records)
-            count, measured = 2 * pp if interleaved else pp, self.layout.reduction.same_bits
-            stage_of, plan = costs.stages(records, self.arena, n, count, self.layout.comm, measured=measured)
+            count = 2 * pp if interleaved else pp
+            measured = self.layout.reduction.same_bits
+            stage_of, plan = costs.stages(
+                records, self.arena, n, count, self.layout.comm, measured=measured
+            )
             by = "measured cost" if measured else "bytes touched"
             self.plans.append(f"the model is cut into {len(plan.parts)} stages by {by}:\n{plan}")
             return lambda r: stage_of(r) % pp
@@ -199,13 +238,16 @@ class Ownership:
             split = tensor_parallel.rewrite(records, self.groups.t, self.layout.mesh.tp, whole)
             self.pieces = split.ownership
             self.plans.append(
-                f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
+                f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the "
+                "first of them:\n"
                 f"{tensor_parallel.describe(split.layers)}"
             )
         runs = []
         for name, p in self.arena.named:
             if name in here:
-                runs.append(owned(self.arena.offsets[name], p.shape, self.pieces.get(name), self.groups.t))
+                runs.append(
+                    owned(self.arena.offsets[name], p.shape, self.pieces.get(name), self.groups.t)
+                )
         self._valid = [run for r in runs for run in r.valid]
         self.counted = [r.whole for r in runs if r.counted and r.whole[0] < self.arena.trained]
         return bucketing.of_ranges([r.whole for r in runs], tuple(here))
@@ -220,7 +262,8 @@ class Ownership:
 
     def norm(self, sums: Sums) -> float:
         """The Euclidean norm of all gradients, the same bits whoever has which of them."""
-        groups, comm = self.groups, self.layout.comm
+        groups = self.groups
+        comm = self.layout.comm
 
         def largest(a: np.ndarray) -> np.ndarray:
             return comm.all_reduce(a, "max") if self.layout.split or self.layout.zero else a
@@ -239,17 +282,22 @@ class Ownership:
     # --- what of all parameters this rank stands for ---
 
     def replicated(self) -> list[tuple[int, int]]:
-        """Runs of the arena whose parameters are the same on all ranks of the data-parallel group, on this rank."""
+        """Runs of the arena whose parameters are the same on all ranks of the data-parallel
+        group, on this rank.
+        """
         if self.layout.zero == 3 and self.layout.comm.size > 1:
             return []
         return self._valid if self.layout.split and self.settled else [(0, self.arena.size)]
 
     def counted_updates(self, updates: list[Update]) -> list[Update]:
-        """Returns what this rank counts of these updates, so that all ranks count each parameter once; collective."""
+        """Returns what this rank counts of these updates, so that all ranks count each parameter
+        once; collective.
+        """
         lay = self.layout
         if not lay.split:
             return updates if lay.zero or lay.comm.rank == 0 else []
-        counted, mine = [], self._stood_for
+        counted = []
+        mine = self._stood_for
         for u in updates:
             for a, b in overlaps((u.at, u.n), mine):
                 shift = a - u.at
@@ -258,8 +306,11 @@ class Ownership:
 
     @property
     def _stood_for(self) -> list[tuple[int, int]]:
-        """Runs that no rank before this one of its model has; collective when it is asked for first."""
-        lay, groups = self.layout, self.groups
+        """Runs that no rank before this one of its model has; collective when it is asked for
+        first.
+        """
+        lay = self.layout
+        groups = self.groups
         if not lay.split:
             return [(0, self.arena.size)] if lay.zero or lay.comm.rank == 0 else []
         if self._alone is None:
@@ -273,29 +324,45 @@ class Ownership:
         return self._parts.held() if self.settled else iter([(0, self.arena.params, 0)])
 
     def saved(self) -> Iterator[tuple[str, list[tuple[int, int]], np.ndarray, int, int]]:
-        """Returns what this rank saves, so that all ranks together save each number once: a parameter's name, runs of
-        it, an array, and the shifts from its numbers to those of the array and of the optimizer's state."""
-        mine = self._stood_for if self.settled else [(0, self.arena.size)] * (self.layout.comm.rank == 0)
+        """Returns what this rank saves, so that all ranks together save each number once: a
+        parameter's name, runs of it, an array, and the shifts from its numbers to those of
+        the array and of the optimizer's state.
+        """
+        mine = (
+            self._stood_for
+            if self.settled
+            else [(0, self.arena.size)] * (self.layout.comm.rank == 0)
+        )
         tensors = [(self.arena.offsets[name], p.size, name) for name, p in self.arena.named]
         for lo, params, state in self.held():
-            hi, first = lo + params.size, max(bisect.bisect_right(tensors, (lo, math.inf)) - 1, 0)
-            for offset, size, name in itertools.takewhile(lambda tensor, hi=hi: tensor[0] < hi, tensors[first:]):
-                a, b = max(offset, lo), min(offset + size, hi)
+            first = max(bisect.bisect_right(tensors, (lo, math.inf)) - 1, 0)
+            hi = lo + params.size
+            for offset, size, name in itertools.takewhile(
+                lambda tensor, hi=hi: tensor[0] < hi, tensors[first:]
+            ):
+                a = max(offset, lo)
+                b = min(offset + size, hi)
                 runs = [(at - offset, n) for at, n in overlaps((a, b - a), mine)] if a < b else []
                 if runs:
                     yield name, runs, params, offset - lo, offset - lo + state
 
     def digest(self) -> str:
-        """SHA-256 over all parameters in the arena's layout; a collective call if they are spread over ranks."""
+        """SHA-256 over all parameters in the arena's layout; a collective call if they are
+        spread over ranks.
+        """
         if not self.settled or not (self._parts.partitioned or self.groups.model.size > 1):
             return hashlib.sha256(self.parameters()).hexdigest()
-        found, window = hashlib.sha256(), np.empty(min(WINDOW, self.arena.size), np.int32)
-        mine, parts = self._stood_for, [(lo, params.view(np.int32)) for lo, params, _ in self.held()]
-        for at in range(0, self.arena.size, WINDOW):  # whole numbers: the others add zeros to what one has
+        found = hashlib.sha256()
+        window = np.empty(min(WINDOW, self.arena.size), np.int32)
+        mine = self._stood_for
+        parts = [(lo, params.view(np.int32)) for lo, params, _ in self.held()]
+        # whole numbers: the others add zeros to what one has
+        for at in range(0, self.arena.size, WINDOW):
             part = window[: self.arena.size - at]
             part[:] = 0
             for lo, params in parts:
-                a, b = max(lo, at), min(lo + params.size, at + part.size)
+                a = max(lo, at)
+                b = min(lo + params.size, at + part.size)
                 for first, n in overlaps((a, b - a), mine) if a < b else []:
                     part[first - at : first - at + n] = params[first - lo : first - lo + n]
             found.update(self.layout.comm.all_reduce(part, "sum"))
@@ -304,18 +371,24 @@ class Ownership:
     # --- everything on every rank ---
 
     def parameters(self) -> np.ndarray:
-        """All parameters, in the arena's layout, on every rank; collective if they are spread over ranks."""
+        """All parameters, in the arena's layout, on every rank; collective if they are spread
+        over ranks.
+        """
         return self._whole(self._parts.parameters()) if self.settled else self.arena.params
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
-        """Takes what this rank has from `read`, which puts the arena's parameters from a place on into an array."""
+        """Takes what this rank has from `read`, which puts the arena's parameters from a place
+        on into an array.
+        """
         if not self.settled:
             read(0, self.arena.params)
         else:
             self._parts.load(read)
 
     def state(self, own: np.ndarray) -> np.ndarray:
-        """An array of the optimizer's state of this rank, as one of the arena's layout on every rank; collective."""
+        """An array of the optimizer's state of this rank, as one of the arena's layout on every
+        rank; collective.
+        """
         return self._whole(self._parts.state(own)) if self.settled else own
 
     def _whole(self, flat: np.ndarray) -> np.ndarray:
@@ -325,7 +398,9 @@ class Ownership:
             return flat
         mine = np.array(self._valid, np.int64).reshape(-1, 2)
         runs = np.concatenate(comm.all_gather_each(mine)).tolist()
-        values = np.concatenate(comm.all_gather_each(np.concatenate([flat[:0], *(flat[a : a + n] for a, n in mine)])))
+        values = np.concatenate(
+            comm.all_gather_each(np.concatenate([flat[:0], *(flat[a : a + n] for a, n in mine)]))
+        )
         at = 0
         for lo, n in runs:
             flat[lo : lo + n] = values[at : at + n]

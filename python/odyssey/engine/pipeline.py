@@ -1,8 +1,10 @@
-"""A step taken micro-batch by micro-batch by ranks that share the model: pipeline stages, tensor-parallel layers.
+"""A step taken micro-batch by micro-batch by ranks that share the model: pipeline stages,
+tensor-parallel layers.
 
-A micro-batch is a shard. Each rank runs its parts of the program (stages.py) in the order of a schedule (schedule.py)
-and exchanges activations and their gradients in between. The gradients of its own parameters are added over its shards
-and over the replicas along the same tree as everywhere, so pipeline and tensor parallelism change no bit.
+A micro-batch is a shard. Each rank runs its parts of the program (stages.py) in the order of a
+schedule (schedule.py) and exchanges activations and their gradients in between. The gradients of
+its own parameters are added over its shards and over the replicas along the same tree as
+everywhere, so pipeline and tensor parallelism change no bit.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Native(NamedTuple):
 
 
 class PipelineProgram(NamedTuple):
-    """A program on this rank: its parts, of which some are this rank's, and where its workspace has the statistics."""
+    """A program on this rank: its parts, of which some are this rank's, and where its workspace
+    has the statistics.
+    """
 
     parts: list[StageWork]
     mine: list[StageWork]
@@ -59,11 +63,17 @@ class PipelineRunner(Runner):
 
     def __init__(self, inputs: RunnerInputs) -> None:
         super().__init__(inputs)
-        lay, lib = self.layout, native.library()
-        comm, here = self.groups.dp, self.groups.p
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards))
+        lay = self.layout
+        lib = native.library()
+        comm = self.groups.dp
+        here = self.groups.p
+        self.plan = planning.make(
+            self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards)
+        )
         prepared = [self._prepared(program) for program in self.programs]
-        parts, mine = prepared[0].parts, prepared[0].mine  # of a tail they are as many, of the same places
+        # of a tail they are as many, of the same places
+        parts = prepared[0].parts
+        mine = prepared[0].mine
         self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
         work_bytes = max(one.work_bytes for one in prepared)
         self._stats_at = [one.stats_at for one in prepared]
@@ -86,14 +96,19 @@ class PipelineRunner(Runner):
         scatter = self.parts.stage > 0 and comm.size > 1
         floats = self.parts.buckets[0].floats if self.train else 0
         self._sum = self._kept(
-            ("sum", self._late), lambda: self._reduction(floats, scatter=scatter, content=self.content())
+            ("sum", self._late),
+            lambda: self._reduction(floats, scatter=scatter, content=self.content()),
         )
         self._stats = self._kept(("statistics", self._late), lambda: self._reduction(lib.stats))
         self.reductions = (self._sum, self._stats)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
-        self.updates = self.parts.updates(0, lambda p: self._sum.result.ctypes.data + 4 * p.at) if self.train else []
+        self.updates = (
+            self.parts.updates(0, lambda p: self._sum.result.ctypes.data + 4 * p.at)
+            if self.train
+            else []
+        )
         self._counted = self._share_of_norm() if self.train else []
         self.result = np.zeros(lib.stats, np.float32)
 
@@ -101,7 +116,8 @@ class PipelineRunner(Runner):
 
     def _prepared(self, program: Program) -> PipelineProgram:
         """Cuts a program into parts and gives those of this rank their places in a workspace."""
-        slot = Slot(4 * native.library().stats)  # `stats` adds to it; it lives as long as its micro-batch
+        # `stats` adds to it; it lives as long as its micro-batch
+        slot = Slot(4 * native.library().stats)
         for r in program.records:
             if r.op == "stats":
                 r.args[0] = slot
@@ -113,7 +129,9 @@ class PipelineRunner(Runner):
         return PipelineProgram(parts, mine, work_bytes, slot.offset)
 
     def _kind(self, where: list[int]) -> str:
-        """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
+        """The schedule's kind: of a last, small batch an automatic cut may have other stages
+        than it was made for.
+        """
         kind = self.layout.schedule if self.train else "gpipe"
         if self.ownership.cut_by is not None:
             try:
@@ -125,7 +143,8 @@ class PipelineRunner(Runner):
     def _in_flight(self) -> int:
         """How many micro-batches, counted on from the oldest, need a workspace at the same time."""
         last = {m: i for i, (_, _, m) in enumerate(self._actions)}
-        width, oldest = 1, 0
+        width = 1
+        oldest = 0
         for i, (_, _, m) in enumerate(self._actions):
             while last.get(oldest, i) < i:
                 oldest += 1
@@ -133,10 +152,14 @@ class PipelineRunner(Runner):
         return width
 
     def _steps(self, part: StageWork) -> list[Any]:
-        """A part as things to do one after the other: transfers, native runs, tensor-parallel exchanges."""
+        """A part as things to do one after the other: transfers, native runs, tensor-parallel
+        exchanges.
+        """
 
         def moves(transfers: list[Transfer]) -> list[Move]:
-            return [Move(t.number, t.source, t.target, t.slot.offset, t.slot.nbytes) for t in transfers]
+            return [
+                Move(t.number, t.source, t.target, t.slot.offset, t.slot.nbytes) for t in transfers
+            ]
 
         steps: list[Any] = list(moves(part.receives))
         run: list[Record] = []
@@ -161,14 +184,19 @@ class PipelineRunner(Runner):
         return self.parts.buckets[0].locate(offset) if space == native.GRADS else offset
 
     def _plan_sums(self) -> None:
-        """When a shard's gradients are complete: what is added to what. Buffers are reused if shards end in order."""
+        """When a shard's gradients are complete: what is added to what.
+
+        Buffers are reused if shards end in order.
+        """
         ends: dict[int, int] = {}
         begins: dict[int, int] = {}
         for i, (phase, _, m) in enumerate(self._actions):
             if phase == "backward" or not self.train:
                 begins.setdefault(m, i)
                 ends[m] = i
-        in_turn = all(begins[m] > ends[m - 1] for m in range(1, self.micro) if m in begins and m - 1 in ends)
+        in_turn = all(
+            begins[m] > ends[m - 1] for m in range(1, self.micro) if m in begins and m - 1 in ends
+        )
         if not in_turn:
             self.plan = planning.unshared(self.plan)
         self._adds: dict[int, list[tuple[int, int]]] = {}
@@ -186,10 +214,12 @@ class PipelineRunner(Runner):
 
     def _share_of_norm(self) -> list[tuple[int, int]]:
         a, b = self.parts.own[0]
-        grads, out = self._sum.result.ctypes.data, []
+        grads = self._sum.result.ctypes.data
+        out = []
         for lo, n in self.ownership.counted:
             at = self.parts.buckets[0].locate(lo)
-            first, last = max(at, a), min(at + n, b)
+            first = max(at, a)
+            last = min(at + n, b)
             if first < last:
                 out.append((grads + 4 * first, last - first))
         return out
@@ -197,15 +227,21 @@ class PipelineRunner(Runner):
     # --- a step ---
 
     def run(self) -> Sums:  # noqa: C901
-        lib, run, stats_bytes = native.library(), self.plan.run[0], 4 * native.library().stats
-        bases, bases_address = self._bases, self._bases.ctypes.data
+        lib = native.library()
+        run = self.plan.run[0]
+        stats_bytes = 4 * native.library().stats
+        bases = self._bases
+        bases_address = self._bases.ctypes.data
         bases[native.PARAMS] = self.arena.address(native.PARAMS)
-        work, stride = self._work.ctypes.data, self._work.strides[0]
+        work = self._work.ctypes.data
+        stride = self._work.strides[0]
         c = native.Context.from_buffer_copy(self.context)
-        grads, stats = self._sum.buffers, self._stats.buffers
+        grads = self._sum.buffers
+        stats = self._stats.buffers
         pending: deque[Any] = deque()
         seen: set[int] = set()
-        if not self._begins:  # no op of this program is here: parameters that others used have gradients of 0
+        # no op of this program is here: parameters that others used have gradients of 0
+        if not self._begins:
             grads[:] = 0
         for i, (phase, stage, m) in enumerate(self._actions):
             slot = m % self._window
@@ -214,7 +250,9 @@ class PipelineRunner(Runner):
             c.first = (run + m) * self.shard_size
             c.valid = min(self.shard_size, self.samples - c.first)
             c.rows = self.context.rows + 8 * c.first
-            here, which = self._work[slot], -1 if c.valid < self.shard_size else 0  # of the programs
+            # of the programs
+            here = self._work[slot]
+            which = -1 if c.valid < self.shard_size else 0
             stats_at = self._stats_at[which]
             if m not in seen:
                 seen.add(m)
@@ -253,7 +291,8 @@ class PipelineRunner(Runner):
         tag = (m * self._transfers + t.number) % (MAX_TAG + 1)
         value = here[t.at : t.at + t.size]
         if t.source == self.groups.p:
-            while pending and pending[0].test():  # what has arrived need not be kept to the end of the step
+            # what has arrived need not be kept to the end of the step
+            while pending and pending[0].test():
                 pending.popleft().wait()
             pending.append(self.groups.pp.send(value.copy(), t.target, tag, wait=False))
             self.bytes_moved += t.size
@@ -261,7 +300,8 @@ class PipelineRunner(Runner):
             self.groups.pp.recv(value, t.source, tag)
 
     def _add(self, m: int) -> None:
-        with np.errstate(all="ignore"):  # whether a sum is finite is looked at where the step is taken
+        # whether a sum is finite is looked at where the step is taken
+        with np.errstate(all="ignore"):
             for a, b in self._adds.get(m, ()):
                 self._sum.buffers[a] += self._sum.buffers[b]
                 self._stats.buffers[a] += self._stats.buffers[b]

@@ -1,12 +1,13 @@
-"""Programs of a model, its loss and metrics for a shard: recorded, and kept for the settings they were recorded with.
+"""Programs of a model, its loss and metrics for a shard: recorded, and kept for the settings
+they were recorded with.
 
     number      core/setting_versions.py: one comparison a step; an attribute, mode or requires_grad changed
     settings    all of these (nn/settings.py); for each that was met a program per form of a shard is kept
     lines       of a program (listing.py): what it is, to be compared with another recording, rank or checkpoint
 
-What no number tells of, a global or a list that forward() reads, is found by recording again (`again`), at epochs,
-checkpoints and resumes. A forward() that is not the same twice would depend on how many shards a rank computes: it is
-refused when it is first recorded.
+What no number tells of, a global or a list that forward() reads, is found by recording again
+(`again`), at epochs, checkpoints and resumes. A forward() that is not the same twice would depend
+on how many shards a rank computes: it is refused when it is first recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ Executor = Recorder | ShardEager
 
 
 class ModelSettings(NamedTuple):
-    """Settings that were met: their number, the attributes of each module, and the names of what is not trained."""
+    """Settings that were met: their number, the attributes of each module, and the names of what
+    is not trained.
+    """
 
     number: int
     snapshot: list[tuple[Any, dict[str, Any]]]
@@ -49,17 +52,23 @@ Key = tuple[Any, ...]  # samples of a shard, whether they must be in lanes, and 
 
 
 class Recording(NamedTuple):
-    """A recorded program: as the model makes it, the same on all ranks. Neither is to be changed."""
+    """A recorded program: as the model makes it, the same on all ranks.
+
+    Neither is to be changed.
+    """
 
     records: list[Record]
     lines: list[str]
     fingerprint: int  # 63 bits of a hash over the lines
-    training: list[str]  # the lines without those of metrics, which a resumed training may have others of
+    # the lines without those of metrics, which a resumed training may have others of
+    training: list[str]
     extent: int  # the most lanes of one of its tensors
 
 
 class Programs:
-    """The programs of a model, with a backward pass if `train`. See the head of this file.
+    """The programs of a model, with a backward pass if `train`.
+
+    See the head of this file.
 
     Args:
         gpu: whether the shards are computed on GPUs.
@@ -69,7 +78,8 @@ class Programs:
 
     Attributes:
         setting: a number for what the model was set to when `current` was called last.
-        outputs: of the model, as the loss saw them; metric_at: places of metrics among the statistics; once recorded.
+        outputs: of the model, as the loss saw them; metric_at: places of metrics among the
+            statistics; once recorded.
     """
 
     def __init__(
@@ -99,25 +109,34 @@ class Programs:
         self.eager = eager
         self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
         self._used = 0  # the settings that it was computed with
-        self._ran: dict[tuple[int, int, Form], None] = {}  # settings and shapes since `astray` was asked last
+        # settings and shapes since `astray` was asked last
+        self._ran: dict[tuple[int, int, Form], None] = {}
         self._strayed = ""  # what it has to say of those that are not known any more
         self._of_metrics = 0, 0  # records of metrics, in the latest recording
         self.metric_at: dict[str, int] = {}
         self.outputs: int | None = None
-        self.by_forward: set[tuple[int, str]] = set() if like is None else like.by_forward  # attributes that it sets
+        # attributes that it sets
+        self.by_forward: set[tuple[int, str]] = set() if like is None else like.by_forward
         self._seen = -1  # the number at which the settings were looked at
         self._numbers = itertools.count(1)
         self._known: dict[Key, ModelSettings] = {}
         self._kept: dict[Key, Recording] = {}
-        self._modules, self._parameters = dict(self.model.named_modules()), dict(self.model._state())
-        self._inside: list[tuple[Any, Any]] = []  # lists and dicts, which change without a word, and their copies
+        self._modules = dict(self.model.named_modules())
+        self._parameters = dict(self.model._state())
+        # lists and dicts, which change without a word, and their copies
+        self._inside: list[tuple[Any, Any]] = []
         self.setting = 0
 
     # --- settings ---
 
     def current(self) -> int:
-        """The number of what the model is set to now. Raises ConfigError: it has other parameters or submodules."""
-        if setting_versions.models.value != self._seen or any(value != copied for value, copied in self._inside):
+        """The number of what the model is set to now.
+
+        Raises ConfigError: it has other parameters or submodules.
+        """
+        if setting_versions.models.value != self._seen or any(
+            value != copied for value, copied in self._inside
+        ):
             self.look()
         return self.setting
 
@@ -145,7 +164,8 @@ class Programs:
         met = self._known.pop(key, None)
         if met is None or (met.number != self.setting and self._is_stale(met.number)):
             met = ModelSettings(next(self._numbers), list(snapshot.values()), frozen)
-        self._known[key], self.setting = met, met.number
+        self._known[key] = met
+        self.setting = met.number
         while len(self._known) > KEPT:
             gone = self._known[next(iter(self._known))]
             for ran in [ran for ran in self._ran if ran[0] == gone.number]:
@@ -155,8 +175,9 @@ class Programs:
             self._kept = {k: r for k, r in self._kept.items() if k[0] != gone.number}
 
     def _is_stale(self, number: int) -> bool:
-        """Returns True if the program kept for these settings, which are set again, is another one now: meanwhile what
-        forward() reads beyond attributes of modules has changed."""
+        """Returns True if the program kept for these settings, which are set again, is another
+        one now: meanwhile what forward() reads beyond attributes of modules has changed.
+        """
         kept = next((key for key in self._kept if key[0] == number), None)
         if kept is None:
             return False
@@ -165,29 +186,52 @@ class Programs:
         return first_difference(self._kept[kept].lines, made.lines) is not None
 
     def _check_structure(self) -> None:
-        """Raises ConfigError: a module or parameter was added, replaced or taken away since the trainer was made."""
-        modules, parameters = dict(self.model.named_modules()), dict(self.model._state())
+        """Raises ConfigError: a module or parameter was added, replaced or taken away since the
+        trainer was made.
+        """
+        modules = dict(self.model.named_modules())
+        parameters = dict(self.model._state())
         for what, before, now, instead in (
             ("submodule", self._modules, modules, "build the model first"),
-            ("parameter", self._parameters, parameters, "change values in place (p.data[...] = ..., load_state_dict)"),
+            (
+                "parameter",
+                self._parameters,
+                parameters,
+                "change values in place (p.data[...] = ..., load_state_dict)",
+            ),
         ):
             for name in {**before, **now}:
                 if now.get(name) is not before.get(name):
-                    does = "is new" if name not in before else "is gone" if name not in now else "is another one"
+                    does = (
+                        "is new"
+                        if name not in before
+                        else "is gone"
+                        if name not in now
+                        else "is another one"
+                    )
                     raise ConfigError(
-                        f"[train] the {what} {name} {does} since the trainer was made; {instead}, or make a new trainer"
+                        f"[train] the {what} {name} {does} since the trainer was made; "
+                        f"{instead}, or make a new trainer"
                     )
 
     def values(self) -> dict[str, Any]:
-        """Returns what the model is set to, as a checkpoint has it: without what forward() itself sets."""
-        own = {key for key, owner, name, _ in settings.attributes(self.model) if (id(owner), name) in self.by_forward}
+        """Returns what the model is set to, as a checkpoint has it: without what forward()
+        itself sets.
+        """
+        own = {
+            key
+            for key, owner, name, _ in settings.attributes(self.model)
+            if (id(owner), name) in self.by_forward
+        }
         return {key: value for key, value in settings.values(self.model).items() if key not in own}
 
     # --- recordings ---
 
     def recorded(self, n: int, form: Form, lanes: bool = False) -> Recording:
-        """The program of a shard of n samples, of the present settings; however few, in `lanes`. Raises ConfigError:
-        forward() looks at values, or is not the same twice."""
+        """The program of a shard of n samples, of the present settings; however few, in `lanes`.
+
+        Raises ConfigError: forward() looks at values, or is not the same twice.
+        """
         key = (self.current(), n, lanes, *form)
         if key not in self._kept:
             made = self._recorded_twice(n, form, lanes)
@@ -197,11 +241,16 @@ class Programs:
         return self._kept[key]
 
     def tail(self, n: int, rest: int, form: Form) -> int:
-        """Samples of the program of a last shard that has `rest` where the others have n: so many, where that saves
-        work and nothing but sizes is another, in the layout of the others; else n, the missing ones being zeros."""
+        """Samples of the program of a last shard that has `rest` where the others have n: so
+        many, where that saves work and nothing but sizes is another, in the layout of the
+        others; else n, the missing ones being zeros.
+        """
         whole = self.recording(n, form) if rest and not self.gpu else None
-        lanes, groups = layout_of(n) == "lanes", native.library().lanes
-        if whole is None or (lanes and -(-whole.extent // groups) == -(-whole.extent * rest // n // groups)):
+        lanes = layout_of(n) == "lanes"
+        groups = native.library().lanes
+        if whole is None or (
+            lanes and -(-whole.extent // groups) == -(-whole.extent * rest // n // groups)
+        ):
             return n
         try:
             own = self.recorded(rest, form, lanes)
@@ -210,7 +259,9 @@ class Programs:
         return rest if _skeleton(own.records) == _skeleton(whole.records) else n
 
     def rows(self, form: Form) -> int:
-        """Rows of a sample in lanes, as most of one tensor of the model's: 1 for an image, for a text its tokens."""
+        """Rows of a sample in lanes, as most of one tensor of the model's: 1 for an image, for a
+        text its tokens.
+        """
         recorder = self.recorder(1, lanes=True)
         self.traced(recorder, 1, form)
         return max(recorder.extent, 1)
@@ -231,19 +282,25 @@ class Programs:
         for key, value in wrote_again.items():
             if wrote.get(key, value) != value:
                 raise ConfigError(
-                    f"[train] forward() of {name} sets {key} to something else each time ({wrote[key]}, then {value}): "
-                    "how often it runs depends on the layout; count steps in a callback (on_step_end) instead"
+                    f"[train] forward() of {name} sets {key} to something else each time "
+                    f"({wrote[key]}, then {value}): "
+                    "how often it runs depends on the layout; count steps in a callback "
+                    "(on_step_end) instead"
                 )
         at = first_difference(first.lines, second.lines)
         if at is not None:
             raise ConfigError(
-                f"[train] forward() of {name} is not the same twice: op {at + 1}, {self.told(second, at, n, form)}. "
-                "It draws from random or NumPy, or counts its calls, and how often it runs depends on the layout; use "
+                f"[train] forward() of {name} is not the same twice: op {at + 1}, "
+                f"{self.told(second, at, n, form)}. "
+                "It draws from random or NumPy, or counts its calls, and how often it runs "
+                "depends on the layout; use "
                 "nn.Dropout or a transform of the data, or set an attribute by step in a callback"
             )
         return first
 
-    def _recorded_once(self, n: int, form: Form, lanes: bool = False) -> tuple[Recording, dict[str, str]]:
+    def _recorded_once(
+        self, n: int, form: Form, lanes: bool = False
+    ) -> tuple[Recording, dict[str, str]]:
         """A recording, and the values that forward() has set."""
         recorder = self.recorder(n, lanes)
         written = self.traced(recorder, n, form)
@@ -261,18 +318,23 @@ class Programs:
     def recorder(self, n: int, lanes: bool = False) -> Recorder:
         """A recorder for a shard of n samples."""
         recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
-        recorder.gpu, recorder.in_lanes = self.gpu, self.gpu or lanes
+        recorder.in_lanes = self.gpu or lanes
+        recorder.gpu = self.gpu
         return recorder
 
     def ran(self, n: int, form: Form) -> None:
         """A batch is run, with the program of the present settings."""
-        self.shape, self._used = (n, form), self.setting
+        self.shape = (n, form)
+        self._used = self.setting
         self._ran[self.setting, n, form] = None
 
     def astray(self) -> str:
-        """The first op of a program, of the last batch or one since this was asked last, that is another one when it is
-        recorded again with the settings of that batch, in words; empty: none is, or there was no such program."""
-        found, self._strayed = self._strayed, ""
+        """The first op of a program, of the last batch or one since this was asked last, that is
+        another one when it is recorded again with the settings of that batch, in words;
+        empty: none is, or there was no such program.
+        """
+        found = self._strayed
+        self._strayed = ""
         for ran in self._ran:
             found = found or self._differs(*ran)
         self._ran = {} if self.shape is None else {(self._used, *self.shape): None}
@@ -320,22 +382,28 @@ class Programs:
         return not ours and not isinstance(vars(owner)[name], (Module, Parameter))
 
     def refresh(self) -> None:
-        """Takes up what the model computes now, also by what it reads beyond attributes of modules."""
+        """Takes up what the model computes now, also by what it reads beyond attributes of
+        modules.
+        """
         if self.shape is None or self.astray():
             self.forget()  # what was recorded before the first batch, for its parts, may be older
         self.look()
 
     def forget(self) -> None:
-        """Drops all programs: the model computes something else now, though its settings are the same."""
+        """Drops all programs: the model computes something else now, though its settings are the
+        same.
+        """
         self._known.clear()
         self._kept.clear()
         self._ran.clear()
-        self._seen, self._strayed = -1, ""
+        self._seen = -1
+        self._strayed = ""
 
     def told(self, made: Recording, at: int, n: int, form: Form) -> str:
         """Op number `at` of a program in words, with its layer and source line."""
         layers = Listed()
-        with contextlib.suppress(Exception), watched(self.model) as here:  # it has run before: its error is not news
+        # it has run before: its error is not news
+        with contextlib.suppress(Exception), watched(self.model) as here:
             recorder = self.recorder(n)
             layers.listen(recorder, here)
             self.traced(recorder, n, form)
@@ -344,7 +412,9 @@ class Programs:
     # --- a pass ---
 
     def traced(self, executor: Executor, n: int, form: Form) -> list[tuple[Any, str]]:
-        """Runs the model once with an executor; returns the attributes of modules that this has set."""
+        """Runs the model once with an executor; returns the attributes of modules that this has
+        set.
+        """
         executor.conv_algorithm = self.conv_algorithm
         with contextlib.ExitStack() as stack:
             if not self.train:  # in training each layer is in the mode that the user has put it in
@@ -365,7 +435,8 @@ class Programs:
         def gathered(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
             sequence = leaf.dtype == "int32" and len(leaf.shape) == 1
             t = empty((n, *leaf.shape), "tokens" if sequence else layout)
-            t.dtype, t.device = np.dtype(leaf.dtype).type, device
+            t.dtype = np.dtype(leaf.dtype).type
+            t.device = device
             if leaf.normalised:
                 channels = leaf.shape[0] if len(leaf.shape) > 1 else 1
                 executor.emit("input", t.memory, t.groups, t.features, channels, layout=layout)
@@ -379,13 +450,22 @@ class Programs:
         x = mapped(gathered, form.inputs)
         y = self.model(*x) if isinstance(x, tuple) else self.model(x)
         if y is None:
-            raise ConfigError(f"[train] forward() of {type(self.model).__name__} returned None; return its result")
+            raise ConfigError(
+                f"[train] forward() of {type(self.model).__name__} returned None; return its result"
+            )
         place = next((t.device for t in leaves(y) if isinstance(t, Tensor)), FIRST)
-        target = mapped(lambda leaf: gathered(leaf, place, True), form.targets)  # where the loss is computed
+        # where the loss is computed
+        target = mapped(lambda leaf: gathered(leaf, place, True), form.targets)
         loss = self.loss(y, target)
         if not isinstance(loss, Tensor) or loss.shape != ():
-            found = f"has shape {loss.shape}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
-            raise ConfigError(f"[train] the loss {found}; it must be one number, a sum or mean over samples")
+            found = (
+                f"has shape {loss.shape}"
+                if isinstance(loss, Tensor)
+                else f"is a {type(loss).__name__}"
+            )
+            raise ConfigError(
+                f"[train] the loss {found}; it must be one number, a sum or mean over samples"
+            )
         stats = executor.first_stats
         with executor.within(executor.scope.ops - 1, loss.device):
             if stats is None:  # nobody counted correct predictions
@@ -403,11 +483,15 @@ class Programs:
 
 def _may_change(value: Any) -> bool:
     """True for a value that can be changed in place: a list, a dict, a tuple that has one."""
-    return isinstance(value, (list, dict)) or (isinstance(value, tuple) and any(map(_may_change, value)))
+    return isinstance(value, (list, dict)) or (
+        isinstance(value, tuple) and any(map(_may_change, value))
+    )
 
 
 def _skeleton(records: list[Record]) -> list[Any]:
-    """Returns what programs that differ in sizes alone have alike: ops, where they run, which parameters they read."""
+    """Returns what programs that differ in sizes alone have alike: ops, where they run, which
+    parameters they read.
+    """
     return [
         (r.op, r.layout, r.dtype, r.device, r.tag, r.phase, r.recompute)
         + tuple((a.space, a.offset) for a in r.args if isinstance(a, Range))

@@ -1,4 +1,6 @@
-"""Progress of transfers while this process computes: most MPI libraries move data only inside of their calls."""
+"""Progress of transfers while this process computes: most MPI libraries move data only inside of
+their calls.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ class Progress:
     """
 
     def __init__(self, poll: Callable[[], object]) -> None:
-        self._poll, self._error = poll, None
-        self._turn, self._over = threading.Lock(), threading.Event()
+        self._poll = poll
+        self._error = None
+        self._turn = threading.Lock()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="odyssey progress", daemon=True)
 
     def __enter__(self) -> Progress:

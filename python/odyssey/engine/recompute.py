@@ -1,4 +1,6 @@
-"""Values of the forward pass that the backward pass reads: kept, or computed again from what is kept anyway."""
+"""Values of the forward pass that the backward pass reads: kept, or computed again from what is
+kept anyway.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from ..core.program import Record, Slot, slot_users
 def recompute(records: list[Record]) -> list[Record]:  # noqa: C901
     """The same program with less to keep from the forward pass to the backward pass.
 
-    What an op with the trait "again" makes (padding, a normalised batch) is made once more before the first backward
-    record that reads it, if all that it is made of is there at that time anyway. Records that are changed are copies.
+    What an op with the trait "again" makes (padding, a normalised batch) is made once more before
+    the first backward record that reads it, if all that it is made of is there at that time anyway.
+    Records that are changed are copies.
     """
     start = next((i for i, r in enumerate(records) if r.phase == "backward"), len(records))
     uses = slot_users(records)
@@ -20,11 +23,19 @@ def recompute(records: list[Record]) -> list[Record]:  # noqa: C901
     dropped: set[int] = set()  # slots that are not kept
 
     def repeated(slot: Slot, at: int) -> tuple[list[Record], Slot] | None:
-        """The records that make the slot's value once more before record `at`, and where; None if they cannot."""
+        """The records that make the slot's value once more before record `at`, and where; None
+        if they cannot.
+        """
         maker, *others = makers[id(slot)]
-        if others or maker.phase == "backward" or "again" not in maker.declared.traits or maker.args[0] is not slot:
+        if (
+            others
+            or maker.phase == "backward"
+            or "again" not in maker.declared.traits
+            or maker.args[0] is not slot
+        ):
             return None
-        new, before = maker.changed(args=[*maker.args], phase="backward", recompute=True), []
+        new = maker.changed(args=[*maker.args], phase="backward", recompute=True)
+        before = []
         for j, a in enumerate(maker.args):
             if not isinstance(a, Slot) or a is slot:
                 continue
@@ -55,5 +66,6 @@ def recompute(records: list[Record]) -> list[Record]:  # noqa: C901
         for i in again:
             out[i] = out[i].changed(args=[made[1] if a is slot else a for a in out[i].args])
         for new in made[0]:
-            new.device, new.tag = records[again[0]].device, records[again[0]].tag
+            new.device = records[again[0]].device
+            new.tag = records[again[0]].tag
     return [r for i, one in enumerate(out) for r in (*inserted.get(i, ()), one)]

@@ -27,35 +27,44 @@ from .sums import Sums
 if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
 
-#: Statistics that compare what ranks must have alike (`Runner.mark`), behind those of losses and metrics.
+#: Statistics that compare what ranks must have alike (`Runner.mark`), behind those of losses and
+#: metrics.
 MARKS = slice(16, 32)
 EXACT = 1 << 24  # up to which float32 has all integers
 
 
 def digits(code: int, ranks: int) -> np.ndarray:
-    """The bits of a code as float32 (16,) that tell by their sums over so many ranks whether all have the same code.
+    """The bits of a code as float32 (16,) that tell by their sums over so many ranks whether all
+    have the same code.
 
-    Each number holds as many bits as fit, as digits of base ranks + 1, so that sums carry nothing: then all ranks have
-    the same bit if a digit of the sum is 0 or the number of ranks that were added.
+    Each number holds as many bits as fit, as digits of base ranks + 1, so that sums carry nothing:
+    then all ranks have the same bit if a digit of the sum is 0 or the number of ranks that were
+    added.
     """
-    base, places = ranks + 1, MARKS.stop - MARKS.start
+    base = ranks + 1
+    places = MARKS.stop - MARKS.start
     each = max(k for k in range(1, 25) if base**k <= EXACT or k == 1)
-    values = [sum((code >> (i * each + j) & 1) * base**j for j in range(each)) for i in range(places)]
+    values = [
+        sum((code >> (i * each + j) & 1) * base**j for j in range(each)) for i in range(places)
+    ]
     return np.array(values, np.float32)
 
 
 class Storage:
-    """Memory (bytes,) uint8 by name that all runners of an engine use for the same thing, as one runs at a time.
+    """Memory (bytes,) uint8 by name that all runners of an engine use for the same thing, as one
+    runs at a time.
 
-    Where one needs more than the others, on any rank, they are made anew when they are needed again (`grown`). While it
-    is `fixed` one that needs more has memory of its own.
+    Where one needs more than the others, on any rank, they are made anew when they are needed again
+    (`grown`). While it is `fixed` one that needs more has memory of its own.
     """
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self.grown = self.fixed = False
 
-    def __call__(self, name: str, nbytes: int, make: Callable[..., np.ndarray] = native.aligned) -> np.ndarray:
+    def __call__(
+        self, name: str, nbytes: int, make: Callable[..., np.ndarray] = native.aligned
+    ) -> np.ndarray:
         if name not in self.arrays or len(self.arrays[name]) < nbytes:
             if self.fixed:
                 return make(nbytes, np.uint8, zero=False)
@@ -68,7 +77,8 @@ class Program(NamedTuple):
     """Program that a rank runs for a shard of so many samples."""
 
     samples: int
-    records: list[Record]  # the runner's own, to be changed; none where shards are computed op by op
+    # the runner's own, to be changed; none where shards are computed op by op
+    records: list[Record]
     place_of: Callable[[Record], int]  # position in the pipeline of a record
     lanes: bool  # however few samples, they are in lanes
 
@@ -101,7 +111,8 @@ class RunnerInputs:
 class Runner:
     """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner.
 
-    `parts`: which parameters this rank computes with and updates (zero.Parts); None: shards are computed op by op.
+    `parts`: which parameters this rank computes with and updates (zero.Parts); None: shards are
+    computed op by op.
     """
 
     plan: planning.Plan  # of the shards of this process
@@ -112,7 +123,8 @@ class Runner:
     grad_bytes = 0  # of gradients and of what their reduction works in, without what runners share
     looks_ahead = False  # it can bring the next batch to its device while this one is computed
     fingerprint = 0  # of its program: what ranks must have alike
-    marked: Reduction | None = None  # the reduction whose statistics compare that, in its last floats
+    # the reduction whose statistics compare that, in its last floats
+    marked: Reduction | None = None
     expected: list[float] | None = None  # what these sums are where all ranks have the same
     _digits: np.ndarray | None = None
     _code: int | None = None
@@ -160,15 +172,20 @@ class Runner:
             (piece.at + arena.offsets[name] - piece.lo, tuple(p.shape))
             for name, p in arena.named
             for piece in bucket.pieces
-            if piece.lo <= arena.offsets[name] and arena.offsets[name] + p.size <= piece.lo + piece.n
+            if piece.lo <= arena.offsets[name]
+            and arena.offsets[name] + p.size <= piece.lo + piece.n
         ]
         return Content(bucket.floats, tuple(shapes), self.samples, self._memories.setdefault(b, {}))
 
     def traffic(self) -> tuple[int, int, int]:
-        """Bytes that this rank has sent so far, those that the tree would have sent uncompressed, and those of the sent
-        ones that went to other machines in sums along the tree."""
-        made, moved = self.reductions, self.bytes_moved + getattr(self.parts, "bytes_sent", 0)
-        sent, plain = sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
+        """Bytes that this rank has sent so far, those that the tree would have sent
+        uncompressed, and those of the sent ones that went to other machines in sums along the
+        tree.
+        """
+        made = self.reductions
+        moved = self.bytes_moved + getattr(self.parts, "bytes_sent", 0)
+        sent = sum(r.bytes_sent for r in made)
+        plain = sum(r.bytes_plain for r in made)
         return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in made)
 
     def mark(self, code: int) -> None:
@@ -176,29 +193,39 @@ class Runner:
         if self.marked is None or code == self._code:
             return
         senders = sum(bool(nodes) for nodes in self.marked.exchange.nodes)
-        self._code, self._digits = code, digits(code, senders)
+        self._digits = digits(code, senders)
+        self._code = code
         self.expected = (self._digits * senders).tolist()
 
     def _add_mark(self) -> None:
-        """Once the sums of shards are there: adds the mark to one of this rank's, if it has some."""
+        """Once the sums of shards are there: adds the mark to one of this rank's, if it has
+        some.
+        """
         if self._digits is not None and self.marked.plan.partial:
             at = self.marked.floats - native.library().stats
             _, buffer = self.marked.plan.partial[0]
             self.marked.buffers[buffer, at + MARKS.start : at + MARKS.stop] += self._digits
 
     def _locate(self, space: int, offset: int) -> int:
-        """Where an offset of the arena, in floats, is; without gradients the statistics are all that buffers hold."""
+        """Where an offset of the arena, in floats, is; without gradients the statistics are all
+        that buffers hold.
+        """
         return offset if self.train or space != native.GRADS else offset - self.arena.size
 
     def use(self, data: ArrayDataset) -> None:
         """Points at the arrays of a data set."""
         c = self.context
         if data.normalised:
-            c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype.itemsize == 1)
+            c.images = data.images.ctypes.data
+            c.bytes = int(data.images.dtype.itemsize == 1)
         self._arrays = np.array([a.ctypes.data for a in data.gathered], np.int64)
-        c.arrays, c.scale, c.shift = self._arrays.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+        c.arrays = self._arrays.ctypes.data
+        c.scale = data.scale.ctypes.data
+        c.shift = data.shift.ctypes.data
         self.data = data
 
     def run(self) -> Sums:
-        """Computes the shards of this rank and completes the sums; `context.rows` and `context.step` are set."""
+        """Computes the shards of this rank and completes the sums; `context.rows` and
+        `context.step` are set.
+        """
         raise NotImplementedError

@@ -9,4 +9,7 @@ from ..errors import ConfigError
 
 def run(*arguments: Any, **named: Any) -> None:
     """Refused: functions are not sent to processes here."""
-    raise ConfigError("[horovod] run(function, np=4) is not there; start a script with `odyssey launch -n 4 script.py`")
+    raise ConfigError(
+        "[horovod] run(function, np=4) is not there; start a script with `odyssey launch -n 4 "
+        "script.py`"
+    )

@@ -1,1 +1,3 @@
-"""Ways of exchanging gradients that give other bits than one process: compressed, asynchronous, local SGD."""
+"""Ways of exchanging gradients that give other bits than one process: compressed, asynchronous,
+local SGD.
+"""

@@ -1,8 +1,10 @@
-"""Trainings whose ranks do not take every step together: local SGD, and a parameter server with a staleness bound.
+"""Trainings whose ranks do not take every step together: local SGD, and a parameter server with
+a staleness bound.
 
-What they have in common: an engine of one rank (`alone`), and parameters that are the same on all ranks only at times.
-The trainer asks its mode for the steps of an epoch, and a mode asks the trainer of its rank; everything else
-(evaluation, history, files) is the trainer's. docs/strategies.md says which bits each gives.
+What they have in common: an engine of one rank (`alone`), and parameters that are the same on all
+ranks only at times. The trainer asks its mode for the steps of an epoch, and a mode asks the
+trainer of its rank; everything else (evaluation, history, files) is the trainer's.
+docs/strategies.md says which bits each gives.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
 def alone(layout: Layout, comm: Communicator) -> tuple[Layout, Groups]:
     """The layout and the groups of a rank that computes by itself."""
-    one, mesh = Communicator(parent=comm), Mesh(1, 1, 1)
+    one = Communicator(parent=comm)
+    mesh = Mesh(1, 1, 1)
     return dataclasses.replace(layout, comm=one, mesh=mesh, reduction=Strategy()), Groups(one, mesh)
 
 
@@ -53,11 +56,13 @@ def summed(trainer: DistributedTrainer, tally: Tally) -> Tally:
 
 
 class LocalSGD(Mode):
-    """Every rank trains by itself on its own share of each batch; every `local_steps` steps all average (Stich 2019).
+    """Every rank trains by itself on its own share of each batch; every `local_steps` steps all
+    average (Stich 2019).
 
-    Averaged are the parameters and the optimizer's state (momentum and the like), along the tree over ranks. A rank's
-    step divides by its own samples, so with local_steps=1 and plain SGD the result is that of the synchronous training
-    but for rounding and, where shares differ in size, the weight of a sample.
+    Averaged are the parameters and the optimizer's state (momentum and the like), along the tree
+    over ranks. A rank's step divides by its own samples, so with local_steps=1 and plain SGD the
+    result is that of the synchronous training but for rounding and, where shares differ in size,
+    the weight of a sample.
     """
 
     together = False
@@ -71,11 +76,17 @@ class LocalSGD(Mode):
     def part(self, batch: Batch) -> Batch | None:
         comm = self.trainer.comm
         lo, hi = share(len(batch.indices), comm.size, comm.rank)
-        return Batch(batch.dataset, batch.indices[lo:hi], batch.epoch, batch.index) if hi > lo else None
+        return (
+            Batch(batch.dataset, batch.indices[lo:hi], batch.epoch, batch.index)
+            if hi > lo
+            else None
+        )
 
     def shared_out(self, samples: int) -> tuple[int, list[int]]:
         size = self.trainer.comm.size
-        return self.trainer.layout.workers, [hi - lo for lo, hi in (share(samples, size, r) for r in range(size))]
+        return self.trainer.layout.workers, [
+            hi - lo for lo, hi in (share(samples, size, r) for r in range(size))
+        ]
 
     def stepped(self) -> None:
         self._since += 1
@@ -93,7 +104,8 @@ class LocalSGD(Mode):
         if not self._since:
             return
         self._since = 0
-        trainer, comm = self.trainer, self.trainer.comm
+        trainer = self.trainer
+        comm = self.trainer.comm
         arrays = [trainer.arena.params, *trainer.optimizer.state.values()]
         if self._reduction is None:
             plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)
@@ -103,7 +115,9 @@ class LocalSGD(Mode):
         np.concatenate(arrays, out=r.buffers[0])
         r.start()
         mean = r.finish() / np.float32(comm.size)
-        for a, part in zip(arrays, np.split(mean, np.cumsum([a.size for a in arrays[:-1]])), strict=True):
+        for a, part in zip(
+            arrays, np.split(mean, np.cumsum([a.size for a in arrays[:-1]])), strict=True
+        ):
             a[:] = part
         trainer.count_bytes(r.bytes_sent - sent)
 
@@ -115,15 +129,16 @@ class LocalSGD(Mode):
 
 
 TAG = 1
-PUSH, DONE = 0, 1
+PUSH = 0
+DONE = 1
 TAIL = 32  # floats behind the gradients or parameters of a message
 
 
 class GradientMessage:
     """A range of gradients (to a server) or of parameters (back), and a few numbers.
 
-    `numbers` int64: to a server: kind, steps this worker has taken, version that its gradients are of, samples; back:
-    version, whether to stop. `floats` float32: divisor, sum of losses.
+    `numbers` int64: to a server: kind, steps this worker has taken, version that its gradients are
+    of, samples; back: version, whether to stop. `floats` float32: divisor, sum of losses.
     """
 
     def __init__(self, floats: int) -> None:
@@ -134,11 +149,13 @@ class GradientMessage:
 
 
 class AsynchronousServer(Mode):
-    """A parameter server that updates with each gradient as it comes, with a bound on staleness (Ho et al. 2013).
+    """A parameter server that updates with each gradient as it comes, with a bound on staleness
+    (Ho et al. 2013).
 
-    Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else, the others are workers:
-    docs/strategies.md. A gradient is divided by the samples of its own batch, and the schedule goes by the number of
-    updates. One that is t updates old is taken at 1 / (1 + t) of the rate (Zhang, Gupta, Lian and Liu 2016).
+    Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else, the others
+    are workers: docs/strategies.md. A gradient is divided by the samples of its own batch, and the
+    schedule goes by the number of updates. One that is t updates old is taken at 1 / (1 + t) of the
+    rate (Zhang, Gupta, Lian and Liu 2016).
     """
 
     together = False
@@ -152,16 +169,23 @@ class AsynchronousServer(Mode):
         self.ranges = ranges(trainer.arena.size, servers)
         self._failed = False
         # of this server, over all epochs
-        self._late, self._latest, self._lead, self._pushes = 0, 0, 0, 0
+        self._late = 0
+        self._latest = 0
+        self._lead = 0
+        self._pushes = 0
         self._steps = dict.fromkeys(self.workers, 0)
 
     def shared_out(self, samples: int) -> tuple[int, list[int]]:
         return self.trainer.layout.workers, [samples]
 
     def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
-        """Works or serves until all workers have had their batches, of which all together take at most `limit`."""
-        trainer, comm = self.trainer, self.comm
-        tally, batches = Tally(), iter(batches)
+        """Works or serves until all workers have had their batches, of which all together take
+        at most `limit`.
+        """
+        trainer = self.trainer
+        comm = self.comm
+        tally = Tally()
+        batches = iter(batches)
         first = list(itertools.islice(batches, 1))
         for batch in first:  # all ranks read it, and compare what they are given
             trainer.compare(batch)
@@ -174,20 +198,27 @@ class AsynchronousServer(Mode):
         failed, samples, steps = added(comm, self._failed, tally.samples, tally.steps)
         if failed:
             raise NumericsError(
-                f"[async] a gradient or loss is not finite within {int(steps)} steps after step {trainer.steps}; its "
+                f"[async] a gradient or loss is not finite within {int(steps)} steps after step "
+                f"{trainer.steps}; its "
                 "step was not taken. Lower --lr, warm up, or lower --staleness"
             ).on_all_ranks()
         trainer.steps += int(steps)
         whole = summed(trainer, tally)
-        whole.counted, whole.samples, whole.steps, whole.extra = samples, int(samples), int(steps), self._figures()
+        whole.extra = self._figures()
+        whole.counted = samples
+        whole.samples = int(samples)
+        whole.steps = int(steps)
         return whole
 
     def _work(self, batches: Iterable[Batch], limit: int | None, tally: Tally) -> None:
-        trainer, comm, params = self.trainer, self.comm, self.trainer.arena.params
+        trainer = self.trainer
+        comm = self.comm
+        params = self.trainer.arena.params
         out = [GradientMessage(b - a) for a, b in self.ranges]
         back = [GradientMessage(b - a) for a, b in self.ranges]
         versions = [trainer.steps] * len(out)
-        mine, stop = comm.rank - len(self.servers), False
+        mine = comm.rank - len(self.servers)
+        stop = False
         for i, batch in enumerate(itertools.islice(batches, limit)):
             if i % len(self.workers) != mine:
                 continue
@@ -208,7 +239,8 @@ class AsynchronousServer(Mode):
                 request.wait()
             for s, (a, b) in zip(self.servers, self.ranges, strict=True):
                 params[a:b] = back[s].body
-                versions[s], stop = int(back[s].numbers[0]), stop or bool(back[s].numbers[1])
+                stop = stop or bool(back[s].numbers[1])
+                versions[s] = int(back[s].numbers[0])
             if stop:
                 break
         for s in self.servers:
@@ -216,16 +248,20 @@ class AsynchronousServer(Mode):
             comm.send(out[s].array, s, TAG)
 
     def _serve(self) -> None:  # noqa: PLR0915
-        comm, trainer = self.comm, self.trainer
+        comm = self.comm
+        trainer = self.trainer
         a, b = self.ranges[comm.rank]
         inbox = {w: GradientMessage(b - a) for w in self.workers}
         outbox = {w: GradientMessage(b - a) for w in self.workers}
         steps = dict.fromkeys(self.workers, 0)  # of this epoch
-        active, held = set(self.workers), set()
+        active = set(self.workers)
+        held = set()
         receives = {w: comm.recv(inbox[w].array, w, TAG, wait=False) for w in self.workers}
         sends: dict[int, Request] = {}
-        samples, updates = 0, 0
-        heard, nap = time.monotonic(), 20e-6
+        samples = 0
+        updates = 0
+        heard = time.monotonic()
+        nap = 20e-6
         while active:
             came = [w for w, request in receives.items() if request.test()]
             for w in came:
@@ -238,15 +274,19 @@ class AsynchronousServer(Mode):
                 now = trainer.steps + updates
                 steps[w] = taken
                 self._lead = max(self._lead, taken - min(steps[v] for v in active))
-                self._late, self._latest = self._late + now - version, max(self._latest, now - version)
-                self._pushes, self._steps[w] = self._pushes + 1, self._steps[w] + 1
+                self._late = self._late + now - version
+                self._latest = max(self._latest, now - version)
+                self._pushes = self._pushes + 1
+                self._steps[w] = self._steps[w] + 1
                 if not self._failed and not self._update(message, a, b - a, now, now - version):
                     self._failed = True
-                updates, samples = updates + 1, samples + n
+                updates = updates + 1
+                samples = samples + n
                 held.add(w)
                 if comm.rank == 0:
                     context = trainer.context
-                    context.tally.steps, context.tally.samples = updates, samples
+                    context.tally.steps = updates
+                    context.tally.samples = samples
                     context.loss = float(message.floats[1]) / n
                     context.emit("on_server_update")
             slowest = min((steps[w] for w in active), default=0)
@@ -260,7 +300,8 @@ class AsynchronousServer(Mode):
                 sends[w] = comm.send(outbox[w].array, w, TAG, wait=False)
                 trainer.count_bytes(outbox[w].array.nbytes)
             if came:
-                heard, nap = time.monotonic(), 20e-6
+                heard = time.monotonic()
+                nap = 20e-6
             elif time.monotonic() - heard > min(30.0, deadline()):
                 self._listen(receives)
                 heard = time.monotonic()
@@ -273,13 +314,17 @@ class AsynchronousServer(Mode):
             request.wait()
 
     def _listen(self, receives: dict[int, Request]) -> None:
-        """Nobody came for long: waits for one of those that are at work, which says so if that rank has ended."""
+        """Nobody came for long: waits for one of those that are at work, which says so if that
+        rank has ended.
+        """
         for w, request in receives.items():
             try:
                 request.wait()
                 return
             except CollectiveError as error:
-                raise CollectiveError(f"[async] no gradient from worker rank {w}: {error}") from error
+                raise CollectiveError(
+                    f"[async] no gradient from worker rank {w}: {error}"
+                ) from error
 
     def _update(self, message: GradientMessage, at: int, n: int, step: int, age: int) -> bool:
         """Takes one step with a gradient that is `age` updates old; False if it is not finite."""
@@ -288,11 +333,14 @@ class AsynchronousServer(Mode):
             return False
         params = trainer.arena.address(native.PARAMS) + 4 * at
         updates = [Update(params, message.body.ctypes.data, at, n, at)] if n else []
-        return trainer.optimizer.apply(updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age))
+        return trainer.optimizer.apply(
+            updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age)
+        )
 
     def _hand_out(self) -> None:
         """Gives all ranks what the servers have."""
-        optimizer, comm = self.trainer.optimizer, self.comm
+        optimizer = self.trainer.optimizer
+        comm = self.comm
         for s, (a, b) in zip(self.servers, self.ranges, strict=True):
             for array in (self.trainer.arena.params, *optimizer.state.values()):
                 comm.broadcast(array[a:b], s)
@@ -300,9 +348,13 @@ class AsynchronousServer(Mode):
         optimizer.steps = int(comm.broadcast(steps, 0)[0])
 
     def _figures(self) -> dict[str, Any]:
-        """Returns the history of all epochs so far, as the first server saw them, on all ranks; a collective call."""
+        """Returns the history of all epochs so far, as the first server saw them, on all ranks;
+        a collective call.
+        """
         numbers = [self._late, self._latest, self._lead, self._pushes, *self._steps.values()]
-        late, latest, lead, pushes, *steps = self.comm.broadcast(np.array(numbers, np.int64), 0).tolist()
+        late, latest, lead, pushes, *steps = self.comm.broadcast(
+            np.array(numbers, np.int64), 0
+        ).tolist()
         return {
             "steps_of_worker": {str(w): n for w, n in zip(self.workers, steps, strict=True)},
             "staleness_mean": late / max(pushes, 1),
@@ -313,8 +365,10 @@ class AsynchronousServer(Mode):
     def summary(self, record: dict[str, Any]) -> str:
         steps = ", ".join(f"{n} of rank {w}" for w, n in record["steps_of_worker"].items())
         return (
-            f"[async] steps: {steps}; a gradient was {record['staleness_mean']:.2f} updates old in the mean, at most "
-            f"{record['staleness_largest']}; the fastest worker was at most {record['lead_largest']} steps ahead "
+            f"[async] steps: {steps}; a gradient was {record['staleness_mean']:.2f} updates old "
+            "in the mean, at most "
+            f"{record['staleness_largest']}; the fastest worker was at most "
+            f"{record['lead_largest']} steps ahead "
             f"(bound {self.staleness} before it waits)"
         )
 

@@ -1,8 +1,10 @@
-"""Compression: fewer bytes of gradients between ranks. fp16, bf16: rounded; topk: the largest; powersgd: low rank.
+"""Compression: fewer bytes of gradients between ranks. fp16, bf16: rounded; topk: the largest;
+powersgd: low rank.
 
-What is lost in a step is kept by the rank that lost it and added to its next gradient (error feedback; Stich,
-Cordonnier and Jaggi 2018), with topk and powersgd. What all ranks compute for themselves from what they received is
-elementwise or exact, so it is the same bits on every kind of processor; only what a rank sends is of matrix products.
+What is lost in a step is kept by the rank that lost it and added to its next gradient (error
+feedback; Stich, Cordonnier and Jaggi 2018), with topk and powersgd. What all ranks compute for
+themselves from what they received is elementwise or exact, so it is the same bits on every kind of
+processor; only what a rank sends is of matrix products.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ WARMUP_RATIO = 0.25  # where the ratio of a warm-up begins (Lin et al. 2018)
 
 
 def largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Positions of the k values that are largest in magnitude, ascending, int32; of equals the first ones."""
-    magnitude = np.abs(values).view(np.int32)  # of floats from zero on, the order is that of their bits
+    """Positions of the k values that are largest in magnitude, ascending, int32; of equals the
+    first ones.
+    """
+    # of floats from zero on, the order is that of their bits
+    magnitude = np.abs(values).view(np.int32)
     least = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
     above = np.flatnonzero(magnitude > least)
     ties = np.flatnonzero(magnitude == least)[: k - len(above)]
@@ -40,7 +45,9 @@ def count(floats: int, ratio: float) -> int:
 
 
 class Compressed(Phased):
-    """Base: compresses the first `content.floats` floats; the rest is summed along the tree, beside it."""
+    """Base: compresses the first `content.floats` floats; the rest is summed along the tree,
+    beside it.
+    """
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -86,15 +93,18 @@ class Compressed(Phased):
 
 
 class HalfReduction(Compressed):
-    """Sends 16-bit floats and adds them up in float32, in the order of the ranks; what comes back is rounded again.
+    """Sends 16-bit floats and adds them up in float32, in the order of the ranks; what comes
+    back is rounded again.
 
-    With fp16 each piece is multiplied by a power of two first so that its largest number is between 2^14 and 2^15:
-    nothing overflows, and only what is below 2^-29 of the largest loses bits to subnormals.
+    With fp16 each piece is multiplied by a power of two first so that its largest number is between
+    2^14 and 2^15: nothing overflows, and only what is below 2^-29 of the largest loses bits to
+    subnormals.
     """
 
     def _prepare(self) -> None:
         super()._prepare()
-        comm, plain = self.comm, self.n == self.floats
+        comm = self.comm
+        plain = self.n == self.floats
         self.cut = self.ranges if plain else ranges(self.n, comm.size)
         self._dtype = np.dtype(np.float16) if self.strategy.compression == "fp16" else bfloat16
         lo, hi = self.cut[comm.rank]
@@ -125,7 +135,8 @@ class HalfReduction(Compressed):
         narrow(values, words[2:].view(self._dtype))
 
     def _unpacked(self, words: np.ndarray) -> np.ndarray:
-        scale, wide = words[:2].copy().view(np.float32)[0], widen(words[2:].view(self._dtype))
+        scale = words[:2].copy().view(np.float32)[0]
+        wide = widen(words[2:].view(self._dtype))
         return wide if scale == 1 else np.multiply(wide, np.float32(1 / scale), out=wide)
 
     def _hand_out(self) -> Request:
@@ -134,7 +145,9 @@ class HalfReduction(Compressed):
                 self._pack(self.local[a:b], self._wire[c:d])
         mine = self._words[self.comm.rank]
         self.bytes_sent += 2 * (sum(self._words) - mine)
-        return self.comm.all_to_all_v(self._wire, self._words, self._receive, [mine] * self.comm.size, wait=False)
+        return self.comm.all_to_all_v(
+            self._wire, self._words, self._receive, [mine] * self.comm.size, wait=False
+        )
 
     def _add(self) -> None:
         n = self._words[self.comm.rank]
@@ -162,14 +175,17 @@ class HalfReduction(Compressed):
 class TopKReduction(Compressed):
     """Sends the k largest numbers with their positions, to all; keeps the others for the next step.
 
-    k is `compression_ratio` of the gradients of a bucket. During `compression_warmup_steps` the ratio falls from a
-    quarter to that, by a constant factor per step (Deep Gradient Compression; Lin et al. 2018).
+    k is `compression_ratio` of the gradients of a bucket. During `compression_warmup_steps` the
+    ratio falls from a quarter to that, by a constant factor per step (Deep Gradient Compression;
+    Lin et al. 2018).
     """
 
     def _prepare(self) -> None:
         super()._prepare()
         s = self.strategy
-        most = count(self.n, max(s.compression_ratio, WARMUP_RATIO if s.compression_warmup_steps else 0))
+        most = count(
+            self.n, max(s.compression_ratio, WARMUP_RATIO if s.compression_warmup_steps else 0)
+        )
         self._wire = self._take(2 * most * self.comm.size).view(np.int32)
         self.phases = (self._exchange, self._add)
 
@@ -178,25 +194,31 @@ class TopKReduction(Compressed):
         s = self.strategy
         if step >= s.compression_warmup_steps or s.compression_ratio >= WARMUP_RATIO:
             return s.compression_ratio
-        return WARMUP_RATIO * (s.compression_ratio / WARMUP_RATIO) ** (step / s.compression_warmup_steps)
+        return WARMUP_RATIO * (s.compression_ratio / WARMUP_RATIO) ** (
+            step / s.compression_warmup_steps
+        )
 
     def _exchange(self) -> Request:
-        comm, step = self.comm, self.memory.get("steps", 0)
+        comm = self.comm
+        step = self.memory.get("steps", 0)
         self.memory["steps"] = step + 1
         self._k = k = count(self.n, self.ratio(step))
         self.local += self._recall("residual")
         mine = self._wire[2 * k * comm.rank : 2 * k * (comm.rank + 1)]
         if np.isfinite(self.local).all():
             at = largest(self.local, k)
-            mine[:k], mine[k:] = at, self.local[at].view(np.int32)
+            mine[:k] = at
+            mine[k:] = self.local[at].view(np.int32)
         else:  # says so to all ranks; none takes the step
-            mine[:k], mine[k:] = np.arange(k), np.full(k, np.nan, np.float32).view(np.int32)
+            mine[:k] = np.arange(k)
+            mine[k:] = np.full(k, np.nan, np.float32).view(np.int32)
         self.bytes_sent += mine.nbytes * (comm.size - 1)
         pairs = [(2 * k * p, 2 * k * (p + 1)) for p in range(comm.size)]
         return comm.all_gather_v(self._wire[: pairs[-1][1]], pairs, wait=False)
 
     def _add(self) -> None:
-        k, size = self._k, self.comm.size
+        k = self._k
+        size = self.comm.size
         pairs = self._wire[: 2 * k * size].reshape(size, 2, k)
         self.result[: self.n] = 0
         for at, values in pairs:
@@ -207,17 +229,20 @@ class TopKReduction(Compressed):
 
 
 class PowerReduction(Compressed):
-    """PowerSGD (Vogels, Karimireddy and Jaggi 2019): of each matrix M of gradients the product P Q^T of rank r.
+    """PowerSGD (Vogels, Karimireddy and Jaggi 2019): of each matrix M of gradients the product P
+    Q^T of rank r.
 
-    P = M Q, summed over ranks, its columns made orthonormal; Q = M^T P, summed; the next step begins with this Q. A
-    matrix is a parameter's first dimension against all others; what would not get smaller is sent as it is.
+    P = M Q, summed over ranks, its columns made orthonormal; Q = M^T P, summed; the next step
+    begins with this Q. A matrix is a parameter's first dimension against all others; what would not
+    get smaller is sent as it is.
     """
 
     def _prepare(self) -> None:
         super()._prepare()
         r = self.strategy.powersgd_rank
         self._matrices: list[tuple[int, int, int, int]] = []  # offset, rows, columns, rank
-        plain, at = [], 0
+        plain = []
+        at = 0
         for offset, shape in sorted(self.content.shapes):
             m = shape[0] if shape else 1
             n = math.prod(shape[1:])
@@ -231,7 +256,9 @@ class PowerReduction(Compressed):
             "q", [_start(i, n, k) for i, (_, _, n, k) in enumerate(self._matrices)]
         )
         size = self.comm.size
-        self._first = sum(m * k for _, m, _, k in self._matrices) + sum(b - a for a, b in self._plain)
+        self._first = sum(m * k for _, m, _, k in self._matrices) + sum(
+            b - a for a, b in self._plain
+        )
         self._second = sum(n * k for _, _, n, k in self._matrices)
         self._wires = [self._take(size * self._first), self._take(size * self._second)]
         self._total = self._take(max(self._first, self._second))
@@ -244,7 +271,9 @@ class PowerReduction(Compressed):
 
     def _send(self, wire: np.ndarray, n: int, comm: Any, parts: Sequence[np.ndarray]) -> Request:
         if n:
-            np.concatenate([part.ravel() for part in parts], out=wire[n * comm.rank : n * (comm.rank + 1)])
+            np.concatenate(
+                [part.ravel() for part in parts], out=wire[n * comm.rank : n * (comm.rank + 1)]
+            )
         self.bytes_sent += 4 * n * (comm.size - 1)
         return comm.all_gather_v(wire, [(n * p, n * (p + 1)) for p in range(comm.size)], wait=False)
 
@@ -258,12 +287,15 @@ class PowerReduction(Compressed):
 
     def _send_p(self) -> Request:
         self.local += self._recall("error")
-        parts = [self._matrix(self.local, x) @ q for x, q in zip(self._matrices, self._q, strict=True)]
+        parts = [
+            self._matrix(self.local, x) @ q for x, q in zip(self._matrices, self._q, strict=True)
+        ]
         parts += [self.local[a:b] for a, b in self._plain]
         return self._send(self._wires[0], self._first, self.comm, parts)
 
     def _send_q(self) -> Request:
-        total, at = self._summed(self._wires[0], self._first), 0
+        total = self._summed(self._wires[0], self._first)
+        at = 0
         self._ps: list[np.ndarray] = []
         for _, m, _, k in self._matrices:
             self._ps.append(orthonormal(total[at : at + m * k].reshape(m, k)))
@@ -271,11 +303,15 @@ class PowerReduction(Compressed):
         for a, b in self._plain:
             self.result[a:b] = total[at : at + b - a]
             at += b - a
-        self._mine = [self._matrix(self.local, x).T @ p for x, p in zip(self._matrices, self._ps, strict=True)]
+        self._mine = [
+            self._matrix(self.local, x).T @ p for x, p in zip(self._matrices, self._ps, strict=True)
+        ]
         return self._send(self._wires[1], self._second, self._back, self._mine)
 
     def _rebuild(self) -> None:
-        total, at, q = self._summed(self._wires[1], self._second), 0, []
+        total = self._summed(self._wires[1], self._second)
+        at = 0
+        q = []
         for x, p in zip(self._matrices, self._ps, strict=True):
             _, _, n, k = x
             q.append(total[at : at + n * k].reshape(n, k).copy())
@@ -287,7 +323,8 @@ class PowerReduction(Compressed):
             part = self._matrix(self.local, x)
             part -= product(self._ps[i], self._mine[i], np.empty_like(part))
             dead = ~q[i].any(axis=0)
-            q[i][:, dead] = _start(i, *q[i].shape)[:, dead]  # a direction without gradient would stay so for ever
+            # a direction without gradient would stay so for ever
+            q[i][:, dead] = _start(i, *q[i].shape)[:, dead]
         for a, b in self._plain:
             self.local[a:b] = 0
         self._q[:] = q
@@ -300,7 +337,8 @@ def _start(i: int, rows: int, columns: int) -> np.ndarray:
 
 
 def orthonormal(columns: np.ndarray) -> np.ndarray:
-    """The columns (m, r) made orthonormal by Gram-Schmidt; one that depends on those before is zero.
+    """The columns (m, r) made orthonormal by Gram-Schmidt; one that depends on those before is
+    zero.
 
     Inner products are exact sums rounded once, so every processor gives the same bits.
     """
@@ -328,7 +366,9 @@ def _norm(values: np.ndarray) -> float:
 
 
 def product(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """P Q^T into `out`, column by column, multiplied and added one after the other: the same bits everywhere."""
+    """P Q^T into `out`, column by column, multiplied and added one after the other: the same
+    bits everywhere.
+    """
     out[:] = 0
     for a, b in zip(p.T, q.T, strict=True):
         out += np.multiply.outer(a, b)
@@ -339,7 +379,9 @@ def product(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 class Sparse(NamedTuple):
-    """An array of which only some numbers are kept: positions (k,) int32 in the flat array, values (k,) float32."""
+    """An array of which only some numbers are kept: positions (k,) int32 in the flat array,
+    values (k,) float32.
+    """
 
     indices: np.ndarray
     values: np.ndarray
@@ -370,7 +412,8 @@ class GradientCompression:
     def compress_gradients(self, gradients: Any) -> Any:
         """A dict or list of arrays (float32 of any shape, or tensors) as the same of `Sparse`.
 
-        An array is known again by its key or position, and must keep its shape. None (no gradient) stays None.
+        An array is known again by its key or position, and must keep its shape. None (no gradient)
+        stays None.
         """
         return _each(gradients, self._compress)
 
@@ -381,11 +424,16 @@ class GradientCompression:
         if left is not None:
             if left.size != flat.size:
                 raise ConfigError(
-                    f"[compression] gradient {key!r} has {flat.size} numbers, and had {left.size} before; "
+                    f"[compression] gradient {key!r} has {flat.size} numbers, and had "
+                    f"{left.size} before; "
                     "use one GradientCompression per model"
                 )
             flat += left
-        at = largest(flat, count(flat.size, self.compression_ratio)) if flat.size else np.zeros(0, np.int32)
+        at = (
+            largest(flat, count(flat.size, self.compression_ratio))
+            if flat.size
+            else np.zeros(0, np.int32)
+        )
         values = flat[at]
         if self.error_feedback:
             flat[at] = 0
@@ -405,7 +453,11 @@ def _dense(sparse: Sparse) -> np.ndarray:
 
 def _each(items: Any, function: Any) -> Any:
     if isinstance(items, Mapping):
-        return {key: None if value is None else function(key, value) for key, value in items.items()}
+        return {
+            key: None if value is None else function(key, value) for key, value in items.items()
+        }
     if not isinstance(items, (list, tuple)):
-        raise ConfigError(f"[compression] gradients are a {type(items).__name__}; give a dict or a list of arrays")
+        raise ConfigError(
+            f"[compression] gradients are a {type(items).__name__}; give a dict or a list of arrays"
+        )
     return [None if value is None else function(i, value) for i, value in enumerate(items)]

@@ -1,4 +1,7 @@
-"""Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
+"""Layers, losses and models.
+
+A model is a `Module` with `forward`; nobody writes a backward pass.
+"""
 
 from ..core import functional
 from . import init, layers, losses, models, settings, utils
@@ -7,21 +10,50 @@ from .gpt import GPT
 from .layers import *  # noqa: F403
 from .losses import *  # noqa: F403
 from .models import MLP, ConvNet, LeNet5, ResNet18
-from .module import Module, ModuleDict, ModuleList, Parameter, ParameterList, Sequential, in_mode, manual_seed
+from .module import (
+    Module,
+    ModuleDict,
+    ModuleList,
+    Parameter,
+    ParameterList,
+    Sequential,
+    in_mode,
+    manual_seed,
+)
 from .pipeline import PipelineParallel, Stage
 
 __all__ = [
-    "Checkpoint", "ConvNet", "GPT", "LeNet5", "MLP", "Module", "ModuleDict", "ModuleList", "Parameter", "ParameterList",
-    "PipelineParallel", "ResNet18", "Sequential", "Stage", "checkpoint", "in_mode", "init", "manual_seed", "models",
-    "settings", "utils",
-]  # fmt: skip
+    "Checkpoint",
+    "ConvNet",
+    "GPT",
+    "LeNet5",
+    "MLP",
+    "Module",
+    "ModuleDict",
+    "ModuleList",
+    "Parameter",
+    "ParameterList",
+    "PipelineParallel",
+    "ResNet18",
+    "Sequential",
+    "Stage",
+    "checkpoint",
+    "in_mode",
+    "init",
+    "manual_seed",
+    "models",
+    "settings",
+    "utils",
+]
 __all__ += layers.__all__
 __all__ += losses.__all__
 __all__ += functional.ACTIVATIONS
 
 
 def __getattr__(name: str) -> type[layers.Activation]:
-    """The layers of activations: ReLU, Tanh, ..., and those that programs add (functional.unary)."""
+    """The layers of activations: ReLU, Tanh, ..., and those that programs add
+    (functional.unary).
+    """
     if name not in functional.ACTIVATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(layers, name)

@@ -1,4 +1,6 @@
-"""GPT: a decoder of tokens in GPT-2's form (Radford et al. 2019), with the names that nanoGPT gives its parameters."""
+"""GPT: a decoder of tokens in GPT-2's form (Radford et al. 2019), with the names that nanoGPT
+gives its parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,29 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 class SelfAttention(Module):
-    """Causal self-attention of x (N, T, width): query, key and value from one layer, and one behind them."""
+    """Causal self-attention of x (N, T, width): query, key and value from one layer, and one
+    behind them.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.heads = heads
         self.c_attn = Linear(width, 3 * width, bias)
         self.c_proj = Linear(width, width, bias)
-        self.attn_dropout, self.resid_dropout = Dropout(dropout), Dropout(dropout)
+        self.attn_dropout = Dropout(dropout)
+        self.resid_dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        qkv, p = self.c_attn(x), self.attn_dropout.p if self.training else 0.0
+        qkv = self.c_attn(x)
+        p = self.attn_dropout.p if self.training else 0.0
         if cache is None:
             y = F.attention(qkv, None, None, self.heads, past=0, dropout=p)
         else:
             q, k, v = F.split(qkv, x.shape[2], dim=2)
             before = cache.pop(0)
-            k, v = (F.cat([b, new], 1) if b.size else new for b, new in zip(before, (k, v), strict=True))
+            k, v = (
+                F.cat([b, new], 1) if b.size else new for b, new in zip(before, (k, v), strict=True)
+            )
             cache.append((k, v))
             y = F.attention(q, k, v, self.heads, past=k.shape[1] - q.shape[1], dropout=p)
         return self.resid_dropout(self.c_proj(y))
@@ -49,7 +57,8 @@ class FeedForward(Module):
         super().__init__()
         self.c_fc = Linear(width, 4 * width, bias)
         self.c_proj = Linear(4 * width, width, bias)
-        self.dropout, self.gelu = Dropout(dropout), gelu
+        self.dropout = Dropout(dropout)
+        self.gelu = gelu
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu)))
@@ -60,8 +69,10 @@ class Block(Module):
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, gelu: str) -> None:
         super().__init__()
-        self.ln_1, self.attn = LayerNorm(width, bias=bias), SelfAttention(width, heads, dropout, bias)
-        self.ln_2, self.mlp = LayerNorm(width, bias=bias), FeedForward(width, dropout, bias, gelu)
+        self.ln_1 = LayerNorm(width, bias=bias)
+        self.attn = SelfAttention(width, heads, dropout, bias)
+        self.ln_2 = LayerNorm(width, bias=bias)
+        self.mlp = FeedForward(width, dropout, bias, gelu)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), cache)
@@ -72,10 +83,19 @@ class Decoder(Module):
     """Embeddings of tokens and places, blocks, and a norm behind them."""
 
     def __init__(
-        self, vocab_size: int, context: int, layers: int, heads: int, width: int, dropout: float, bias: bool, gelu: str
+        self,
+        vocab_size: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float,
+        bias: bool,
+        gelu: str,
     ) -> None:
         super().__init__()
-        self.wte, self.wpe = Embedding(vocab_size, width), Embedding(context, width)
+        self.wte = Embedding(vocab_size, width)
+        self.wpe = Embedding(context, width)
         self.drop = Dropout(dropout)
         self.h = ModuleList(Block(width, heads, dropout, bias, gelu) for _ in range(layers))
         self.ln_f = LayerNorm(width, bias=bias)
@@ -88,10 +108,12 @@ class Decoder(Module):
 
 
 class GPT(Module):
-    """Token ids (N, T), T up to `context`, to the logits (N, T, vocab_size) of the tokens that follow each.
+    """Token ids (N, T), T up to `context`, to the logits (N, T, vocab_size) of the tokens that
+    follow each.
 
-    Weights are normal with deviation 0.02, of the layers that end a residual branch by sqrt(2 layers) less, biases 0
-    (GPT-2). `dropout` acts on embeddings, on the probabilities of attention and on what each branch adds.
+    Weights are normal with deviation 0.02, of the layers that end a residual branch by sqrt(2
+    layers) less, biases 0 (GPT-2). `dropout` acts on embeddings, on the probabilities of attention
+    and on what each branch adds.
 
     Args:
         context: longest sequence.
@@ -115,8 +137,11 @@ class GPT(Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ConfigError(f"[GPT] width {width} and {heads} heads; the width must be a multiple of the heads")
-        self.context, self.width = context, width
+            raise ConfigError(
+                f"[GPT] width {width} and {heads} heads; the width must be a multiple of the heads"
+            )
+        self.context = context
+        self.width = width
         self.transformer = Decoder(vocab_size, context, layers, heads, width, dropout, bias, gelu)
         self.lm_head = Linear(width, vocab_size, bias=False)
         if tied:
@@ -134,7 +159,8 @@ class GPT(Module):
         past = cache[0][0].shape[1] if cache else 0
         if len(np.shape(ids)) != 2 or past + np.shape(ids)[1] > self.context:
             raise ShapeError(
-                f"[GPT] ids of shape {np.shape(ids)} behind {past} tokens; they must be (N, T), with at most "
+                f"[GPT] ids of shape {np.shape(ids)} behind {past} tokens; they must be (N, T), "
+                "with at most "
                 f"{self.context} tokens altogether"
             )
         return self.lm_head(self.transformer(ids, past, cache))
@@ -153,10 +179,12 @@ class GPT(Module):
         seed: int = 0,
         use_cache: bool = True,
     ) -> Iterator[int]:
-        """The ids that follow `ids`, one after the other, each drawn with a number that is a function of (seed, place).
+        """The ids that follow `ids`, one after the other, each drawn with a number that is a
+        function of (seed, place).
 
-        Logits have the bits of `forward` on the whole text, with a cache or without: a token's do not depend on what is
-        computed beside it. A text longer than `context` goes on from its last `context` tokens, without a cache.
+        Logits have the bits of `forward` on the whole text, with a cache or without: a token's do
+        not depend on what is computed beside it. A text longer than `context` goes on from its last
+        `context` tokens, without a cache.
 
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: draw among so many likeliest ones; None: all.
@@ -165,23 +193,29 @@ class GPT(Module):
         """
         if not len(ids) or temperature < 0 or (top_k is not None and top_k < 1):
             raise ConfigError(
-                f"[generate] {len(ids)} tokens to begin with, temperature {temperature}, top_k {top_k}; give a token "
+                f"[generate] {len(ids)} tokens to begin with, temperature {temperature}, top_k "
+                f"{top_k}; give a token "
                 "at least, a temperature of at least 0 and a top_k of at least 1"
             )
-        text, new = [int(i) for i in ids], [int(i) for i in ids][-self.context :]
+        text = [int(i) for i in ids]
+        new = [int(i) for i in ids][-self.context :]
         cache = self.empty_cache() if use_cache else None
         for _ in range(tokens):
             if cache is None or len(text) > self.context:
-                cache, new = None, text[-self.context :]
+                cache = None
+                new = text[-self.context :]
             with no_grad():
-                logits = self.eval()(np.array([new], np.int32), cache).numpy()[0, -1].astype(np.float64)
+                logits = (
+                    self.eval()(np.array([new], np.int32), cache).numpy()[0, -1].astype(np.float64)
+                )
             new = [_drawn(logits, temperature, top_k, seed, len(text))]
             text += new
             yield new[0]
 
     def load_gpt2(self, state: Mapping[str, Any]) -> None:
-        """Copies weights in that have the names of nanoGPT or of transformers' GPT-2 (arrays or torch tensors). Raises
-        ShapeError: a name is missing or unknown, or a shape differs."""
+        """Copies weights in that have the names of nanoGPT or of transformers' GPT-2 (arrays or
+        torch tensors). Raises ShapeError: a name is missing or unknown, or a shape differs.
+        """
         own = self.state_dict()
         found = {}
         for name, value in state.items():
@@ -189,14 +223,20 @@ class GPT(Module):
             name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
             if name.endswith((".attn.bias", ".attn.masked_bias")):  # masks
                 continue
-            array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value, np.float32)
+            array = np.asarray(
+                value.detach().cpu() if hasattr(value, "detach") else value, np.float32
+            )
             conv1d = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and name.endswith("weight")
             found[name] = (array, conv1d)
         # transformers keeps the weights of these layers transposed; the feed-forward's tell which
         first = found.get("transformer.h.0.mlp.c_fc.weight", (np.zeros((4, 1)), True))[0]
         turned = first.shape[0] < first.shape[1]
-        state = {name: array.T if turned and layer else array for name, (array, layer) in found.items()}
-        self.load_state_dict({"lm_head.weight": state.get("transformer.wte.weight", own["lm_head.weight"]), **state})
+        state = {
+            name: array.T if turned and layer else array for name, (array, layer) in found.items()
+        }
+        self.load_state_dict(
+            {"lm_head.weight": state.get("transformer.wte.weight", own["lm_head.weight"]), **state}
+        )
 
 
 def _drawn(logits: np.ndarray, temperature: float, top_k: int | None, seed: int, place: int) -> int:
@@ -210,7 +250,9 @@ def _drawn(logits: np.ndarray, temperature: float, top_k: int | None, seed: int,
 
 
 def gpt(vocab_size: int = 76, context: int = 256, **more: Any) -> GPT:
-    """nanoGPT's setting for characters: 6 layers of 6 heads, 384 wide, unless `more` says otherwise."""
+    """nanoGPT's setting for characters: 6 layers of 6 heads, 384 wide, unless `more` says
+    otherwise.
+    """
     return GPT(vocab_size, context, **more)
 
 

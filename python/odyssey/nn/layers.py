@@ -1,7 +1,7 @@
 """Layers: a thin module over each op of functional.py that has parameters or settings.
 
-Initial weights and biases are uniform in [-b, b), b = 1 / sqrt(fan-in), as PyTorch's layers have them (He et al. 2015
-with a = sqrt(5)).
+Initial weights and biases are uniform in [-b, b), b = 1 / sqrt(fan-in), as PyTorch's layers have
+them (He et al. 2015 with a = sqrt(5)).
 """
 
 from __future__ import annotations
@@ -22,9 +22,24 @@ from ..errors import ConfigError, ShapeError
 from .module import Module, normal, uniform
 
 __all__ = [
-    "AdaptiveAvgPool2d", "AvgPool2d", "BatchNorm1d", "BatchNorm2d", "Conv1d", "Conv2d", "Dropout", "Dropout2d",
-    "Embedding", "Flatten", "GroupNorm", "Identity", "LayerNorm", "Linear", "MaxPool2d", "MultiheadAttention", "RMSNorm"
-]  # fmt: skip
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "Conv1d",
+    "Conv2d",
+    "Dropout",
+    "Dropout2d",
+    "Embedding",
+    "Flatten",
+    "GroupNorm",
+    "Identity",
+    "LayerNorm",
+    "Linear",
+    "MaxPool2d",
+    "MultiheadAttention",
+    "RMSNorm",
+]
 
 
 def _at_least_one(layer: str, **sizes: int) -> None:
@@ -52,9 +67,12 @@ class Linear(Module):
 
 
 class Conv2d(Module):
-    """Cross-correlation of x (N, in_channels, H, W) with square or (R, T) kernels; see functional.conv2d."""
+    """Cross-correlation of x (N, in_channels, H, W) with square or (R, T) kernels; see
+    functional.conv2d.
+    """
 
-    function, sizes = staticmethod(F.conv2d), ("height", "width")
+    function = staticmethod(F.conv2d)
+    sizes = ("height", "width")
 
     def __init__(
         self,
@@ -70,10 +88,12 @@ class Conv2d(Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        stride, dilation = one(name, "stride", stride), one(name, "dilation", dilation)
+        stride = one(name, "stride", stride)
+        dilation = one(name, "dilation", dilation)
         if padding_mode != "zeros":
             raise ConfigError(
-                f"[{name}] padding_mode is {padding_mode!r}; 'zeros' is supported: for others F.cat slices"
+                f"[{name}] padding_mode is {padding_mode!r}; 'zeros' is supported: for others "
+                "F.cat slices"
             )
         kernel = (kernel_size,) * len(self.sizes) if isinstance(kernel_size, int) else kernel_size
         named = {f"kernel_{size}": n for size, n in zip(self.sizes, kernel, strict=True)}
@@ -88,13 +108,15 @@ class Conv2d(Module):
         )
         if in_channels % groups or out_channels % groups:
             raise ConfigError(
-                f"[{name}] {in_channels} to {out_channels} channels in {groups} groups; they must be equal"
+                f"[{name}] {in_channels} to {out_channels} channels in {groups} groups; they "
+                "must be equal"
             )
         if isinstance(padding, str):
             odd = stride == 1 and all(k % 2 for k in kernel)
             if padding != "valid" and not (padding == "same" and odd):
                 raise ConfigError(
-                    f"[{name}] padding is {padding!r}, kernel_size {kernel_size}, stride {stride}; give numbers, "
+                    f"[{name}] padding is {padding!r}, kernel_size {kernel_size}, stride "
+                    f"{stride}; give numbers, "
                     "'valid', or 'same' for odd kernels of stride 1"
                 )
             padding = tuple(dilation * (k // 2) if padding == "same" else 0 for k in kernel)
@@ -102,23 +124,31 @@ class Conv2d(Module):
         bound = 1 / math.sqrt(in_channels // groups * math.prod(kernel))
         self.weight = uniform((out_channels, in_channels // groups, *kernel), bound)
         self.bias = uniform((out_channels,), bound) if bias else None
-        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        self.stride = stride
+        self.padding = padding
+        self.dilation = dilation
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return self.function(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
 
     def extra_repr(self) -> str:
         k, c, *kernel = self.weight.shape
         size = kernel[0] if len(set(kernel)) == 1 else tuple(kernel)
         usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-        more = "".join(f", {n}={getattr(self, n)}" for n, value in usual.items() if getattr(self, n) != value)
+        more = "".join(
+            f", {n}={getattr(self, n)}" for n, value in usual.items() if getattr(self, n) != value
+        )
         return f"{c * self.groups}, {k}, {size}{more}"
 
 
 class Conv1d(Conv2d):
     """The same of x (N, in_channels, W); see functional.conv1d."""
 
-    function, sizes = staticmethod(F.conv1d), ("width",)
+    function = staticmethod(F.conv1d)
+    sizes = ("width",)
 
 
 class MaxPool2d(Module):
@@ -131,7 +161,9 @@ class MaxPool2d(Module):
         padding: int | tuple[int, int] = 0,
     ) -> None:
         super().__init__()
-        self.kernel_size, self.stride, self.padding = kernel_size, one(type(self).__name__, "stride", stride), padding
+        self.stride = one(type(self).__name__, "stride", stride)
+        self.kernel_size = kernel_size
+        self.padding = padding
 
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
@@ -148,8 +180,9 @@ class AvgPool2d(MaxPool2d):
 
 
 class Activation(Module):
-    """A function of one tensor that keeps its shape; a class for each of functional.ACTIVATIONS (nn.__getattr__), whose
-    arguments are those of the function behind x."""
+    """A function of one tensor that keeps its shape; a class for each of functional.ACTIVATIONS
+    (nn.__getattr__), whose arguments are those of the function behind x.
+    """
 
     function: Callable[..., Tensor]
     settings: tuple[str, ...]  # names of its arguments
@@ -159,8 +192,12 @@ class Activation(Module):
         try:
             bound = inspect.signature(type(self).function).bind(None, *args, **named).arguments
         except TypeError as problem:
-            raise ConfigError(f"[{type(self).__name__}] {problem}; give what functional's has behind x") from None
-        self.arguments = {name: value for i, (name, value) in enumerate(bound.items()) if i and name != "inplace"}
+            raise ConfigError(
+                f"[{type(self).__name__}] {problem}; give what functional's has behind x"
+            ) from None
+        self.arguments = {
+            name: value for i, (name, value) in enumerate(bound.items()) if i and name != "inplace"
+        }
         vars(self).update(self.arguments)  # which a resume compares
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +205,10 @@ class Activation(Module):
 
 
 def __getattr__(name: str) -> type[Activation]:
-    """The layers of activations: ReLU, Tanh, ..., and those that programs add (functional.unary). Pickle asks here."""
+    """The layers of activations: ReLU, Tanh, ..., and those that programs add (functional.unary).
+
+    Pickle asks here.
+    """
     if name not in F.ACTIVATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     kind = globals()[name] = activation(name, *F.ACTIVATIONS[name])
@@ -178,20 +218,34 @@ def __getattr__(name: str) -> type[Activation]:
 def activation(name: str, doc: str, function: Callable[..., Tensor]) -> type[Activation]:
     behind_x = list(inspect.signature(function).parameters.values())[1:]
     body = {p.name: p.default for p in behind_x if p.name != "inplace"}
-    body |= {"__doc__": doc, "__module__": __name__, "function": staticmethod(function), "settings": tuple(body)}
+    body |= {
+        "__doc__": doc,
+        "__module__": __name__,
+        "function": staticmethod(function),
+        "settings": tuple(body),
+    }
     return type(name, (Activation,), body)
 
 
 class LayerNorm(Module):
-    """Each row of (..., features) with mean 0 and variance 1, times weight plus bias; see functional.layer_norm."""
+    """Each row of (..., features) with mean 0 and variance 1, times weight plus bias; see
+    functional.layer_norm.
+    """
 
     def __init__(
-        self, features: int | tuple[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True
+        self,
+        features: int | tuple[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        self._features, self.eps = (features := _last_axis("LayerNorm", features)), eps
+        self._features = (features := _last_axis("LayerNorm", features))
+        self.eps = eps
         self.weight = Parameter(np.ones(features, np.float32)) if elementwise_affine else None
-        self.bias = Parameter(np.zeros(features, np.float32)) if bias and elementwise_affine else None
+        self.bias = (
+            Parameter(np.zeros(features, np.float32)) if bias and elementwise_affine else None
+        )
 
     @property
     def normalized_shape(self) -> tuple[int]:
@@ -209,7 +263,8 @@ def _last_axis(layer: str, features: Any) -> int:
     if isinstance(features, (tuple, list)):
         if len(features) != 1:
             raise ConfigError(
-                f"[{layer}] shape {tuple(features)}; give one number, and x with these axes made one, reshaped"
+                f"[{layer}] shape {tuple(features)}; give one number, and x with these axes made "
+                "one, reshaped"
             )
         features = features[0]
     _at_least_one(layer, features=features)
@@ -217,29 +272,38 @@ def _last_axis(layer: str, features: Any) -> int:
 
 
 class RMSNorm(Module):
-    """Each row of (..., features) divided by the root of its mean square, times weight (Zhang, Sennrich 2019)."""
+    """Each row of (..., features) divided by the root of its mean square, times weight (Zhang,
+    Sennrich 2019).
+    """
 
     def __init__(self, features: int | tuple[int], eps: float | None = 1e-6) -> None:
         super().__init__()
-        features, eps = _last_axis("RMSNorm", features), 2.0**-23 if eps is None else eps
-        self.weight, self.eps = Parameter(np.ones(features, np.float32)), eps
+        features = _last_axis("RMSNorm", features)
+        eps = 2.0**-23 if eps is None else eps
+        self.weight = Parameter(np.ones(features, np.float32))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return x / F.sqrt((x * x).mean(-1, True) + self.eps) * self.weight
 
 
 class GroupNorm(Module):
-    """Channels (N, C, ...) in groups, each group of a sample with mean 0 and variance 1, times weight plus bias (C)
-    (Wu, He 2018)."""
+    """Channels (N, C, ...) in groups, each group of a sample with mean 0 and variance 1, times
+    weight plus bias (C) (Wu, He 2018).
+    """
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
         super().__init__()
         _at_least_one("GroupNorm", num_groups=num_groups, num_channels=num_channels)
         if num_channels % num_groups:
-            raise ConfigError(f"[GroupNorm] {num_channels} channels in {num_groups} groups; the groups must be equal")
+            raise ConfigError(
+                f"[GroupNorm] {num_channels} channels in {num_groups} groups; the groups must be "
+                "equal"
+            )
         self.weight = Parameter(np.ones(num_channels, np.float32))
         self.bias = Parameter(np.zeros(num_channels, np.float32))
-        self.num_groups, self.eps = num_groups, eps
+        self.num_groups = num_groups
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.reshape(x.shape[0], self.num_groups, -1)
@@ -250,10 +314,12 @@ class GroupNorm(Module):
 
 
 class BatchNorm1d(Module):
-    """Each channel of (N, C) or (N, C, L) with mean 0, variance 1, times weight plus bias; see functional.batch_norm.
+    """Each channel of (N, C) or (N, C, L) with mean 0, variance 1, times weight plus bias; see
+    functional.batch_norm.
 
-    In a trainer mean and variance are those of a shard, whose size is `shard_size`. In evaluation mode the running ones
-    are used: after each step running = (1 - momentum) running + momentum (mean over samples of the shards' statistics).
+    In a trainer mean and variance are those of a shard, whose size is `shard_size`. In evaluation
+    mode the running ones are used: after each step running = (1 - momentum) running + momentum
+    (mean over samples of the shards' statistics).
     """
 
     axes: tuple[int, ...] = (2, 3)  # that an input may have
@@ -274,24 +340,42 @@ class BatchNorm1d(Module):
         if momentum is None or not 0 <= momentum <= 1:
             raise ConfigError(f"[{name}] momentum is {momentum}; it must be from 0 to 1")
         if sync:
-            raise ConfigError(f"[{name}] sync=True is not supported: statistics are a shard's; raise shard_size")
+            raise ConfigError(
+                f"[{name}] sync=True is not supported: statistics are a shard's; raise shard_size"
+            )
         self.weight = Parameter(np.ones(num_features, np.float32)) if affine else None
         self.bias = Parameter(np.zeros(num_features, np.float32)) if affine else None
-        self.running_mean = Buffer(np.zeros(num_features, np.float32), moves=True) if track_running_stats else None
-        self.running_var = Buffer(np.ones(num_features, np.float32), moves=True) if track_running_stats else None
-        self.num_batches_tracked = Buffer(np.zeros((), np.float32), moves=True) if track_running_stats else None
-        self.num_features, self.eps, self.momentum = num_features, float(eps), float(momentum)
+        self.running_mean = (
+            Buffer(np.zeros(num_features, np.float32), moves=True) if track_running_stats else None
+        )
+        self.running_var = (
+            Buffer(np.ones(num_features, np.float32), moves=True) if track_running_stats else None
+        )
+        self.num_batches_tracked = (
+            Buffer(np.zeros((), np.float32), moves=True) if track_running_stats else None
+        )
+        self.num_features = num_features
+        self.eps = float(eps)
+        self.momentum = float(momentum)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim not in self.axes:
             raise ShapeError(
-                f"[{type(self).__name__}] input {x.shape}; it must have {' or '.join(map(str, self.axes))} axes, "
+                f"[{type(self).__name__}] input {x.shape}; it must have "
+                f"{' or '.join(map(str, self.axes))} axes, "
                 "(N, C, ...)"
             )
         running = self.running_mean, self.running_var
         training = self.training or self.running_mean is None
         return F.batch_norm(
-            x, *running, self.weight, self.bias, training, self.momentum, self.eps, self.num_batches_tracked
+            x,
+            *running,
+            self.weight,
+            self.bias,
+            training,
+            self.momentum,
+            self.eps,
+            self.num_batches_tracked,
         )
 
     def extra_repr(self) -> str:
@@ -305,29 +389,44 @@ class BatchNorm2d(BatchNorm1d):
 
 
 class AdaptiveAvgPool2d(Module):
-    """Means of (N, C, H, W) over windows that leave (N, C, *output_size); window i of p along an axis of n is
-    i n // p to ceil((i + 1) n / p), so windows overlap where p does not divide n."""
+    """Means of (N, C, H, W) over windows that leave (N, C, *output_size); window i of p along an
+    axis of n is i n // p to ceil((i + 1) n / p), so windows overlap where p does not divide
+    n.
+    """
 
     def __init__(self, output_size: int | tuple[int, int]) -> None:
         super().__init__()
-        self.output_size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
+        self.output_size = (
+            (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        (n, c, h, w), (p, q) = x.shape, self.output_size
+        (n, c, h, w) = x.shape
+        (p, q) = self.output_size
         if min(p, q) < 1 or h < p or w < q:
-            raise ShapeError(f"[AdaptiveAvgPool2d] {h} x {w} to {p} x {q}; give 1 to the size of the input")
+            raise ShapeError(
+                f"[AdaptiveAvgPool2d] {h} x {w} to {p} x {q}; give 1 to the size of the input"
+            )
         if h % p == w % q == 0:
             return x.reshape(n, c * p, h // p, q, w // q).mean((2, 4)).reshape(n, c, p, q)
-        rows = F.cat([x[:, :, i * h // p : -(-(i + 1) * h // p)].mean(2, True) for i in range(p)], 2)
-        return F.cat([rows[..., i * w // q : -(-(i + 1) * w // q)].mean(3, True) for i in range(q)], 3)
+        rows = F.cat(
+            [x[:, :, i * h // p : -(-(i + 1) * h // p)].mean(2, True) for i in range(p)], 2
+        )
+        return F.cat(
+            [rows[..., i * w // q : -(-(i + 1) * w // q)].mean(3, True) for i in range(q)], 3
+        )
 
 
 class Embedding(Module):
-    """The rows of weight (num_embeddings, embedding_dim), normal with variance 1 at first, that an index names."""
+    """The rows of weight (num_embeddings, embedding_dim), normal with variance 1 at first, that
+    an index names.
+    """
 
     padding_idx: int | None = None
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None
+    ) -> None:
         super().__init__()
         _at_least_one("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.weight = normal((num_embeddings, embedding_dim))
@@ -335,7 +434,8 @@ class Embedding(Module):
             self.padding_idx = padding_idx
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ConfigError(
-                    f"[Embedding] padding_idx is {padding_idx} of {num_embeddings} rows; give one of them"
+                    f"[Embedding] padding_idx is {padding_idx} of {num_embeddings} rows; give "
+                    "one of them"
                 )
             self.weight.data[padding_idx] = 0
 
@@ -344,23 +444,39 @@ class Embedding(Module):
 
 
 class MultiheadAttention(Module):
-    """Attention of query (N, T, embed_dim) over key and value (N, S, embed_dim), (query, query) unless given: (N, T,
-    embed_dim). Vaswani et al. 2017. Names and first weights are PyTorch's, the batch is the first axis. `dropout`: that
-    of probabilities while training."""
+    """Attention of query (N, T, embed_dim) over key and value (N, S, embed_dim), (query, query)
+    unless given: (N, T, embed_dim). Vaswani et al. 2017. Names and first weights are
+    PyTorch's, the batch is the first axis. `dropout`: that of probabilities while training.
+    """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, batch_first: bool = True
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = True,
     ) -> None:
         super().__init__()
         _at_least_one("MultiheadAttention", embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
-            raise ConfigError(f"[MultiheadAttention] {embed_dim} features in {num_heads} heads; they must be equal")
+            raise ConfigError(
+                f"[MultiheadAttention] {embed_dim} features in {num_heads} heads; they must be "
+                "equal"
+            )
         if not batch_first:
-            raise ConfigError("[MultiheadAttention] batch_first=False; the batch is the first axis: x.transpose(0, 1)")
+            raise ConfigError(
+                "[MultiheadAttention] batch_first=False; the batch is the first axis: "
+                "x.transpose(0, 1)"
+            )
         if isinstance(dropout, bool):
-            raise ConfigError(f"[MultiheadAttention] dropout is {dropout}, which is no number; say bias={dropout}")
-        self.num_heads, self.dropout = num_heads, Dropout(dropout)
-        self.in_proj_weight = uniform((3 * embed_dim, embed_dim), math.sqrt(6 / (4 * embed_dim)))  # Glorot, Bengio 2010
+            raise ConfigError(
+                f"[MultiheadAttention] dropout is {dropout}, which is no number; say bias={dropout}"
+            )
+        self.dropout = Dropout(dropout)
+        self.num_heads = num_heads
+        # Glorot, Bengio 2010
+        self.in_proj_weight = uniform((3 * embed_dim, embed_dim), math.sqrt(6 / (4 * embed_dim)))
         self.in_proj_bias = Parameter(np.zeros(3 * embed_dim, np.float32)) if bias else None
         self.out_proj = Linear(embed_dim, embed_dim, bias)
         if bias:
@@ -377,14 +493,20 @@ class MultiheadAttention(Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> Any:
-        """The result; with `value`, or need_weights=False, (the result, None): what PyTorch gives without weights.
+        """The result; with `value`, or need_weights=False, (the result, None): what PyTorch
+        gives without weights.
 
-        key_padding_mask: (N, S), True at keys that nobody sees, or floats that are added to scores. attn_mask: (T, S)
-        or (N heads, T, S) likewise. is_causal: query i sees the keys up to i, whatever the masks say.
+        key_padding_mask: (N, S), True at keys that nobody sees, or floats that are added to scores.
+        attn_mask: (T, S) or (N heads, T, S) likewise. is_causal: query i sees the keys up to i,
+        whatever the masks say.
         """
         if need_weights:
-            raise ConfigError("[MultiheadAttention] need_weights=True; weights are not kept, say need_weights=False")
-        past, dropout = 0 if is_causal else None, self.dropout.p if self.training else 0.0
+            raise ConfigError(
+                "[MultiheadAttention] need_weights=True; weights are not kept, say "
+                "need_weights=False"
+            )
+        past = 0 if is_causal else None
+        dropout = self.dropout.p if self.training else 0.0
         mask = None if attn_mask is None else added(attn_mask, query, False)
         if mask is not None and mask.ndim == 3:
             mask = mask.reshape(-1, self.num_heads, *mask.shape[1:])
@@ -393,7 +515,8 @@ class MultiheadAttention(Module):
             padding = padding.reshape(padding.shape[0], 1, 1, -1)
             mask = padding if mask is None else mask + padding
         f = self.in_proj_weight.shape[1]
-        if key is None or (key is query and (value is None or value is query)):  # one product for all three
+        # one product for all three
+        if key is None or (key is query and (value is None or value is query)):
             parts: Any = (F.linear(query, self.in_proj_weight, self.in_proj_bias), None, None)
         else:
             given = (query, key, key if value is None else value)
@@ -431,7 +554,9 @@ class Dropout(Module):
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ConfigError(f"[{type(self).__name__}] p is {p}; it must be at least 0 and below 1")
+            raise ConfigError(
+                f"[{type(self).__name__}] p is {p}; it must be at least 0 and below 1"
+            )
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
-"""Losses. Each is a sum over samples and a count; `reduction="mean"` divides by the count, in a trainer by that of the
-whole global batch. Names, defaults and reductions are PyTorch's."""
+"""Losses.
+
+Each is a sum over samples and a count; `reduction="mean"` divides by the count, in a trainer by
+that of the whole global batch. Names, defaults and reductions are PyTorch's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ class _Loss(Module):
         super().__init__()
         if reduction not in self.reductions:
             allowed = ", ".join(map(repr, self.reductions))
-            raise ConfigError(f"[{type(self).__name__}] reduction is {reduction!r}; allowed are {allowed}")
+            raise ConfigError(
+                f"[{type(self).__name__}] reduction is {reduction!r}; allowed are {allowed}"
+            )
         self.reduction = reduction
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
@@ -31,25 +36,38 @@ class _Loss(Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """Cross-entropy of logits (N, classes) and class indices (N), or of tokens; see functional.cross_entropy.
+    """Cross-entropy of logits (N, classes) and class indices (N), or of tokens; see
+    functional.cross_entropy.
 
     weight: what each class counts, (classes,).
     """
 
     def __init__(
-        self, reduction: str = "mean", ignore_index: int = -100, weight: Any = None, label_smoothing: float = 0.0
+        self,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        weight: Any = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(reduction)
         if not 0 <= label_smoothing <= 1:
-            raise ConfigError(f"[CrossEntropyLoss] label_smoothing is {label_smoothing}; it must be from 0 to 1")
-        self.ignore_index, self.weight, self.label_smoothing = ignore_index, weight, label_smoothing
+            raise ConfigError(
+                f"[CrossEntropyLoss] label_smoothing is {label_smoothing}; it must be from 0 to 1"
+            )
+        self.ignore_index = ignore_index
+        self.weight = weight
+        self.label_smoothing = label_smoothing
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
-        return F.cross_entropy(x, target, self.reduction, self.ignore_index, self.weight, self.label_smoothing)
+        return F.cross_entropy(
+            x, target, self.reduction, self.ignore_index, self.weight, self.label_smoothing
+        )
 
 
 class NLLLoss(_Loss):
-    """Negative log-likelihood of log-probabilities (N, classes) and class indices (N); see functional.nll_loss."""
+    """Negative log-likelihood of log-probabilities (N, classes) and class indices (N); see
+    functional.nll_loss.
+    """
 
     function = staticmethod(F.nll_loss)
 
@@ -86,14 +104,21 @@ class SmoothL1Loss(_Elementwise):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross-entropy of logits and targets in [0, 1]; see functional.binary_cross_entropy_with_logits.
+    """Binary cross-entropy of logits and targets in [0, 1]; see
+    functional.binary_cross_entropy_with_logits.
 
-    weight, pos_weight: arrays or numbers, broadcast to the output; pos_weight counts where the target is 1.
+    weight, pos_weight: arrays or numbers, broadcast to the output; pos_weight counts where the
+    target is 1.
     """
 
-    def __init__(self, reduction: str = "mean", *, weight: Any = None, pos_weight: Any = None) -> None:
+    def __init__(
+        self, reduction: str = "mean", *, weight: Any = None, pos_weight: Any = None
+    ) -> None:
         super().__init__(reduction)
-        self.weight, self.pos_weight = weight, pos_weight
+        self.weight = weight
+        self.pos_weight = pos_weight
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
-        return F.binary_cross_entropy_with_logits(x, target, self.reduction, self.weight, self.pos_weight)
+        return F.binary_cross_entropy_with_logits(
+            x, target, self.reduction, self.weight, self.pos_weight
+        )

@@ -1,4 +1,7 @@
-"""The models that `odyssey train --model` knows. Each has `loss`, its training loss; samples are (C, H, W)."""
+"""The models that `odyssey train --model` knows.
+
+Each has `loss`, its training loss; samples are (C, H, W).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ Shape = tuple[int, int, int]
 
 
 class LeNet5(Module):
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling; 61,706 parameters on 28 x 28 grey images.
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling; 61,706 parameters on 28 x 28 grey
+    images.
 
     A 28 x 28 image is padded to 32 x 32; larger ones are taken as they are.
     """
@@ -46,7 +50,8 @@ class LeNet5(Module):
 class MLP(Module):
     """784-512-10 with ReLU; the input size follows the samples, images or rows of numbers (F,).
 
-    targets: mean and standard deviation of numbers that are learnt; outputs begin with the one and vary by the other.
+    targets: mean and standard deviation of numbers that are learnt; outputs begin with the one and
+    vary by the other.
     """
 
     def __init__(
@@ -70,7 +75,9 @@ class MLP(Module):
 
 
 class ConvNet(Module):
-    """Conv 32 and 64 of 3 x 3, max-pool, dropout, 128, dropout, log-softmax; trained with NLLLoss."""
+    """Conv 32 and 64 of 3 x 3, max-pool, dropout, 128, dropout, log-softmax; trained with
+    NLLLoss.
+    """
 
     def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10) -> None:
         super().__init__()
@@ -91,7 +98,9 @@ class ConvNet(Module):
 
 
 class BasicBlock(Module):
-    """Two convolutions of 3 x 3, each with batch norm; the input is added to the result (He et al. 2016)."""
+    """Two convolutions of 3 x 3, each with batch norm; the input is added to the result (He et
+    al. 2016).
+    """
 
     def __init__(self, channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -112,14 +121,19 @@ class BasicBlock(Module):
 class ResNet18(Module):
     """ResNet-18 (He et al. 2016) with torchvision's names.
 
-    Images of at least 64 x 64 begin with a 7 x 7 convolution of stride 2 and a max-pool, as ImageNet's; smaller ones
-    with a 3 x 3 convolution of stride 1, as is usual for CIFAR-10.
+    Images of at least 64 x 64 begin with a 7 x 7 convolution of stride 2 and a max-pool, as
+    ImageNet's; smaller ones with a 3 x 3 convolution of stride 1, as is usual for CIFAR-10.
     """
 
     def __init__(self, sample_shape: Shape = (3, 32, 32), classes: int = 10) -> None:
         super().__init__()
-        channels, large = sample_shape[0], min(sample_shape[1:]) >= 64
-        stem = {"kernel_size": 7, "stride": 2, "padding": 3} if large else {"kernel_size": 3, "padding": 1}
+        channels = sample_shape[0]
+        large = min(sample_shape[1:]) >= 64
+        stem = (
+            {"kernel_size": 7, "stride": 2, "padding": 3}
+            if large
+            else {"kernel_size": 3, "padding": 1}
+        )
         self.conv1 = Conv2d(channels, 64, **stem, bias=False)
         self.bn1 = BatchNorm2d(64)
         self.maxpool = MaxPool2d(3, 2, padding=1) if large else Identity()
@@ -138,8 +152,13 @@ class ResNet18(Module):
 
 
 MODELS: dict[str, Callable[..., Module]] = {
-    "lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet, "resnet18": ResNet18, "gpt": gpt, "gpt-mini": gpt_mini
-}  # fmt: skip
+    "lenet5": LeNet5,
+    "mlp": MLP,
+    "convnet": ConvNet,
+    "resnet18": ResNet18,
+    "gpt": gpt,
+    "gpt-mini": gpt_mini,
+}
 
 
 def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
@@ -147,7 +166,8 @@ def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
 
     shape, settings: what the model's class takes: of images sample_shape and classes, else see GPT.
 
-    Raises ConfigError: the name is unknown, samples that the model does not take, or a setting is none of the model's.
+    Raises ConfigError: the name is unknown, samples that the model does not take, or a setting is
+    none of the model's.
     """
     if name not in MODELS:
         raise ConfigError(f"[model] {name!r} is unknown; choose from {', '.join(MODELS)}")
@@ -155,12 +175,15 @@ def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
     least = {"lenet5": 12, "convnet": 6, "resnet18": 1}.get(name)
     if least and (len(sample_shape) != 3 or min(sample_shape[1:]) < least):
         raise ConfigError(
-            f"[model] {name} takes images (C, H, W) of at least {least} x {least}; the samples are {sample_shape}; "
+            f"[model] {name} takes images (C, H, W) of at least {least} x {least}; the samples "
+            f"are {sample_shape}; "
             "choose mlp"
         )
     manual_seed(seed)
     try:
-        inspect.signature(GPT if name.startswith("gpt") else MODELS[name]).bind_partial(*shape, **settings)
+        inspect.signature(GPT if name.startswith("gpt") else MODELS[name]).bind_partial(
+            *shape, **settings
+        )
     except TypeError as problem:
         raise ConfigError(f"[model] {name}: {problem}") from None
     return MODELS[name](*shape, **settings)

@@ -1,4 +1,7 @@
-"""Module: parameters and sub-modules by name, and where they are placed. It knows nothing of ranks or optimizers."""
+"""Module: parameters and sub-modules by name, and where they are placed.
+
+It knows nothing of ranks or optimizers.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,25 @@ _init = _Init()
 
 
 def manual_seed(seed: int) -> None:
-    """Sets the seed of initial parameters and starts counting them again; also that of dropout outside a trainer.
+    """Sets the seed of initial parameters and starts counting them again; also that of dropout
+    outside a trainer.
 
     The k-th parameter made after this call holds numbers that are a function of (seed, k) alone.
     """
     if not 0 <= seed < 2**63:
         raise ConfigError(f"[seed] {seed} is not allowed; give an integer from 0 to 2^63 - 1")
-    _init.seed, _init.stream = seed, 0
+    _init.seed = seed
+    _init.stream = 0
     executor = current()
     if isinstance(executor, Eager):
         executor.context.seed = seed
 
 
 def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
-    """A parameter with numbers from [-bound, bound). Raises ConfigError: there would be more than `limited` allows."""
+    """A parameter with numbers from [-bound, bound).
+
+    Raises ConfigError: there would be more than `limited` allows.
+    """
     _count(shape)
     return _drawn("uniform", shape, -float(bound), float(bound))
 
@@ -68,17 +76,21 @@ def _drawn(op: str, shape: tuple[int, ...], *numbers: float) -> Parameter:
 
 
 def normal(shape: tuple[int, ...]) -> Parameter:
-    """A parameter with numbers of mean 0 and variance 1: sums of twelve uniform ones (the bits of no library's log)."""
+    """A parameter with numbers of mean 0 and variance 1: sums of twelve uniform ones (the bits
+    of no library's log).
+    """
     _count(shape)
-    if math.prod(shape) == 1:  # NumPy adds twelve numbers in a row in another order, as it always did here
+    # NumPy adds twelve numbers in a row in another order, as it always did here
+    if math.prod(shape) == 1:
         return Parameter(_drawn("uniform", (12, *shape), -0.5, 0.5).data.sum(axis=0))
     return _drawn("normal", shape)
 
 
 @contextlib.contextmanager
 def limited(numbers: int) -> Iterator[None]:
-    """Modules that are made inside have at most so many initial values; those made afterwards have the values that they
-    would have without."""
+    """Modules that are made inside have at most so many initial values; those made afterwards
+    have the values that they would have without.
+    """
     before = vars(_init).copy()
     _init.left = numbers
     try:
@@ -90,9 +102,12 @@ def limited(numbers: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_mode(model: Any, training: bool) -> Iterator[None]:
-    """A model, also torch's, in the mode of training or that of evaluation; afterwards each layer is in its own. No
-    change of a setting (core/setting_versions.py): what is recorded for a mode stays."""
-    before, mode = [(vars(m), vars(m).get("training")) for m in model.modules()], model.training
+    """A model, also torch's, in the mode of training or that of evaluation; afterwards each
+    layer is in its own. No change of a setting (core/setting_versions.py): what is recorded
+    for a mode stays.
+    """
+    before = [(vars(m), vars(m).get("training")) for m in model.modules()]
+    mode = model.training
     try:
         with setting_versions.unnoticed():  # a model may have a train() of its own
             model.train(training)
@@ -118,13 +133,16 @@ class Module:
 
     training = True
     _wrapped = False  # by a DistributedDataParallel
-    arguments: dict[str, Any] | None = None  # that one of odyssey's own was made with, as JSON has them
+    # that one of odyssey's own was made with, as JSON has them
+    arguments: dict[str, Any] | None = None
 
     def __init__(self, *args: Any, **named: Any) -> None:
         order = type(self).__mro__
         if (args or named) and order[order.index(Module) + 1] is object:
             given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in named.items())])
-            raise ConfigError(f"[{type(self).__name__}] takes no arguments, but {given} was given; leave it out")
+            raise ConfigError(
+                f"[{type(self).__name__}] takes no arguments, but {given} was given; leave it out"
+            )
         super().__init__(*args, **named)
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -141,13 +159,18 @@ class Module:
         object.__delattr__(self, name)
 
     def __copy__(self) -> Module:
-        """A module with the same parameters and sub-modules, as for any object. It doesn't place them again."""
+        """A module with the same parameters and sub-modules, as for any object.
+
+        It doesn't place them again.
+        """
         new = type(self).__new__(type(self))
         vars(new).update(vars(self))
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes, and the parameters that this module has placed, because a parameter knows it by its id."""
+        """The attributes, and the parameters that this module has placed, because a parameter
+        knows it by its id.
+        """
         state = {name: value for name, value in vars(self).items() if name != "_wrapped"}
         placed = {name: p.places[id(self)] for name, p in self._named("") if id(self) in p.places}
         return {**state, _PLACED: placed} if placed else state
@@ -209,8 +232,11 @@ class Module:
         return self
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """Parameters with dotted names, each once, in the order they were assigned. Raises ConfigError: a list, tuple
-        or dictionary holds a module or parameter that would not be found."""
+        """Parameters with dotted names, each once, in the order they were assigned.
+
+        Raises ConfigError: a list, tuple or dictionary holds a module or parameter that would not
+        be found.
+        """
         self._refuse_lists()
         return ((name, p) for name, p in self._state(prefix) if not isinstance(p, Buffer))
 
@@ -227,18 +253,22 @@ class Module:
                 yield name, p
 
     def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
-        """Makes `tensor` an attribute that is part of the module's state, in `state_dict` and checkpoints, and trained
-        by no optimizer; not part of them unless `persistent`. Raises ConfigError: it is not of float32 and persistent,
-        or the name is taken."""
+        """Makes `tensor` an attribute that is part of the module's state, in `state_dict` and
+        checkpoints, and trained by no optimizer; not part of them unless `persistent`. Raises
+        ConfigError: it is not of float32 and persistent, or the name is taken.
+        """
         if hasattr(self, name) or not name.isidentifier():
-            raise ConfigError(f"[register_buffer] the name {name!r} is taken, or no word; give another one")
+            raise ConfigError(
+                f"[register_buffer] the name {name!r} is taken, or no word; give another one"
+            )
         if not persistent:
             setattr(self, name, tensor if isinstance(tensor, Tensor) else Tensor(tensor))
             return
         dtype = getattr(tensor, "dtype", np.float32)
         if np.dtype(dtype).kind != "f":
             raise ConfigError(
-                f"[register_buffer] {name} has the dtype {np.dtype(dtype)}; buffers are float32: give that, or "
+                f"[register_buffer] {name} has the dtype {np.dtype(dtype)}; buffers are float32: "
+                "give that, or "
                 "persistent=False"
             )
         setattr(self, name, Buffer(tensor.data if isinstance(tensor, Tensor) else tensor))
@@ -252,7 +282,8 @@ class Module:
                 for v in _inside(value):
                     if id(v) not in known:
                         raise ConfigError(
-                            f"[{type(m).__name__}] {name} is a {type(value).__name__} with a {type(v).__name__} in it, "
+                            f"[{type(m).__name__}] {name} is a {type(value).__name__} with a "
+                            f"{type(v).__name__} in it, "
                             "which is not found there; use nn.ModuleList, or an attribute for each"
                         )
 
@@ -272,8 +303,9 @@ class Module:
         return (b for _, b in self.named_buffers())
 
     def to(self, device: int | str | Device) -> Module:
-        """Places the parameters of this module and all below it (placement.device), and returns the module. One that
-        several modules share is where each of them was placed."""
+        """Places the parameters of this module and all below it (placement.device), and returns
+        the module. One that several modules share is where each of them was placed.
+        """
         where = place_of(device)
         for m in self.modules():
             for p in vars(m).values():
@@ -301,15 +333,22 @@ class Module:
             p.zero_grad()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Parameters and buffers by name, as copies; one that is used in two places under both names."""
+        """Parameters and buffers by name, as copies; one that is used in two places under both
+        names.
+        """
         self._refuse_lists()
         return {name: p.data.copy() for name, p in self._named("")}
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> tuple[list[str], list[str]]:
-        """Copies values in. Nothing is changed unless all names and shapes fit.
+    def load_state_dict(
+        self, state: Mapping[str, np.ndarray], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Copies values in.
+
+        Nothing is changed unless all names and shapes fit.
 
         strict: False: names that are missing keep their values, and unknown ones are left out.
-        Returns (missing, unknown) names. Raises ShapeError: a name is missing (of a parameter with two names both) or
+        Returns (missing, unknown) names. Raises ShapeError: a name is missing (of a parameter with
+        two names both) or
             unknown, or a shape differs.
         """
         own = dict(self._named(""))
@@ -317,17 +356,22 @@ class Module:
         missing = sorted(name for name, p in own.items() if id(p) not in given)
         unknown = sorted(state.keys() - own.keys())
         if strict and (missing or unknown):
-            raise ShapeError(f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}")
+            raise ShapeError(
+                f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}"
+            )
         own = {name: p for name, p in own.items() if name in state}
         for name, p in own.items():
             if tuple(state[name].shape) != p.shape:
-                raise ShapeError(f"[load_state_dict] {name} has shape {tuple(state[name].shape)}, not {p.shape}")
+                raise ShapeError(
+                    f"[load_state_dict] {name} has shape {tuple(state[name].shape)}, not {p.shape}"
+                )
         for name, p in own.items():
             p.data[...] = state[name]
         return missing, unknown
 
     def __repr__(self) -> str:
-        lines: list[tuple[str, str]] = []  # names and layers; neighbours in a list that are alike are on one
+        # names and layers; neighbours in a list that are alike are on one
+        lines: list[tuple[str, str]] = []
         for name, child in self.named_children():
             text = repr(child).replace("\n", "\n  ")
             if lines and name.isdecimal() and lines[-1][1] == text:
@@ -335,15 +379,25 @@ class Module:
             else:
                 lines.append((name, text))
         inner = "".join(f"\n  ({name}): {text}" for name, text in lines)
-        return f"{type(self).__name__}({inner}\n)" if inner else f"{type(self).__name__}({self.extra_repr()})"
+        return (
+            f"{type(self).__name__}({inner}\n)"
+            if inner
+            else f"{type(self).__name__}({self.extra_repr()})"
+        )
 
     def extra_repr(self) -> str:
-        """Returns what stands between the brackets of a layer's repr; default: the arguments that it was made with."""
-        return ", ".join(f"{k}={reprlib.repr(v)}" for k, v in (vars(self).get("arguments") or {}).items())
+        """Returns what stands between the brackets of a layer's repr; default: the arguments
+        that it was made with.
+        """
+        return ", ".join(
+            f"{k}={reprlib.repr(v)}" for k, v in (vars(self).get("arguments") or {}).items()
+        )
 
 
 def _noting(init: Callable[..., None]) -> Callable[..., None]:
-    """An __init__ that keeps its arguments in `arguments`, if JSON has them; of the outermost class."""
+    """An __init__ that keeps its arguments in `arguments`, if JSON has them; of the outermost
+    class.
+    """
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -369,7 +423,10 @@ def _inside(value: Any) -> Iterator[Module | Parameter]:
 
 
 class ModuleList(Module):
-    """A list of modules that are found: their names are 0, 1, 2, ... It has no forward; its owner calls them."""
+    """A list of modules that are found: their names are 0, 1, 2, ...
+
+    It has no forward; its owner calls them.
+    """
 
     kind: type = Module
 
@@ -380,7 +437,9 @@ class ModuleList(Module):
     def _put(self, name: str, value: Any) -> None:
         if not isinstance(value, self.kind):
             what = f"{self.kind.__name__.lower()}s"
-            raise ConfigError(f"[{type(self).__name__}] a {type(value).__name__} was given; give {what}")
+            raise ConfigError(
+                f"[{type(self).__name__}] a {type(value).__name__} was given; give {what}"
+            )
         setattr(self, name, value)
 
     def append(self, module: Any) -> Any:
@@ -412,7 +471,10 @@ class ParameterList(ModuleList):
 
 
 class ModuleDict(Module):
-    """Modules by name, which are found; also attributes. It has no forward; its owner calls them."""
+    """Modules by name, which are found; also attributes.
+
+    It has no forward; its owner calls them.
+    """
 
     def __init__(self, modules: Mapping[str, Module] | None = None) -> None:
         super().__init__()
@@ -424,7 +486,9 @@ class ModuleDict(Module):
 
     def __setitem__(self, name: str, module: Module) -> None:
         if not isinstance(module, Module) or hasattr(type(self), name):
-            raise ConfigError(f"[ModuleDict] {name!r}, a {type(module).__name__}; give modules, and other names")
+            raise ConfigError(
+                f"[ModuleDict] {name!r}, a {type(module).__name__}; give modules, and other names"
+            )
         setattr(self, name, module)
 
     def items(self) -> Iterator[tuple[str, Module]]:
@@ -464,4 +528,13 @@ class Sequential(ModuleList):
         return x
 
 
-__all__ = ["Module", "ModuleDict", "ModuleList", "Parameter", "ParameterList", "Sequential", "manual_seed", "uniform"]
+__all__ = [
+    "Module",
+    "ModuleDict",
+    "ModuleList",
+    "Parameter",
+    "ParameterList",
+    "Sequential",
+    "manual_seed",
+    "uniform",
+]

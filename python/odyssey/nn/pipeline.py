@@ -1,5 +1,8 @@
-"""A model as a row of stages, each on a place: what a pipeline runs. Who runs which stage when is decided elsewhere
-(parallel/schedule.py, the engine); alone on one CPU this is an ordinary model with the same bits."""
+"""A model as a row of stages, each on a place: what a pipeline runs.
+
+Who runs which stage when is decided elsewhere (parallel/schedule.py, the engine); alone on one CPU
+this is an ordinary model with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,18 @@ class Function(Module):
 
 
 class _Flatten(Flatten):
-    """Before a Linear: (N, C, H, W) to (N, F); tokens (N, T, F) stay, as the Linear is one over the last axis."""
+    """Before a Linear: (N, C, H, W) to (N, F); tokens (N, T, F) stay, as the Linear is one over
+    the last axis.
+    """
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self._features = features
 
     def forward(self, x: Tensor) -> Tensor:
-        image = x.shape[-1] != self._features or x.ndim > 3 and math.prod(x.shape[1:]) == self._features
+        image = (
+            x.shape[-1] != self._features or x.ndim > 3 and math.prod(x.shape[1:]) == self._features
+        )
         return super().forward(x) if image else x
 
     def __repr__(self) -> str:
@@ -50,19 +57,23 @@ class _Flatten(Flatten):
 class Stage(Module):
     """Layers that are computed on one place, one after the other.
 
-    A `Flatten` is put before a Linear that may get an image: before each one that does not follow another Linear or a
-    Flatten, activations between them left aside. On (N, features) and tokens (N, T, features) it does nothing.
-    print(stage) shows it. A layer's name is its position in `layers`: parameters are "0.weight", "2.bias", ...
+    A `Flatten` is put before a Linear that may get an image: before each one that does not follow
+    another Linear or a Flatten, activations between them left aside. On (N, features) and tokens
+    (N, T, features) it does nothing. print(stage) shows it. A layer's name is its position in
+    `layers`: parameters are "0.weight", "2.bias", ...
 
     Args:
         layers: modules, or functions of one tensor (functional.relu, a lambda).
-        device: the place of all their parameters; default the stage's position in its PipelineParallel.
+        device: the place of all their parameters; default the stage's position in its
+            PipelineParallel.
 
     Raises ConfigError: no layers, or one that is neither. DeviceError: see placement.device.
     """
 
     def __init__(
-        self, layers: Sequence[Module | Callable[[Tensor], Tensor]], device: int | str | Device | None = None
+        self,
+        layers: Sequence[Module | Callable[[Tensor], Tensor]],
+        device: int | str | Device | None = None,
     ) -> None:
         super().__init__()
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
@@ -71,7 +82,9 @@ class Stage(Module):
         flat = False  # whether the next layer is known to get (N, features)
         for i, layer in enumerate(layers):
             if not callable(layer):
-                raise ConfigError(f"[Stage] layer {i} is a {type(layer).__name__}; give modules or functions")
+                raise ConfigError(
+                    f"[Stage] layer {i} is a {type(layer).__name__}; give modules or functions"
+                )
             if not isinstance(layer, Module):
                 layer = Function(layer)
             elif isinstance(layer, Linear):
@@ -105,15 +118,17 @@ class Stage(Module):
 
 
 class PipelineParallel(Module):
-    """Stages one after the other, each on its place; a trainer runs them as a pipeline of micro-batches.
+    """Stages one after the other, each on its place; a trainer runs them as a pipeline of
+    micro-batches.
 
-    A micro-batch is a shard: its gradient is computed alone and added along the tree, so neither the schedule nor the
-    number of devices changes a bit, but micro_batch_size does. As a module on its own it computes its stages in a row.
-    Parameters are named "stage.layer.name", as "0.2.weight".
+    A micro-batch is a shard: its gradient is computed alone and added along the tree, so neither
+    the schedule nor the number of devices changes a bit, but micro_batch_size does. As a module on
+    its own it computes its stages in a row. Parameters are named "stage.layer.name", as
+    "0.2.weight".
 
     Args:
-        stages: Stage objects. For "gpipe" and "1f1b" stage s is on device s; for "interleaved" on device s mod p, with
-            the same number of stages on each of the p devices.
+        stages: Stage objects. For "gpipe" and "1f1b" stage s is on device s; for "interleaved" on
+            device s mod p, with the same number of stages on each of the p devices.
         micro_batch_size: samples of one micro-batch.
         schedule: "gpipe", "1f1b" or "interleaved"; see parallel/schedule.py.
         loss: called as loss(model(x), labels) on the last stage's place; default the trainer's.
@@ -134,19 +149,31 @@ class PipelineParallel(Module):
         super().__init__()
         stages = list(stages)
         if not stages:
-            raise ConfigError("[pipeline] there are no stages; give at least one Stage(layers=[...])")
+            raise ConfigError(
+                "[pipeline] there are no stages; give at least one Stage(layers=[...])"
+            )
         for i, stage in enumerate(stages):
             if not isinstance(stage, Stage):
                 raise ConfigError(
-                    f"[pipeline] stage {i} is a {type(stage).__name__}; give Stage(layers=[...], device={i})"
+                    f"[pipeline] stage {i} is a {type(stage).__name__}; give Stage(layers=[...], "
+                    f"device={i})"
                 )
-        if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
+        if (
+            not isinstance(micro_batch_size, int)
+            or isinstance(micro_batch_size, bool)
+            or micro_batch_size < 1
+        ):
             raise ConfigError(
-                f"[pipeline] micro_batch_size is {micro_batch_size!r}; it must be an integer of at least 1"
+                f"[pipeline] micro_batch_size is {micro_batch_size!r}; it must be an integer of "
+                "at least 1"
             )
         if schedule not in PIPELINES:
-            raise ConfigError(f"[pipeline] schedule is {schedule!r}; choose from {', '.join(PIPELINES)}")
-        self.micro_batch_size, self.schedule, self.loss = micro_batch_size, schedule, loss
+            raise ConfigError(
+                f"[pipeline] schedule is {schedule!r}; choose from {', '.join(PIPELINES)}"
+            )
+        self.micro_batch_size = micro_batch_size
+        self.schedule = schedule
+        self.loss = loss
         for i, stage in enumerate(stages):
             if stage.device is None:
                 stage.to(i)
@@ -165,7 +192,8 @@ class PipelineParallel(Module):
     def to(self, device: int | str | Device) -> Module:
         """Not for a pipeline: its stages have places. Raises ConfigError."""
         raise ConfigError(
-            f"[pipeline] a pipeline has a place for each stage, not {device!r} for all; set Stage(device=)"
+            f"[pipeline] a pipeline has a place for each stage, not {device!r} for all; set "
+            "Stage(device=)"
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,4 +203,7 @@ class PipelineParallel(Module):
 
     def __repr__(self) -> str:
         stages = ", ".join(map(repr, self.stages))
-        return f"PipelineParallel([{stages}], micro_batch_size={self.micro_batch_size}, schedule={self.schedule!r})"
+        return (
+            f"PipelineParallel([{stages}], micro_batch_size={self.micro_batch_size}, "
+            f"schedule={self.schedule!r})"
+        )

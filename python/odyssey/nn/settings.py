@@ -1,7 +1,9 @@
-"""Settings of a model: attributes of its modules that JSON has, their modes, which parameters are trained.
+"""Settings of a model: attributes of its modules that JSON has, their modes, which parameters
+are trained.
 
-A recorded program depends on these values and a checkpoint holds those that a training has changed, so a callback may
-change them while it runs. Modules may be torch's. Not among them: tensors, and whatever else is no value of JSON.
+A recorded program depends on these values and a checkpoint holds those that a training has changed,
+so a callback may change them while it runs. Modules may be torch's. Not among them: tensors, and
+whatever else is no value of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-_TUPLE, _FLOAT = "\0tuple", "\0float"  # in JSON: what it has no form for
+# in JSON: what it has no form for
+_TUPLE = "\0tuple"
+_FLOAT = "\0float"
 OURS = ("arguments",)  # of a module: what it was made with
 
 
@@ -27,8 +31,9 @@ def is_value(given: Any) -> bool:
 
 
 def attributes(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
-    """(key, module, name, value) of all attributes of all modules that are no parameters or modules; "layer.p" is the
-    key of attribute p of module layer."""
+    """(key, module, name, value) of all attributes of all modules that are no parameters or
+    modules; "layer.p" is the key of attribute p of module layer.
+    """
     for path, module in model.named_modules():
         native = hasattr(module, "named_children") and not hasattr(module, "_parameters")
         for name, value in {"training": module.training, **vars(module)}.items():
@@ -37,15 +42,23 @@ def attributes(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
 
 
 def values(model: Any) -> dict[str, Any]:
-    """The values of a model's attributes by their keys, of parameters PATH.requires_grad; lists, dicts are copies."""
+    """The values of a model's attributes by their keys, of parameters PATH.requires_grad; lists,
+    dicts are copies.
+    """
     found = {key: copy.deepcopy(value) for key, _, _, value in attributes(model) if is_value(value)}
-    found.update((f"{name}.requires_grad", bool(p.requires_grad)) for name, p in model.named_parameters())
+    found.update(
+        (f"{name}.requires_grad", bool(p.requires_grad)) for name, p in model.named_parameters()
+    )
     return found
 
 
 def changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `now` that are not in `before`, or other values there, as JSON has them."""
-    return {k: encoded(v) for k, v in now.items() if k not in before or encoded(before[k]) != encoded(v)}
+    """Returns the entries of `now` that are not in `before`, or other values there, as JSON has
+    them.
+    """
+    return {
+        k: encoded(v) for k, v in now.items() if k not in before or encoded(before[k]) != encoded(v)
+    }
 
 
 def encoded(value: Any) -> Any:
@@ -75,9 +88,12 @@ def decoded(value: Any) -> Any:
 
 
 def restore(model: Any, saved: Mapping[str, Any]) -> None:
-    """Sets a model to values by their keys, as `values` gave them; what is that value already stays untouched. Raises
-    KeyError: there is no such module or parameter; nothing was changed."""
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    """Sets a model to values by their keys, as `values` gave them; what is that value already
+    stays untouched. Raises KeyError: there is no such module or parameter; nothing was
+    changed.
+    """
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     found = []
     for key, value in saved.items():
         path, _, name = key.rpartition(".")

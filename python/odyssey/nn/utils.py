@@ -1,8 +1,10 @@
-"""The Euclidean norm of gradients that lie in several runs of memory, the same bits however they are cut and ordered.
+"""The Euclidean norm of gradients that lie in several runs of memory, the same bits however they
+are cut and ordered.
 
-Squares are added as integers of a common unit, an exact sum that has no order. The unit follows from the largest
-gradient; with n gradients the sum is right to n 2^-62 of its square. Who has which gradients is not known here: the
-caller says how ranks combine the two numbers that are needed (engine.py).
+Squares are added as integers of a common unit, an exact sum that has no order. The unit follows
+from the largest gradient; with n gradients the sum is right to n 2^-62 of its square. Who has which
+gradients is not known here: the caller says how ranks combine the two numbers that are needed
+(engine.py).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def global_norm(
         runs: those of this rank.
         largest: makes the maximum over ranks of a float32 array (1,).
         total: makes the sum over ranks of an int64 array (2,); each number counted once.
-        machine: whose memory the runs are in: has `largest` and `squares` like Host; default this process's.
+        machine: whose memory the runs are in: has `largest` and `squares` like Host; default this
+            process's.
     """
     machine = machine or HostNorm()
     top = float(largest(np.array([machine.largest(runs)], np.float32))[0])
@@ -56,7 +59,9 @@ class HostNorm:
         return float(self._each(runs, "largest", np.float32)[:, 0].max())
 
     def squares(self, runs: Sequence[Run], unit: float) -> np.ndarray:
-        """The sum of squares of the numbers times `unit`, int64 (2,), as kernels/reduce.mojo counts it."""
+        """The sum of squares of the numbers times `unit`, int64 (2,), as kernels/reduce.mojo
+        counts it.
+        """
         return self._each(runs, "fixed_squares", np.int64, native.float_bits(unit)).sum(axis=0)
 
     def _each(self, runs: Sequence[Run], op: str, dtype: Any, *more: int) -> np.ndarray:
@@ -72,9 +77,11 @@ class HostNorm:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
 ) -> float:
-    """Scales the gradients down, in place, to a Euclidean norm of `max_norm` over all of them, if theirs is larger.
+    """Scales the gradients down, in place, to a Euclidean norm of `max_norm` over all of them,
+    if theirs is larger.
 
-    After a synchronized backward pass all ranks have the same gradients, so the same norm; nothing is communicated.
+    After a synchronized backward pass all ranks have the same gradients, so the same norm; nothing
+    is communicated.
 
     Args:
         parameters: `model.parameters()`; those without a gradient do not count.
@@ -83,7 +90,8 @@ def clip_grad_norm_(
 
     Returns the norm before.
 
-    Raises ConfigError: max_norm is not allowed. NumericsError: the norm is NaN or infinite, if so asked for.
+    Raises ConfigError: max_norm is not allowed. NumericsError: the norm is NaN or infinite, if so
+    asked for.
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"[clip] max_norm is {max_norm!r}; it must be above 0 and finite")
@@ -92,7 +100,9 @@ def clip_grad_norm_(
     norm = global_norm(runs)
     if not math.isfinite(norm):
         if error_if_nonfinite:
-            raise NumericsError(f"[clip] the norm of the gradients is {norm}; lower the rate, or warm up")
+            raise NumericsError(
+                f"[clip] the norm of the gradients is {norm}; lower the rate, or warm up"
+            )
         return norm
     if norm > max_norm:
         lib = native.library()

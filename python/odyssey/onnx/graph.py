@@ -1,9 +1,10 @@
-"""A model as an ONNX graph, from the records of one forward pass: what the kernels compute, op by op.
+"""A model as an ONNX graph, from the records of one forward pass: what the kernels compute, op
+by op.
 
-What an op is called there is declared with the op (`ONNX` of odyssey.core); a node that keeps the shape needs nothing
-here. A model with an op that has no form is refused by its name. A GPT's records
-are of tokens in lanes: its graph is written from its layers. onnx writes the file and checks it. A batch may have any
-number of samples, and a GPT's sequences any length.
+What an op is called there is declared with the op (`ONNX` of odyssey.core); a node that keeps the
+shape needs nothing here. A model with an op that has no form is refused by its name. A GPT's
+records are of tokens in lanes: its graph is written from its layers. onnx writes the file and
+checks it. A batch may have any number of samples, and a GPT's sequences any length.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ OPSET = 20
 
 
 class _Graph:
-    """Nodes from records; values are known by their memory. `shapes`: of a sample, by the value's name."""
+    """Nodes from records; values are known by their memory.
+
+    `shapes`: of a sample, by the value's name.
+    """
 
     def __init__(self, onnx: Any, names: dict[int, str]) -> None:
-        self.make, self.names = onnx.helper, names  # offset in the arena -> parameter
+        # offset in the arena -> parameter
+        self.make = onnx.helper
+        self.names = names
         self.nodes: list[Any] = []
         self.values: dict[int, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -44,12 +50,18 @@ class _Graph:
         """The value in some memory, of samples of this shape, which it is brought to."""
         name = self.values[id(memory)]
         if self.shapes[name] != shape:
-            name = self.add("Reshape", [name, self.constant(np.array([-1, *shape], np.int64))], shape)
+            name = self.add(
+                "Reshape", [name, self.constant(np.array([-1, *shape], np.int64))], shape
+            )
         return name
 
     def weight(self, memory: Any) -> str:
         """A parameter, or a constant such as the bias of a layer that has none."""
-        return self.names[memory.offset] if isinstance(memory, Range) else self.constant(memory.array.view(np.float32))
+        return (
+            self.names[memory.offset]
+            if isinstance(memory, Range)
+            else self.constant(memory.array.view(np.float32))
+        )
 
     def number(self, value: float) -> str:
         return self.constant(np.array(value, np.float32))
@@ -60,7 +72,10 @@ class _Graph:
         return name
 
     def record(self, r: Record) -> None:
-        """The node, or nodes, of a record. Raises KeyError, with the op's name: it has no ONNX form."""
+        """The node, or nodes, of a record.
+
+        Raises KeyError, with the op's name: it has no ONNX form.
+        """
         kind = ONNX[r.op]
         a = r.named
         made = getattr(self, f"_{kind.lower()}", self._same)(kind, a)
@@ -73,7 +88,9 @@ class _Graph:
         """A node of x, or of a and b, or of x and the number a, that keeps the shape."""
         first = self.values[id(a["x"] if "x" in a else a["a"])]
         shape = self.shapes[first]
-        more = [self.value(a["b"], shape)] if "b" in a else [self.number(a["a"])] if "a" in a else []
+        more = (
+            [self.value(a["b"], shape)] if "b" in a else [self.number(a["a"])] if "a" in a else []
+        )
         return self.add(kind, [first, *more], shape, **attributes)
 
     def _leakyrelu(self, kind: str, a: dict[str, Any]) -> str:
@@ -91,12 +108,21 @@ class _Graph:
     def _pad(self, kind: str, a: dict[str, Any]) -> str | None:
         if "ph" in a:
             planes, h, w, top, left = (a[name] for name in ("planes", "H", "W", "ph", "pw"))
-            below, right, value = top, left, None
-        elif id(a["y"]) in self.fills and (a["from_x"], a["d0"], a["d1"]) == (0, 1, 1):  # into a frame
-            planes, h, w = a["d2"], a["d3"], a["d4"] // SAMPLES
-            high, wide = a["y2"] // a["y3"], a["y3"] // SAMPLES
-            top, left = a["from_y"] // a["y3"], a["from_y"] % a["y3"] // SAMPLES
-            below, right, value = high - h - top, wide - w - left, self.fills[id(a["y"])]
+            below = top
+            right = left
+            value = None
+        # into a frame
+        elif id(a["y"]) in self.fills and (a["from_x"], a["d0"], a["d1"]) == (0, 1, 1):
+            planes = a["d2"]
+            h = a["d3"]
+            w = a["d4"] // SAMPLES
+            high = a["y2"] // a["y3"]
+            wide = a["y3"] // SAMPLES
+            top = a["from_y"] // a["y3"]
+            left = a["from_y"] % a["y3"] // SAMPLES
+            below = high - h - top
+            right = wide - w - left
+            value = self.fills[id(a["y"])]
         else:
             return None
         frame = self.constant(np.array([0, 0, top, left, 0, 0, below, right], np.int64))
@@ -109,11 +135,20 @@ class _Graph:
         return ""  # it is what others are written into
 
     def _conv(self, kind: str, a: dict[str, Any]) -> str:
-        stride, apart = a["S"], a.get("D", 1)
-        inputs = [self.value(a["x"], (a["C"], a["H"], a["W"])), self.weight(a["w"]), self.weight(a["b"])]
+        stride = a["S"]
+        apart = a.get("D", 1)
+        inputs = [
+            self.value(a["x"], (a["C"], a["H"], a["W"])),
+            self.weight(a["w"]),
+            self.weight(a["b"]),
+        ]
         over = ((a["H"], a["R"]), (a["W"], a["T"]))
         to = (a["K"], *((n - apart * (taps - 1) - 1) // stride + 1 for n, taps in over))
-        how = {"strides": [stride, stride], "dilations": [apart, apart], "group": a.get("groups", 1)}
+        how = {
+            "strides": [stride, stride],
+            "dilations": [apart, apart],
+            "group": a.get("groups", 1),
+        }
         return self.add(kind, inputs, to, **how)
 
     def _gemm(self, kind: str, a: dict[str, Any]) -> str:
@@ -124,7 +159,8 @@ class _Graph:
 
     def _maxpool(self, kind: str, a: dict[str, Any]) -> str:
         planes, h, w, rows, columns, s = (a[name] for name in ("planes", "H", "W", "R", "T", "S"))
-        inputs, to = [self.value(a["x"], (planes, h, w))], (planes, (h - rows) // s + 1, (w - columns) // s + 1)
+        inputs = [self.value(a["x"], (planes, h, w))]
+        to = (planes, (h - rows) // s + 1, (w - columns) // s + 1)
         return self.add(kind, inputs, to, kernel_shape=[rows, columns], strides=[s, s])
 
     _averagepool = _maxpool
@@ -135,14 +171,24 @@ class _Graph:
 
     def _batchnormalization(self, kind: str, a: dict[str, Any]) -> str:
         shape = a["C"], a["P"]
-        inputs = [self.value(a["x"], shape), *(self.weight(a[name]) for name in ("w", "b", "mean", "variance"))]
+        inputs = [
+            self.value(a["x"], shape),
+            *(self.weight(a[name]) for name in ("w", "b", "mean", "variance")),
+        ]
         return self.add(kind, inputs, shape, epsilon=a["eps"])
 
     def _reducesum(self, kind: str, a: dict[str, Any]) -> str | None:
         """Pools the last n places of each feature alone."""
         n = a["r2"]
         strides = [a[name] for name in ("sk0", "sk1", "sk2", "sr0", "sr1", "sr2")]
-        if (a["k2"], a["r0"], a["r1"]) != (SAMPLES, 1, 1) or strides != [0, n * SAMPLES, 1, 0, 0, SAMPLES]:
+        if (a["k2"], a["r0"], a["r1"]) != (SAMPLES, 1, 1) or strides != [
+            0,
+            n * SAMPLES,
+            1,
+            0,
+            0,
+            SAMPLES,
+        ]:
             return None
         axis = self.constant(np.array([-1], np.int64))
         return self.add(kind, [self.value(a["x"], (a["k1"], n)), axis], (a["k1"],), keepdims=0)
@@ -152,7 +198,9 @@ class _Decoder(_Graph):
     """A GPT's graph, from ids (N, T) int64 to logits (N, T, vocab_size)."""
 
     def __call__(self, op: str, *inputs: str | np.ndarray, **attributes: Any) -> str:
-        return self.add(op, [i if isinstance(i, str) else self.constant(i) for i in inputs], (), **attributes)
+        return self.add(
+            op, [i if isinstance(i, str) else self.constant(i) for i in inputs], (), **attributes
+        )
 
     def linear(self, layer: Linear, x: str) -> str:
         y = self("MatMul", x, layer.weight.numpy().T)
@@ -165,54 +213,84 @@ class _Decoder(_Graph):
     def attention(self, layer: Any, x: str, width: int, mask: str) -> str:
         d = width // layer.heads
         found = [f"{what}_{len(self.nodes)}" for what in "qkv"]
-        self.nodes.append(self.make.make_node("Split", [self.linear(layer.c_attn, x)], found, axis=2, num_outputs=3))
+        self.nodes.append(
+            self.make.make_node(
+                "Split", [self.linear(layer.c_attn, x)], found, axis=2, num_outputs=3
+            )
+        )
         apart = np.array([0, 0, layer.heads, d], np.int64)
         turned = [[0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]]
-        q, k, v = (self("Transpose", self("Reshape", f, apart), perm=to) for f, to in zip(found, turned, strict=True))
+        q, k, v = (
+            self("Transpose", self("Reshape", f, apart), perm=to)
+            for f, to in zip(found, turned, strict=True)
+        )
         scores = self("Add", self("Mul", self("MatMul", q, k), np.array(d**-0.5, np.float32)), mask)
-        y = self("Transpose", self("MatMul", self("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3])
+        y = self(
+            "Transpose", self("MatMul", self("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3]
+        )
         return self.linear(layer.c_proj, self("Reshape", y, np.array([0, 0, width], np.int64)))
 
     def decoder(self, model: GPT) -> str:
-        inner, number = model.transformer, np.array
+        inner = model.transformer
+        number = np.array
         length = self("Gather", self("Shape", "x"), number(1, np.int64))
         places = self("Range", number(0, np.int64), length, number(1, np.int64))
         token, place = (p.weight.numpy() for p in (inner.wte, inner.wpe))
         x = self("Add", self("Gather", token, "x"), self("Gather", place, places))
         square = self("Concat", *[self("Unsqueeze", length, number([0], np.int64))] * 2, axis=0)
-        mask = self("Trilu", self("Expand", number([[-np.inf]], np.float32), square), number(1, np.int64), upper=1)
+        mask = self(
+            "Trilu",
+            self("Expand", number([[-np.inf]], np.float32), square),
+            number(1, np.int64),
+            upper=1,
+        )
         for block in inner.h:
-            x = self("Add", x, self.attention(block.attn, self.norm(block.ln_1, x), model.width, mask))
-            wide = self("Gelu", self.linear(block.mlp.c_fc, self.norm(block.ln_2, x)), approximate=block.mlp.gelu)
+            x = self(
+                "Add", x, self.attention(block.attn, self.norm(block.ln_1, x), model.width, mask)
+            )
+            wide = self(
+                "Gelu",
+                self.linear(block.mlp.c_fc, self.norm(block.ln_2, x)),
+                approximate=block.mlp.gelu,
+            )
             x = self("Add", x, self.linear(block.mlp.c_proj, wide))
         return self.linear(model.lm_head, self.norm(inner.ln_f, x))
 
 
 def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any = None) -> Any:
-    """The graph of a model in eval mode: input "x" (N, *sample_shape) float32, normalised as the data set gives it;
-    output "y" (N, ...); parameters by their names. Of a GPT x is (N, T) int64, and y (N, T, vocab_size).
+    """The graph of a model in eval mode: input "x" (N, *sample_shape) float32, normalised as the
+    data set gives it; output "y" (N, ...); parameters by their names. Of a GPT x is (N, T)
+    int64, and y (N, T, vocab_size).
 
-    columns: of a table (data.tables.Columns): the graph normalises, and its metadata name the numbers of a sample.
+    columns: of a table (data.tables.Columns): the graph normalises, and its metadata name the
+    numbers of a sample.
 
     Raises ConfigError: the package onnx is missing, or the model has an op that is not known here.
     """
     try:
         import onnx
     except ImportError:
-        raise ConfigError(f"[export] ONNX needs the package onnx; {install_extra('export')}") from None
+        raise ConfigError(
+            f"[export] ONNX needs the package onnx; {install_extra('export')}"
+        ) from None
     if isinstance(model, GPT):
         graph = _Decoder(onnx, {})
         logits = ["N", "T", model.lm_head.weight.shape[0]]
-        return _made(onnx, graph, model, graph.decoder(model), ["N", "T"], onnx.TensorProto.INT64, logits, {})
+        return _made(
+            onnx, graph, model, graph.decoder(model), ["N", "T"], onnx.TensorProto.INT64, logits, {}
+        )
     arena = Arena.of(model.named_parameters(), model.named_buffers())
     recorder = Recorder(arena, 4 * arena.size, SAMPLES)
     with in_mode(model, False), using(recorder), no_grad():
         x = empty((SAMPLES, *sample_shape), "lanes")
         y = model(x)
     if not isinstance(y, Tensor) or y.layout != "lanes" or y.shape[:1] != (SAMPLES,):
-        raise ConfigError("[export] forward() must give a tensor (N, ...) for ONNX; use --format safetensors")
+        raise ConfigError(
+            "[export] forward() must give a tensor (N, ...) for ONNX; use --format safetensors"
+        )
     graph = _Graph(onnx, {4 * at: name for name, at in arena.offsets.items()})
-    graph.values[id(x.memory)], graph.shapes["x"] = "x", tuple(sample_shape)
+    graph.values[id(x.memory)] = "x"
+    graph.shapes["x"] = tuple(sample_shape)
     if columns is not None and columns.scaling is not None:
         mean, std = map(graph.constant, columns.scaling)
         less = graph.add("Sub", ["x", mean], tuple(sample_shape))
@@ -222,33 +300,61 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
             graph.record(r)
         except KeyError as problem:
             raise ConfigError(
-                f"[export] {problem.args[0]} has no ONNX form here; ops of images, tables and plain layers have. Use "
+                f"[export] {problem.args[0]} has no ONNX form here; ops of images, tables and "
+                "plain layers have. Use "
                 "--format safetensors"
             ) from None
-    last, floats = graph.value(y.memory, y.shape[1:]), onnx.TensorProto.FLOAT
-    made = _made(onnx, graph, model, last, ["N", *sample_shape], floats, ["N", *y.shape[1:]], model.state_dict())
+    last = graph.value(y.memory, y.shape[1:])
+    floats = onnx.TensorProto.FLOAT
+    made = _made(
+        onnx,
+        graph,
+        model,
+        last,
+        ["N", *sample_shape],
+        floats,
+        ["N", *y.shape[1:]],
+        model.state_dict(),
+    )
     if columns is not None:
         onnx.helper.set_model_props(made, {"columns": json.dumps(columns.features)})
     return made
 
 
 def content(
-    model: Module | None, arrays: dict[str, Any], sample_shape: tuple[int, ...] | None, columns: Any = None
+    model: Module | None,
+    arrays: dict[str, Any],
+    sample_shape: tuple[int, ...] | None,
+    columns: Any = None,
 ) -> bytes:
-    """A model as the bytes of an ONNX file. Raises ConfigError: as onnx_model, or samples are not known."""
+    """A model as the bytes of an ONNX file.
+
+    Raises ConfigError: as onnx_model, or samples are not known.
+    """
     if model is None:
         raise ConfigError("[export] ONNX needs the model, not its weights alone; give it")
     if not sample_shape and not isinstance(model, GPT):
-        raise ConfigError("[export] it is not known what samples are; give sample_shape=, or use format safetensors")
+        raise ConfigError(
+            "[export] it is not known what samples are; give sample_shape=, or use format "
+            "safetensors"
+        )
     return onnx_model(model, tuple(sample_shape or ()), columns).SerializeToString()
 
 
 def _made(
-    onnx: Any, graph: _Graph, model: Module, last: str, given: list[Any], kind: int, shape: list[Any], state: Any
+    onnx: Any,
+    graph: _Graph,
+    model: Module,
+    last: str,
+    given: list[Any],
+    kind: int,
+    shape: list[Any],
+    state: Any,
 ) -> Any:
     """The checked model of a graph whose value `last` is the output, of this shape."""
     graph.nodes.append(graph.make.make_node("Identity", [last], ["y"]))
-    used = {name for node in graph.nodes for name in node.input}  # others, such as a count of batches, do nothing
+    # others, such as a count of batches, do nothing
+    used = {name for node in graph.nodes for name in node.input}
     state = {name: value for name, value in {**state, **graph.constants}.items() if name in used}
     made = graph.make.make_model(
         graph.make.make_graph(
@@ -256,7 +362,10 @@ def _made(
             type(model).__name__,
             [graph.make.make_tensor_value_info("x", kind, given)],
             [graph.make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)],
-            [onnx.numpy_helper.from_array(np.asarray(value, order="C"), name) for name, value in state.items()],
+            [
+                onnx.numpy_helper.from_array(np.asarray(value, order="C"), name)
+                for name, value in state.items()
+            ],
         ),
         opset_imports=[graph.make.make_opsetid("", OPSET)],
         producer_name="odyssey",

@@ -1,4 +1,6 @@
-"""Which bytes are added when: `plan` decides (pure functions), `reduction` does (a short loop over the plan)."""
+"""Which bytes are added when: `plan` decides (pure functions), `reduction` does (a short loop
+over the plan).
+"""
 
 from ..base.lazy import attach
 

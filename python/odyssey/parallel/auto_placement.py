@@ -1,8 +1,11 @@
-"""Automatic placement: where to cut a model into stages, from measured costs. It measures nothing itself.
+"""Automatic placement: where to cut a model into stages, from measured costs.
 
-The slowest stage sets the pace of a pipeline, so the cuts are those that make it fastest; among these, those that send
-the fewest bytes. Both by dynamic programming over all contiguous cuts, so there is no better answer: O(k n^2) for n ops
-and k stages. A pure function: ranks that are given the same numbers make the same cuts.
+It measures nothing itself.
+
+The slowest stage sets the pace of a pipeline, so the cuts are those that make it fastest; among
+these, those that send the fewest bytes. Both by dynamic programming over all contiguous cuts, so
+there is no better answer: O(k n^2) for n ops and k stages. A pure function: ranks that are given
+the same numbers make the same cuts.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class OpCost(NamedTuple):
 
 
 class StageCost(NamedTuple):
-    """One stage of a plan: ops `first` to `last` - 1. Bytes as in `OpCost`; `memory_bytes` is what its device needs."""
+    """One stage of a plan: ops `first` to `last` - 1.
+
+    Bytes as in `OpCost`; `memory_bytes` is what its device needs.
+    """
 
     first: int
     last: int
@@ -65,7 +71,11 @@ class StageCuts(NamedTuple):
         whole = sum(p.seconds for p in self.parts) or 1.0
         lines = []
         for s, p in enumerate(self.parts):
-            names = p.names if len(p.names) <= 6 else (*p.names[:3], f"{len(p.names) - 5} more", *p.names[-2:])
+            names = (
+                p.names
+                if len(p.names) <= 6
+                else (*p.names[:3], f"{len(p.names) - 5} more", *p.names[-2:])
+            )
             line = f"stage {s}: {', '.join(names)}  {100 * p.seconds / whole:.0f} % of the time, "
             line += f"{size(p.parameter_bytes)} parameters"
             if s + 1 < len(self.parts):
@@ -82,28 +92,35 @@ def cut(
     copies: float = 3,
     samples: int | Sequence[int] = 1,
 ) -> StageCuts:
-    """The cuts that make the slowest stage fastest, among them those with the fewest bytes crossing, then the first.
+    """The cuts that make the slowest stage fastest, among them those with the fewest bytes
+    crossing, then the first.
 
     Args:
         ops: the model in forward order.
         stages: k, from 1 to the number of ops.
         memory_limit: bytes that a device has; None for any number.
         copies: numbers kept per parameter: 3 are parameter, gradient and momentum; 4 with Adam.
-        samples: samples whose activations a stage keeps at a time (micro-batch size x micro-batches under way, see
-            schedule.peak): one number, or one for each stage.
+        samples: samples whose activations a stage keeps at a time (micro-batch size x micro-batches
+            under way, see schedule.peak): one number, or one for each stage.
 
     Raises:
-        ConfigError: the numbers do not fit, or no cut stays within the limit; the smallest limit that works is named.
+        ConfigError: the numbers do not fit, or no cut stays within the limit; the smallest limit
+            that works is named.
     """
     n = len(ops)
     if not isinstance(stages, int) or not 1 <= stages <= n:
         raise ConfigError(f"[placement] {n} ops cannot be cut into {stages} stages; give 1 to {n}")
     kept = [samples] * stages if isinstance(samples, int) else list(samples)
     if len(kept) != stages:
-        raise ConfigError(f"[placement] {len(kept)} numbers of samples for {stages} stages; give one, or one per stage")
+        raise ConfigError(
+            f"[placement] {len(kept)} numbers of samples for {stages} stages; give one, or one "
+            "per stage"
+        )
     for op in ops:
         if not op.seconds >= 0:
-            raise ConfigError(f"[placement] {op.name} takes {op.seconds} s; a cost is a number of at least 0")
+            raise ConfigError(
+                f"[placement] {op.name} takes {op.seconds} s; a cost is a number of at least 0"
+            )
     seconds, parameters, activations = (
         list(itertools.accumulate((getattr(op, name) for op in ops), initial=0))
         for name in ("seconds", "parameter_bytes", "activation_bytes")
@@ -113,7 +130,9 @@ def cut(
         return seconds[j] - seconds[i]
 
     def memory(i: int, j: int, s: int) -> int:
-        return round(copies * (parameters[j] - parameters[i]) + kept[s] * (activations[j] - activations[i]))
+        return round(
+            copies * (parameters[j] - parameters[i]) + kept[s] * (activations[j] - activations[i])
+        )
 
     def crossing(i: int, j: int, s: int) -> int:
         return ops[i - 1].crossing_bytes if i else 0
@@ -126,15 +145,27 @@ def cut(
         least = _best(n, stages, memory, max, lambda i, j, s: True)
         need = max(memory(i, j, s) for s, (i, j) in enumerate(least or ()))
         raise ConfigError(
-            f"[placement] no cut into {stages} stages stays within {memory_limit:,} bytes per device; it takes "
+            f"[placement] no cut into {stages} stages stays within {memory_limit:,} bytes per "
+            "device; it takes "
             f"{need:,}: give more stages, a smaller micro-batch, or checkpoint() some layers"
         )
     pace = max(time(i, j, s) for s, (i, j) in enumerate(best))
-    best = _best(n, stages, crossing, lambda a, b: a + b, lambda i, j, s: fits(i, j, s) and time(i, j, s) <= pace)
+    best = _best(
+        n,
+        stages,
+        crossing,
+        lambda a, b: a + b,
+        lambda i, j, s: fits(i, j, s) and time(i, j, s) <= pace,
+    )
     parts = []
     for s, (i, j) in enumerate(best or ()):
-        names, sends = tuple(op.name for op in ops[i:j]), ops[j - 1].crossing_bytes if j < n else 0
-        parts.append(StageCost(i, j, names, time(i, j, s), parameters[j] - parameters[i], memory(i, j, s), sends))
+        names = tuple(op.name for op in ops[i:j])
+        sends = ops[j - 1].crossing_bytes if j < n else 0
+        parts.append(
+            StageCost(
+                i, j, names, time(i, j, s), parameters[j] - parameters[i], memory(i, j, s), sends
+            )
+        )
     return StageCuts(tuple(parts))
 
 
@@ -145,9 +176,11 @@ def _best(
     join: Callable[[float, float], float],
     allowed: Callable[[int, int, int], bool],
 ) -> list[tuple[int, int]] | None:
-    """The k spans of 0..n with the least cost: join (max or sum) over the stages of cost(first, last, stage).
+    """The k spans of 0..n with the least cost: join (max or sum) over the stages of cost(first,
+    last, stage).
 
-    `join` must not decrease, so the best way to op j in s stages goes on with the best way to some op i in s - 1.
+    `join` must not decrease, so the best way to op j in s stages goes on with the best way to some
+    op i in s - 1.
     """
     rows: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0, ())}]
     for s in range(k):

@@ -1,8 +1,9 @@
 """Moves shards from slow replicas of the model to fast ones, between steps: `rebalance`.
 
-Shards are logical and added along one tree (plan.py), so who computes which changes no bit. Every EVERY steps ranks
-tell each other how long they were busy, without waiting for others, and all decide the same from the same numbers. A
-replica is a rank, or those of a pipeline or of shared layers, which is as slow as the slowest of them.
+Shards are logical and added along one tree (plan.py), so who computes which changes no bit. Every
+EVERY steps ranks tell each other how long they were busy, without waiting for others, and all
+decide the same from the same numbers. A replica is a rank, or those of a pipeline or of shared
+layers, which is as slow as the slowest of them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ EVERY = 8  # steps from one comparison to the next
 SECONDS = 0.25  # that the busiest rank was busy, at least: shorter times are noise
 GAIN = 1.1  # how many times as fast steps must become, as estimated, for shards to move
 
-Costs = tuple[tuple[float, int], ...]  # of each replica: seconds of a round, and shards of one, which threads share out
+# of each replica: seconds of a round, and shards of one, which threads share out
+Costs = tuple[tuple[float, int], ...]
 
 
 @functools.lru_cache(maxsize=64)
 def counts(shards: int, costs: Costs) -> tuple[int, ...]:
-    """How many shards each replica computes so that the last one is done as early as possible; pure.
+    """How many shards each replica computes so that the last one is done as early as possible;
+    pure.
 
-    Each has one, if there are so many, for else nobody would see it become fast again. No costs: (), equal shares.
+    Each has one, if there are so many, for else nobody would see it become fast again. No costs:
+    (), equal shares.
     """
     given = [int(shards >= len(costs))] * len(costs)
     for _ in range(shards - sum(given) if costs else 0):
@@ -37,29 +41,43 @@ def counts(shards: int, costs: Costs) -> tuple[int, ...]:
 
 def span(given: tuple[int, ...], costs: Costs) -> float:
     """Seconds that the last replica takes."""
-    return max(-(-n // threads) * seconds for n, (seconds, threads) in zip(given, costs, strict=True))
+    return max(
+        -(-n // threads) * seconds for n, (seconds, threads) in zip(given, costs, strict=True)
+    )
 
 
 class Balance:
-    """How many shards each replica of `members` ranks computes, the same on all ranks. `threads`: of this rank."""
+    """How many shards each replica of `members` ranks computes, the same on all ranks.
+
+    `threads`: of this rank.
+    """
 
     def __init__(self, comm: Communicator, threads: int, members: int = 1) -> None:
-        self.comm, self.threads, self.members = comm, threads, members
+        self.comm = comm
+        self.threads = threads
+        self.members = members
         self.costs: Costs = ()
         self._begin()
 
     def _begin(self) -> None:
-        self._steps, self._rounds, self._since = -1, 0, 0
+        self._steps = -1
+        self._rounds = 0
+        self._since = 0
 
     def counts(self, shards: int) -> tuple[int, ...]:
         """Returns the shards of a step of so many, by replica; empty: equal shares."""
         return counts(shards, self.costs)
 
     def _given(self, shards: int) -> tuple[int, ...]:
-        return self.counts(shards) or tuple(b - a for a, b in runs(shards, self.comm.size // self.members, 1))
+        return self.counts(shards) or tuple(
+            b - a for a, b in runs(shards, self.comm.size // self.members, 1)
+        )
 
     def before_step(self, shards: int) -> str:
-        """A step of so many shards begins: a collective call now and then. A line where shards move, else ""."""
+        """A step of so many shards begins: a collective call now and then.
+
+        A line where shards move, else "".
+        """
         said = ""
         if self._steps == 0:  # the step before recorded programs, or made room: it is not counted
             self._since = slot.busy()
@@ -79,26 +97,37 @@ class Balance:
         measured = [max(seconds, 1e-9) / rounds for seconds, rounds, _ in everyone if rounds]
         if not measured:
             return ""
-        known = [seconds for seconds, _ in self.costs] or [sum(measured) / len(measured)] * len(everyone)
+        known = [seconds for seconds, _ in self.costs] or [sum(measured) / len(measured)] * len(
+            everyone
+        )
         costs = tuple(
             (max(seconds, 1e-9) / rounds if rounds else before, int(threads))
             for (seconds, rounds, threads), before in zip(everyone, known, strict=True)
         )
-        old, new = self._given(shards), counts(shards, costs)
+        old = self._given(shards)
+        new = counts(shards, costs)
         self._begin()
         if span(new, costs) * GAIN > span(old, costs):
-            self._steps, self._since = 0, slot.busy()
+            self._since = slot.busy()
+            self._steps = 0
             return ""
         self.costs = costs
-        moved = [f"{self._name(r)} {b} instead of {a}" for r, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        moved = [
+            f"{self._name(r)} {b} instead of {a}"
+            for r, (a, b) in enumerate(zip(old, new, strict=True))
+            if a != b
+        ]
         slow = max(range(len(costs)), key=lambda r: costs[r][0] / costs[r][1])
-        times = costs[slow][0] / costs[slow][1] / min(seconds / threads for seconds, threads in costs)
+        times = (
+            costs[slow][0] / costs[slow][1] / min(seconds / threads for seconds, threads in costs)
+        )
         here = self.comm.rank // self.members
         if old[here] != new[here]:
             slot.note(f"{new[here]} shards instead of {old[here]}")
         more = f", and {len(moved) - 8} more" * (len(moved) > 8)
         return (
-            f"[rebalance] a shard takes {self._name(slow)} {times:.1f}x as long as the fastest: shards of a step from "
+            f"[rebalance] a shard takes {self._name(slow)} {times:.1f}x as long as the fastest: "
+            "shards of a step from "
             f"now on: {', '.join(moved[:8])}{more}"
         )
 

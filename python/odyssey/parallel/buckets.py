@@ -1,12 +1,15 @@
-"""Buckets: the parameters cut into groups in the order in which a backward pass finishes their gradients.
+"""Buckets: the parameters cut into groups in the order in which a backward pass finishes their
+gradients.
 
-Pure functions over the records of one shard's program (program.py), the same on every rank. A bucket's reduction can
-start as soon as the last record that writes to it has run for all shards; with ZeRO 2 and 3 it is also the unit in
-which gradients and parameters come and go. No hooks: which record writes which gradient is there to be read.
+Pure functions over the records of one shard's program (program.py), the same on every rank. A
+bucket's reduction can start as soon as the last record that writes to it has run for all shards;
+with ZeRO 2 and 3 it is also the unit in which gradients and parameters come and go. No hooks: which
+record writes which gradient is there to be read.
 
-Buckets are cut once, by the first program, and then fit any other: one in which layers are frozen or not any more, or
-whose forward pass takes another way. What a program adds to a gradient before the segment of its bucket, as the output
-layer does to a weight that is the embedding's too, is summed in the shard's workspace until then (`segments`).
+Buckets are cut once, by the first program, and then fit any other: one in which layers are frozen
+or not any more, or whose forward pass takes another way. What a program adds to a gradient before
+the segment of its bucket, as the output layer does to a weight that is the embedding's too, is
+summed in the shard's workspace until then (`segments`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Bucket(NamedTuple):
     floats: int
 
     def locate(self, offset: int) -> int:
-        """Where a place of the arena (in floats) is in the bucket; it must be in one of the pieces."""
+        """Where a place of the arena (in floats) is in the bucket; it must be in one of the
+        pieces.
+        """
         piece = self.pieces[bisect.bisect_right(self.pieces, offset, key=lambda p: p.lo) - 1]
         assert piece.lo <= offset < piece.lo + piece.n, offset
         return piece.at + offset - piece.lo
@@ -47,14 +52,17 @@ class Bucket(NamedTuple):
         """The parts of the arena that [lo, hi) of this bucket is."""
         out = []
         for p in self.pieces:
-            a, b = max(lo, p.at), min(hi, p.at + p.n)
+            a = max(lo, p.at)
+            b = min(hi, p.at + p.n)
             if a < b:
                 out.append(BucketRange(p.lo + a - p.at, b - a, a))
         return out
 
 
 class Segment(NamedTuple):
-    """Records [start, stop) of a program; `params` are the buckets they read, `grads` the one they write."""
+    """Records [start, stop) of a program; `params` are the buckets they read, `grads` the one
+    they write.
+    """
 
     start: int
     stop: int
@@ -63,31 +71,44 @@ class Segment(NamedTuple):
 
 
 STATS = -1  # the "bucket" of the statistics behind the gradients
-MOST_READ = 2  # buckets of parameters that a segment with gradients reads: so many are there at a time (zero.py)
+# buckets of parameters that a segment with gradients reads: so many are there at a time (zero.py)
+MOST_READ = 2
 
 
 def touched(record: Record, arena: Arena, space: int) -> list[int]:
-    """Offsets (in floats) of the arena's parameters (native.PARAMS) or gradients (native.GRADS) a record uses."""
-    return [a.offset // 4 for a in record.args if isinstance(a, Range) and a.arena is arena and a.space == space]
+    """Offsets (in floats) of the arena's parameters (native.PARAMS) or gradients (native.GRADS)
+    a record uses.
+    """
+    return [
+        a.offset // 4
+        for a in record.args
+        if isinstance(a, Range) and a.arena is arena and a.space == space
+    ]
 
 
 def same(a: object, b: Range) -> bool:
     """Returns whether an argument is this piece of an arena."""
-    return isinstance(a, Range) and a.arena is b.arena and (a.space, a.offset) == (b.space, b.offset)
+    return (
+        isinstance(a, Range) and a.arena is b.arena and (a.space, a.offset) == (b.space, b.offset)
+    )
 
 
 def unused(records: list[Record], arena: Arena) -> list[str]:
     """Names of the parameters that no record gives a gradient to, though they are to be trained."""
     written = {o for r in records for o in touched(r, arena, native.GRADS)}
-    return [name for name, p in arena.named if p.requires_grad and arena.offsets[name] not in written]
+    return [
+        name for name, p in arena.named if p.requires_grad and arena.offsets[name] not in written
+    ]
 
 
 def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
-    """Buckets of at least `limit` floats (the last may be smaller), in the order in which they are finished.
+    """Buckets of at least `limit` floats (the last may be smaller), in the order in which they
+    are finished.
 
-    Parameters that one record uses stay together, and so do those whose ops take turns, as a recurrent layer's. A
-    parameter that is used again after others, of `limit` floats or more, is in a bucket of such parameters alone. One
-    that is frozen is where it would be if it were trained; those that no record uses come last.
+    Parameters that one record uses stay together, and so do those whose ops take turns, as a
+    recurrent layer's. A parameter that is used again after others, of `limit` floats or more, is in
+    a bucket of such parameters alone. One that is frozen is where it would be if it were trained;
+    those that no record uses come last.
     """
     sizes = padded(arena)
     spans = _spans(records, arena, sizes)
@@ -102,7 +123,9 @@ def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
     return _named(arena, [group for _, group in sorted(made)])
 
 
-def _spans(records: list[Record], arena: Arena, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+def _spans(
+    records: list[Record], arena: Arena, sizes: dict[int, int]
+) -> dict[int, tuple[int, int]]:
     """The numbers of the first and last forward op that use a parameter, by its offset."""
     spans: dict[int, tuple[int, int]] = {}
     for r in records:
@@ -122,13 +145,17 @@ def _within(span: tuple[int, int], spans: dict[int, tuple[int, int]], sizes: dic
 def _positions(
     records: list[Record], arena: Arena, sizes: dict[int, int], spans: dict[int, tuple[int, int]]
 ) -> dict[int, tuple[float, int]]:
-    """For each parameter a key of the order in which gradients are finished: by the last record of the backward pass
-    that writes one, or, where none does, by where the backward of its first op would be."""
+    """For each parameter a key of the order in which gradients are finished: by the last record
+    of the backward pass that writes one, or, where none does, by where the backward of its
+    first op would be.
+    """
     pass_back = [(i, r) for i, r in enumerate(records) if r.phase == "backward"]
     # gradients that no kernel adds itself are added when all ops are through
     summed = (i for i, r in pass_back if r.op == "accumulate" and touched(r, arena, native.GRADS))
     end = next(summed, len(records))
-    written = {o: (i, 0) for i, r in pass_back for o in touched(r, arena, native.GRADS) if o in sizes}
+    written = {
+        o: (i, 0) for i, r in pass_back for o in touched(r, arena, native.GRADS) if o in sizes
+    }
     found: dict[int, tuple[float, int]] = {}
     for o in sizes:
         if o in written:
@@ -145,7 +172,9 @@ def _positions(
 def _together(
     records: list[Record], arena: Arena, chosen: Iterable[int], spans: dict[int, tuple[int, int]]
 ) -> list[list[int]]:
-    """Some parameters in groups that must not be apart: of one record, or of ops that take turns by their `spans`."""
+    """Some parameters in groups that must not be apart: of one record, or of ops that take turns
+    by their `spans`.
+    """
     head = {o: o for o in chosen}
 
     def find(o: int) -> int:
@@ -181,8 +210,9 @@ def _used(record: Record, arena: Arena) -> list[int]:
 
 
 def from_the_end(arena: Arena, limit: int) -> list[Bucket]:
-    """Buckets of at least `limit` floats for programs that are not recorded: the last parameters first, as backward
-    passes mostly finish them; each is one piece of the arena."""
+    """Buckets of at least `limit` floats for programs that are not recorded: the last parameters
+    first, as backward passes mostly finish them; each is one piece of the arena.
+    """
     sizes = padded(arena)
     return _named(arena, _grouped([[o] for o in sorted(sizes, reverse=True)], sizes, limit))
 
@@ -217,7 +247,9 @@ def some(arena: Arena, names: Iterable[str]) -> Bucket:
 
 
 def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Bucket:
-    """One bucket of ranges of the arena (start, floats), each from a vector boundary of the bucket."""
+    """One bucket of ranges of the arena (start, floats), each from a vector boundary of the
+    bucket.
+    """
     pieces: list[BucketRange] = []
     at = 0
     for lo, n in sorted(ranges):
@@ -230,17 +262,23 @@ def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Buck
 
 
 def too_large(buckets: list[Bucket], setting: str) -> list[str]:
-    """Returns a line for the user where one bucket is more than half of a model, as that much is kept whole.
+    """Returns a line for the user where one bucket is more than half of a model, as that much is
+    kept whole.
 
     setting: what saves little memory then, as the user wrote it.
     """
-    most, total = max(buckets, key=lambda b: b.floats), sum(b.floats for b in buckets)
+    most = max(buckets, key=lambda b: b.floats)
+    total = sum(b.floats for b in buckets)
     if 2 * most.floats <= total:
         return []
-    names = ", ".join(most.names[:2]) + (f" and {len(most.names) - 2} more" if len(most.names) > 2 else "")
+    names = ", ".join(most.names[:2]) + (
+        f" and {len(most.names) - 2} more" if len(most.names) > 2 else ""
+    )
     return [
-        f"{names} are one bucket with {100 * most.floats / total:.0f} % of the parameters, which {setting} has whole "
-        "in memory while it is used; for less, lower bucket_size_mb if it has several layers, else use smaller layers, "
+        f"{names} are one bucket with {100 * most.floats / total:.0f} % of the parameters, which "
+        f"{setting} has whole "
+        "in memory while it is used; for less, lower bucket_size_mb if it has several layers, "
+        "else use smaller layers, "
         "or share them with tp"
     ]
 
@@ -248,26 +286,38 @@ def too_large(buckets: list[Bucket], setting: str) -> list[str]:
 def segments(
     records: list[Record], arena: Arena, buckets: list[Bucket], *, by_params: bool
 ) -> tuple[list[Record], list[Segment]]:
-    """The program cut so that each bucket of gradients is written by one segment and, if `by_params`, most segments
-    read parameters of one bucket. Returns the records to be run, and which of them each segment has.
+    """The program cut so that each bucket of gradients is written by one segment and, if
+    `by_params`, most segments read parameters of one bucket. Returns the records to be run,
+    and which of them each segment has.
 
-    A bucket's gradients are complete after its segment; what comes between two of them is a segment without gradients.
-    What is added to a gradient before the segment of its bucket goes to a sum in the shard's workspace, with which that
-    segment begins: the additions and their order are those of the program, so no bit changes.
+    A bucket's gradients are complete after its segment; what comes between two of them is a segment
+    without gradients. What is added to a gradient before the segment of its bucket goes to a sum in
+    the shard's workspace, with which that segment begins: the additions and their order are those
+    of the program, so no bit changes.
     """
     bucket_of = {arena.offsets[name]: i for i, b in enumerate(buckets) for name in b.names}
-    writes = [[STATS if o >= arena.size else bucket_of[o] for o in touched(r, arena, native.GRADS)] for r in records]
-    reads = [{bucket_of[o] for o in touched(r, arena, native.PARAMS)} if by_params else set() for r in records]
+    writes = [
+        [STATS if o >= arena.size else bucket_of[o] for o in touched(r, arena, native.GRADS)]
+        for r in records
+    ]
+    reads = [
+        {bucket_of[o] for o in touched(r, arena, native.PARAMS)} if by_params else set()
+        for r in records
+    ]
     out: list[Record] = []
     made: list[Segment] = []
 
     def plain(start: int, stop: int) -> None:
-        """Appends records without gradients, in segments of one bucket of parameters each where that is possible."""
-        begun, current = len(out), set()
+        """Appends records without gradients, in segments of one bucket of parameters each where
+        that is possible.
+        """
+        begun = len(out)
+        current = set()
         for r, found in zip(early[start:stop], reads[start:stop], strict=True):
             if current and not found <= current:
                 made.append(Segment(begun, len(out), tuple(sorted(current)), None))
-                begun, current = len(out), set()
+                begun = len(out)
+                current = set()
             current |= found
             out.extend(r)
         if begun < len(out):
@@ -288,9 +338,13 @@ def segments(
     return out, made
 
 
-def _regions(writes: list[list[int]], reads: list[set[int]], by_params: bool) -> list[tuple[int, int, int]]:
-    """For each bucket that is written (or STATS) the records [start, stop) that may write to it, in order: those up to
-    the last that does, from the first that does after the bucket before it is complete. They may be none."""
+def _regions(
+    writes: list[list[int]], reads: list[set[int]], by_params: bool
+) -> list[tuple[int, int, int]]:
+    """For each bucket that is written (or STATS) the records [start, stop) that may write to it,
+    in order: those up to the last that does, from the first that does after the bucket before
+    it is complete. They may be none.
+    """
     begin: dict[int, int] = {}
     end: dict[int, int] = {}
     for i, found in enumerate(writes):
@@ -309,7 +363,9 @@ def _regions(writes: list[list[int]], reads: list[set[int]], by_params: bool) ->
         for i in range(last, at - 1, -1):
             needed |= reads[i]
             if b != STATS and len(needed) > MOST_READ and i < last:
-                break  # the workspace keeps what was added before: parameters of more buckets would have to be there
+                # the workspace keeps what was added before: parameters of more buckets would have
+                # to be there
+                break
             if b in writes[i]:
                 start = i
         if b == STATS and not by_params:
@@ -322,7 +378,8 @@ def _regions(writes: list[list[int]], reads: list[set[int]], by_params: bool) ->
 def _early(
     records: list[Record], arena: Arena, bucket_of: dict[int, int], starts: dict[int, int]
 ) -> tuple[list[list[Record]], dict[int, list[Record]]]:
-    """The records that stand for each one where a gradient is added to too early, and those that segments begin with.
+    """The records that stand for each one where a gradient is added to too early, and those that
+    segments begin with.
 
     starts: the first record of the segment of a bucket.
     """
@@ -338,9 +395,18 @@ def _early(
             gradient = Range(arena, native.GRADS, 4 * o)
             if o not in slots:
                 slots[o] = Slot(4 * sizes[o])
-                new.insert(0, r.changed(op="fill", args=[slots[o], 0.0, sizes[o]], layout="lanes", dtype="fp32"))
+                new.insert(
+                    0,
+                    r.changed(
+                        op="fill", args=[slots[o], 0.0, sizes[o]], layout="lanes", dtype="fp32"
+                    ),
+                )
                 added = [gradient, slots[o], sizes[o]]
-                sums.setdefault(bucket_of[o], []).append(Record("accumulate", added, tag=r.tag, phase="backward"))
-            new[-1] = new[-1].changed(args=[slots[o] if same(a, gradient) else a for a in new[-1].args])
+                sums.setdefault(bucket_of[o], []).append(
+                    Record("accumulate", added, tag=r.tag, phase="backward")
+                )
+            new[-1] = new[-1].changed(
+                args=[slots[o] if same(a, gradient) else a for a in new[-1].args]
+            )
         out.append(new)
     return out, sums

@@ -1,7 +1,8 @@
 """Costs of a model's ops here: measures a recorded program record by record, for auto_placement.py.
 
-Rank 0 measures and tells the others, so all make the same cuts. Times differ between runs: where the cut changes bits
-(a compression, additions in an order of the layout's), bytes are counted instead.
+Rank 0 measures and tells the others, so all make the same cuts. Times differ between runs: where
+the cut changes bits (a compression, additions in an order of the layout's), bytes are counted
+instead.
 """
 
 from __future__ import annotations
@@ -31,13 +32,21 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     table = serialize(records, arena, keep)
     grads = native.aligned(arena.size + lib.stats)
     gathered = [r for r in records if r.op in ("input", "array")]  # y; G, F, and tokens of a sample
-    features = max((int(r.args[2]) * (int(r.args[3]) if r.op == "array" else 1) for r in gathered), default=1)
+    features = max(
+        (int(r.args[2]) * (int(r.args[3]) if r.op == "array" else 1) for r in gathered), default=1
+    )
     data = np.zeros((1, features), np.float32)
-    arrays, rows = np.full(len(gathered), data.ctypes.data, np.int64), np.zeros(samples, np.int64)
-    scale, shift = np.ones(features, np.float32), np.zeros(features, np.float32)
+    arrays = np.full(len(gathered), data.ctypes.data, np.int64)
+    rows = np.zeros(samples, np.int64)
+    scale = np.ones(features, np.float32)
+    shift = np.zeros(features, np.float32)
     memory = {"images": data, "arrays": arrays, "rows": rows, "scale": scale, "shift": shift}
-    c = native.Context(valid=samples, loss_scale=1.0, **{name: a.ctypes.data for name, a in memory.items()})
-    bases = np.array([0, arena.address(native.PARAMS), grads.ctypes.data, work.ctypes.data], np.int64)
+    c = native.Context(
+        valid=samples, loss_scale=1.0, **{name: a.ctypes.data for name, a in memory.items()}
+    )
+    bases = np.array(
+        [0, arena.address(native.PARAMS), grads.ctypes.data, work.ctypes.data], np.int64
+    )
     best = np.full(len(records), np.inf)
     for _ in range(REPEATS):
         for i in range(len(records)):
@@ -47,21 +56,29 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     return best
 
 
-def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[OpCost]]:
-    """The forward ops of a program with their costs: the first tag of each, and what `cut` wants to know.
+def ops(
+    records: list[Record], arena: Arena, samples: int, costs: np.ndarray
+) -> tuple[list[int], list[OpCost]]:
+    """The forward ops of a program with their costs: the first tag of each, and what `cut` wants
+    to know.
 
-    Backward records count for the op they belong to; what fusion has taken away, for the op before it. A parameter of
-    several ops counts for the first, and is sent between them as a value is: as its gradient, for each shard.
+    Backward records count for the op they belong to; what fusion has taken away, for the op before
+    it. A parameter of several ops counts for the first, and is sent between them as a value is: as
+    its gradient, for each shard.
     """
     forward = [r for r in records if r.phase == "forward" and r.op not in ("array", "stats")]
     tags = sorted({r.tag for r in forward} - together(records))
     at = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
     n = len(tags)
-    time_of, weights, kept, crossing = np.zeros(n), [0] * n, np.zeros(n), np.zeros(n)
+    time_of = np.zeros(n)
+    weights = [0] * n
+    kept = np.zeros(n)
+    crossing = np.zeros(n)
     names: list[str] = [""] * n
     made: dict[int, int] = {}
     last: dict[int, int] = {}
-    nbytes = {arena.offsets[name]: 4 * p.size for name, p in arena.named}  # of parameters; and of slots
+    # of parameters; and of slots
+    nbytes = {arena.offsets[name]: 4 * p.size for name, p in arena.named}
     saved: set[int] = set()  # forward values that the backward pass reads
     name_of = {o: name.rsplit(".", 1)[0] for name, o in arena.offsets.items()}
     for r, cost in zip(records, costs, strict=True):
@@ -85,15 +102,25 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
         for j in range(i, last[a]):
             crossing[j] += nbytes[a] / samples
     names = [name or f"op {tag}" for name, tag in zip(names, tags, strict=True)]
-    return tags, [OpCost(names[i], time_of[i], weights[i], round(kept[i]), round(crossing[i])) for i in range(n)]
+    return tags, [
+        OpCost(names[i], time_of[i], weights[i], round(kept[i]), round(crossing[i]))
+        for i in range(n)
+    ]
 
 
 def stages(
-    records: list[Record], arena: Arena, samples: int, count: int, comm: Communicator, *, measured: bool
+    records: list[Record],
+    arena: Arena,
+    samples: int,
+    count: int,
+    comm: Communicator,
+    *,
+    measured: bool,
 ) -> tuple[Callable[[Record], int], StageCuts]:
     """Cuts a program into `count` stages by cost; a function from records to stages, and the plan.
 
-    measured: by time on this machine; else by bytes that are touched, which are the same in every run.
+    measured: by time on this machine; else by bytes that are touched, which are the same in every
+    run.
 
     Raises ConfigError: there are fewer ops than stages.
     """

@@ -1,8 +1,8 @@
 """An error in one rank's part of a step: all ranks hear of it in the sums that they add up anyway.
 
-The rank that failed completes its part of the exchange with a number of samples that is NaN, which no step has. So all
-know, at the same place, and only then say in a collective call of its own what it was. The ranks stay together: a
-program that catches the error may take its next step.
+The rank that failed completes its part of the exchange with a number of samples that is NaN, which
+no step has. So all know, at the same place, and only then say in a collective call of its own what
+it was. The ranks stay together: a program that catches the error may take its next step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ TEXT = 1000  # bytes of what a rank says to the others
 class StepOutcome:
     """The part of one rank in one step. error: what it failed with; None: it did not.
 
-    samples_at: place of the number of samples in the floats of `reduction`, which adds up the step's statistics.
+    samples_at: place of the number of samples in the floats of `reduction`, which adds up the
+    step's statistics.
     """
 
     def __init__(self, reduction: Reduction, samples_at: int) -> None:
-        self.reduction, self.samples_at = reduction, samples_at
+        self.reduction = reduction
+        self.samples_at = samples_at
         self.error: Exception | None = None
 
     @contextlib.contextmanager
     def tried(self) -> Iterator[None]:
-        """Keeps an error of the block for `end`. Not that of a collective call: nobody knows where the others are."""
+        """Keeps an error of the block for `end`.
+
+        Not that of a collective call: nobody knows where the others are.
+        """
         try:
             yield
         except CollectiveError:
@@ -43,17 +48,20 @@ class StepOutcome:
             self.error = error
 
     def tell(self) -> None:
-        """Before the exchange: after an error, what this rank adds to the sums, if it has a shard, says so."""
+        """Before the exchange: after an error, what this rank adds to the sums, if it has a
+        shard, says so.
+        """
         if self.error is not None:
             for _, b in self.reduction.plan.partial:
                 self.reduction.buffers[b][:] = 0
                 self.reduction.buffers[b][self.samples_at] = math.nan
 
     def end(self, samples: float) -> None:
-        """After the exchange: raises what a rank failed with, on all ranks; a collective call if one did.
+        """After the exchange: raises what a rank failed with, on all ranks; a collective call if
+        one did.
 
-        samples: their sum over all ranks. Raises its own error on a rank that failed, on the others one of the same
-        class if it is odyssey's, else CollectiveError, naming the rank.
+        samples: their sum over all ranks. Raises its own error on a rank that failed, on the others
+        one of the same class if it is odyssey's, else CollectiveError, naming the rank.
         """
         if math.isnan(samples):
             raise_on_all_ranks(self.reduction.comm, self.error)
@@ -62,7 +70,9 @@ class StepOutcome:
 
 
 def raise_on_all_ranks(comm: Communicator, error: Exception | None) -> NoReturn:
-    """Raises the error of a rank on all; a collective call of all ranks, of which at least one has an error."""
+    """Raises the error of a rank on all; a collective call of all ranks, of which at least one
+    has an error.
+    """
     said = ""
     if error is not None:
         kind = type(error).__name__
@@ -74,7 +84,9 @@ def raise_on_all_ranks(comm: Communicator, error: Exception | None) -> NoReturn:
     kind = getattr(errors, name, None)
     known = isinstance(kind, type) and issubclass(kind, OdysseyError)
     if error is None:
-        error = (kind if known else CollectiveError)(f"[train] rank {comm.ranks[first]} failed in its part: {text}")
+        error = (kind if known else CollectiveError)(
+            f"[train] rank {comm.ranks[first]} failed in its part: {text}"
+        )
     if isinstance(error, OdysseyError) and known:
         error.raised_on_all_ranks = True  # so rank 0 alone says it
     raise error

@@ -1,8 +1,10 @@
-"""The tree between machines, in rounds: sums within a machine first, then between machines, then back the same way.
+"""The tree between machines, in rounds: sums within a machine first, then between machines, then
+back the same way.
 
-Which rounds there are says routes.py, what they save docs/strategies.md. Between machines each rank talks only to its
-counterparts, and only about its range of the floats; as many ranks of each machine take part as the smallest has. The
-additions are those of the tree of plan.py: a machine completes as much of it as its ranks' shards allow.
+Which rounds there are says routes.py, what they save docs/strategies.md. Between machines each rank
+talks only to its counterparts, and only about its range of the floats; as many ranks of each
+machine take part as the smallest has. The additions are those of the tree of plan.py: a machine
+completes as much of it as its ranks' shards allow.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
 
 
 class Places:
-    """Which ranks of a communicator share a machine (`near`: this one's), and the rounds' communicators, one a way."""
+    """Which ranks of a communicator share a machine (`near`: this one's), and the rounds'
+    communicators, one a way.
+    """
 
-    _of: weakref.WeakKeyDictionary[Communicator, dict[int | None, Places]] = weakref.WeakKeyDictionary()
+    _of: weakref.WeakKeyDictionary[Communicator, dict[int | None, Places]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self, comm: Communicator, ranks_per_node: int | None) -> None:
         self.machines = machines(comm, ranks_per_node)
@@ -53,15 +59,20 @@ class Places:
             known[ranks_per_node] = cls(comm, ranks_per_node)
         return known[ranks_per_node]
 
-    def groups(self, comm: Communicator, key: tuple[Route, int], members: Sequence[int]) -> tuple[Any, Any]:
-        """Returns those of a round of a route, of `members`, if this rank takes part; at first a collective call."""
+    def groups(
+        self, comm: Communicator, key: tuple[Route, int], members: Sequence[int]
+    ) -> tuple[Any, Any]:
+        """Returns those of a round of a route, of `members`, if this rank takes part; at first a
+        collective call.
+        """
         if key not in self._comms:
             self._comms[key] = comm.subgroup(members), comm.subgroup(members)
         return self._comms[key]
 
 
 class _Step(NamedTuple):
-    """Work of a rank in one round: adds what came in the round before, packs and sends; and the way back.
+    """Work of a rank in one round: adds what came in the round before, packs and sends; and the
+    way back.
 
     sent, returned: bytes, and those of them that go to other machines.
     """
@@ -76,20 +87,27 @@ class _Step(NamedTuple):
 
 
 class RoundsReduction(Phased):
-    """The tree, completed along a route: exchanges and additions, round after round, and the way back."""
+    """The tree, completed along a route: exchanges and additions, round after round, and the way
+    back.
+    """
 
     in_place = True
 
     def _prepare(self) -> None:
         super()._prepare()
-        comm, rank = self.comm, self.comm.rank
-        self.places = places = Places.of(comm, self.strategy.ranks_per_node if self.strategy else None)
-        nodes, shards = self.exchange.nodes, self.plan.shards
+        comm = self.comm
+        rank = self.comm.rank
+        self.places = places = Places.of(
+            comm, self.strategy.ranks_per_node if self.strategy else None
+        )
+        nodes = self.exchange.nodes
+        shards = self.plan.shards
         self.route = route = routes.choose(nodes, shards, places.machines)
         within = max(map(len, places.machines)) > 1
         own = self.ranges if self.scatter and len(set(map(len, places.machines))) == 1 else None
         made = routes.rounds(rank, nodes, shards, route, self.floats, own)
-        # The groups of the rounds see their own calls only: beside the first, all ranks say that they take this step.
+        # The groups of the rounds see their own calls only: beside the first, all ranks say that
+        # they take this step.
         self._check = comm.all_gather_v_init(np.zeros(0, np.float32), [(0, 0)] * comm.size)
         have = {node: self.buffers[b] for node, b in self.plan.partial}
         held: tuple[Run, ...] = ((0, self.floats),)
@@ -102,7 +120,9 @@ class RoundsReduction(Phased):
                 steps.append(None)
                 continue
             returns = own is None and not (route.mended and k == within)
-            step, add, have, held = self._step(made[k], out, back if returns else None, add, have, held)
+            step, add, have, held = self._step(
+                made[k], out, back if returns else None, add, have, held
+            )
             steps.append(step)
         self._end = add, next(iter(have.values()), None), held[0] if held else (0, 0)
         ways = [functools.partial(self._go, step, not k) for k, step in enumerate(steps)]
@@ -112,7 +132,9 @@ class RoundsReduction(Phased):
         self.phases = (*ways[: len(steps)], self._sum, *ways[len(steps) :])
 
     def advice(self, samples: int, shard_size: int) -> str | None:
-        """Says which shard size or placement has fewer bytes between machines; see routes.advice."""
+        """Says which shard size or placement has fewer bytes between machines; see
+        routes.advice.
+        """
         if self.comm.rank or self.plan.counts:
             return None
         return routes.advice(samples, shard_size, self.places.machines, self.workers)
@@ -126,11 +148,18 @@ class RoundsReduction(Phased):
         have: dict[Node, np.ndarray],
         held: tuple[Run, ...],
     ) -> tuple[_Step, Kernels, dict[Node, np.ndarray], tuple[Run, ...]]:
-        """One round, of a rank that has sums of nodes over the floats `held`; and what it has after it."""
-        me, near = round.members.index(self.comm.rank), [p in self.places.near for p in round.members]
+        """One round, of a rank that has sums of nodes over the floats `held`; and what it has
+        after it.
+        """
+        me = round.members.index(self.comm.rank)
+        near = [p in self.places.near for p in round.members]
 
         def of_all(counts: Sequence[int]) -> tuple[int, int]:
-            given = [(4 * n, other) for p, (n, other) in enumerate(zip(counts, near, strict=True)) if p != me]
+            given = [
+                (4 * n, other)
+                for p, (n, other) in enumerate(zip(counts, near, strict=True))
+                if p != me
+            ]
             return sum(n for n, _ in given), sum(n for n, other in given if not other)
 
         views = [
@@ -141,22 +170,34 @@ class RoundsReduction(Phased):
         flat = [view for some in views for view in some]
         runs = [run for some in round.runs for run in some]
         if len(have) == 1 and runs == sorted(runs) and sum(gives) == sum(b - a for a, b in held):
-            # one sum, whose ranges are already in the order of the members, is sent from where it is
-            send, pack = next(iter(have.values())), []
+            # one sum, whose ranges are already in the order of the members, is sent from where it
+            # is
+            send = next(iter(have.values()))
+            pack = []
         else:
-            send, pack = self._take(sum(gives)), flat
+            send = self._take(sum(gives))
+            pack = flat
         size = sum(b - a for a, b in round.runs[me])
         takes = [len(nodes) * size for nodes in round.takes]
         came = self._take(sum(takes))
         given = tuple(node for nodes in round.takes for node in nodes)
         pieces = rows(came, len(given), size)
         adds, kept = combine(given, self.plan.shards)
-        comes, returned = None, (0, 0)
+        comes = None
+        returned = (0, 0)
         if back is not None:
             whole_runs = [(runs[0][0], runs[-1][1]) if runs else (0, 0) for runs in round.runs]
             comes = back.all_gather_v_init(self.result, whole_runs)
             returned = of_all([size] * len(round.members))
-        step = _Step(add, pack, send, out.all_to_all_v_init(send, gives, came, takes), of_all(gives), comes, returned)
+        step = _Step(
+            add,
+            pack,
+            send,
+            out.all_to_all_v_init(send, gives, came, takes),
+            of_all(gives),
+            comes,
+            returned,
+        )
         after = {node: pieces[i] for node, i in kept} if pieces else {}
         return step, adder(pieces, adds), after, round.runs[me]
 
@@ -168,7 +209,8 @@ class RoundsReduction(Phased):
             step.add.run()
         if step.pack:
             np.concatenate(step.pack, out=step.send)
-        self.bytes_sent, self.bytes_wire = self.bytes_sent + step.sent[0], self.bytes_wire + step.sent[1]
+        self.bytes_sent = self.bytes_sent + step.sent[0]
+        self.bytes_wire = self.bytes_wire + step.sent[1]
         request = step.out.start()
         return request if check is None else Both([check, request])
 
@@ -183,13 +225,15 @@ class RoundsReduction(Phased):
     def _come(self, step: _Step | None) -> Request | None:
         if step is None or step.back is None:
             return None
-        self.bytes_sent, self.bytes_wire = self.bytes_sent + step.returned[0], self.bytes_wire + step.returned[1]
+        self.bytes_sent = self.bytes_sent + step.returned[0]
+        self.bytes_wire = self.bytes_wire + step.returned[1]
         return step.back.start()
 
 
 def _inside(held: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
     """Where runs are in an array of the runs that it holds, one behind the other."""
-    found, at = [], 0
+    found = []
+    at = 0
     for lo, hi in held:
         found += [(at + a - lo, at + b - lo) for a, b in wanted if lo <= a and b <= hi]
         at += hi - lo

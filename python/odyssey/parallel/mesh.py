@@ -1,6 +1,9 @@
-"""The mesh: the ranks as a grid dp x pp x tp. A pure function of the world size and three numbers.
+"""The mesh: the ranks as a grid dp x pp x tp.
 
-Ranks of one tensor-parallel group are neighbours (they talk most), then pipeline stages, then data parallel replicas:
+A pure function of the world size and three numbers.
+
+Ranks of one tensor-parallel group are neighbours (they talk most), then pipeline stages, then data
+parallel replicas:
 
     rank = (d * pp + p) * tp + t
 
@@ -26,8 +29,10 @@ class Mesh:
     """How many ranks each kind of parallelism has.
 
     Args:
-        dp: replicas of the model, each with its own shards of the batch; None: as many as the world gives.
-        pp: pipeline stages, each on its own rank; None: as many as the model has devices if there are ranks for them.
+        dp: replicas of the model, each with its own shards of the batch; None: as many as the world
+            gives.
+        pp: pipeline stages, each on its own rank; None: as many as the model has devices if there
+            are ranks for them.
         tp: ranks that share each layer.
     """
 
@@ -38,12 +43,17 @@ class Mesh:
     def __post_init__(self) -> None:
         for name in ("dp", "pp", "tp"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"[mesh] {name} is {value!r}; it must be an integer of at least 1")
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise ConfigError(
+                    f"[mesh] {name} is {value!r}; it must be an integer of at least 1"
+                )
 
     def fit(self, world: int, devices: int = 1) -> Mesh:
-        """The same with every number known, for `world` ranks and a model placed on `devices` devices. Raises
-        ConfigError: the numbers do not give `world`, with the equation."""
+        """The same with every number known, for `world` ranks and a model placed on `devices`
+        devices. Raises ConfigError: the numbers do not give `world`, with the equation.
+        """
         tp = self.tp or 1
         pp = self.pp
         if pp is None:
@@ -52,9 +62,14 @@ class Mesh:
         if dp * pp * tp != world:
             wanted = dp * pp * tp
             running = f"{world} ranks are" if world > 1 else "1 rank is"
-            given = ", ".join(f"--{n}" for n in ("dp", "pp", "tp") if getattr(self, n) is not None) or "--dp"
+            given = (
+                ", ".join(f"--{n}" for n in ("dp", "pp", "tp") if getattr(self, n) is not None)
+                or "--dp"
+            )
             do = f"change {given} or -n" if world > 1 else f"start {wanted} with mpirun -n {wanted}"
-            raise ConfigError(f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {wanted}, but {running} running; {do}")
+            raise ConfigError(
+                f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {wanted}, but {running} running; {do}"
+            )
         return Mesh(dp, pp, tp)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
@@ -72,14 +87,16 @@ class Mesh:
 class Groups:
     """This rank's communicators along each axis of a fitted mesh.
 
-    dp: ranks with the same part of the model and other shards. pp: the stages of one replica, in order. tp: the ranks
-    that share the layers of one stage. model: the pp x tp ranks that make up one replica.
+    dp: ranks with the same part of the model and other shards. pp: the stages of one replica, in
+    order. tp: the ranks that share the layers of one stage. model: the pp x tp ranks that make up
+    one replica.
     """
 
     def __init__(self, world: Communicator, mesh: Mesh) -> None:
         from ..comm import Communicator
 
-        self.world, self.mesh = world, mesh
+        self.world = world
+        self.mesh = mesh
         self.d, self.p, self.t = d, p, t = mesh.coordinates(world.rank)
         alone = world.size == 1 or (mesh.pp == 1 and mesh.tp == 1)
 

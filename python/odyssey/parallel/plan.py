@@ -1,8 +1,11 @@
-"""Plans: which worker computes which shard, and in which order shard gradients are added. Pure functions, no MPI.
+"""Plans: which worker computes which shard, and in which order shard gradients are added.
 
-Shards 0..V-1 of a global batch are added along one fixed binary tree: a node over n shards splits after the largest
-power of two smaller than n. Whoever owns a run of shards computes the largest nodes that lie inside it; the rest of the
-tree is completed from those. So the result depends on V alone, not on who computed what (docs/determinism.md).
+Pure functions, no MPI.
+
+Shards 0..V-1 of a global batch are added along one fixed binary tree: a node over n shards splits
+after the largest power of two smaller than n. Whoever owns a run of shards computes the largest
+nodes that lie inside it; the rest of the tree is completed from those. So the result depends on V
+alone, not on who computed what (docs/determinism.md).
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ class Action(NamedTuple):
 class Plan(NamedTuple):
     """Plan of what one process does in one step.
 
-    `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are
-    the nodes of the tree that are complete then, in order, with the buffers they are in. It needs `buffers` buffers.
+    `threads` are the lists of actions that run side by side, `final` what follows when all have
+    ended. `partial` are the nodes of the tree that are complete then, in order, with the buffers
+    they are in. It needs `buffers` buffers.
 
-    That is how it goes where all threads are equally fast. The executor has a thread that is done take shards of the
-    others (`tables`): a shard then has a buffer of `pool`, the first of a partial node always that of the node.
+    That is how it goes where all threads are equally fast. The executor has a thread that is done
+    take shards of the others (`tables`): a shard then has a buffer of `pool`, the first of a
+    partial node always that of the node.
     """
 
     shards: int
@@ -48,9 +53,11 @@ class Plan(NamedTuple):
     counts: tuple[int, ...] = ()  # shards of each process, where they are not shared out equally
 
     def tables(self) -> list[int]:
-        """The plan as the executor reads it, as int64: `Tables` in mojo/runtime/executor.mojo says what lies where.
+        """The plan as the executor reads it, as int64: `Tables` in mojo/runtime/executor.mojo
+        says what lies where.
 
-        It has room for the executor's own numbers of a step, so two steps must not use one at the same time.
+        It has room for the executor's own numbers of a step, so two steps must not use one at the
+        same time.
         """
         lo, hi = self.run
         number = {(s, 1): s - lo for s in range(lo, hi)}
@@ -65,7 +72,8 @@ class Plan(NamedTuple):
         parent, left, right = ([-1] * len(number) for _ in range(3))
         for first, n in sums:
             here = number[first, n]
-            left[here], right[here] = number[first, split(n)], number[first + split(n), n - split(n)]
+            left[here] = number[first, split(n)]
+            right[here] = number[first + split(n), n - split(n)]
             parent[left[here]] = parent[right[here]] = here
         fixed = [-1] * (hi - lo)
         for (first, _), b in self.partial:
@@ -74,7 +82,17 @@ class Plan(NamedTuple):
         head = [lo, hi - lo, len(number), len(runs), len(self.pool)]
         head += [0] * (LINE - len(head))
         own = [0] * (2 * len(number) + len(self.pool) + LINE * len(runs))
-        return [*head, *parent, *left, *right, *fixed, *(a for a, _ in runs), *(b for _, b in runs), *self.pool, *own]
+        return [
+            *head,
+            *parent,
+            *left,
+            *right,
+            *fixed,
+            *(a for a, _ in runs),
+            *(b for _, b in runs),
+            *self.pool,
+            *own,
+        ]
 
 
 def shard_count(samples: int, shard_size: int) -> int:
@@ -86,11 +104,12 @@ ROWS = 1024  # of a shard of sequences: they keep the kernels busy, and their ac
 
 
 def default_shard_size(samples: int, rows: int = 1) -> int:
-    """Samples per shard where nothing else is given, for a global batch of so many samples of so many rows each.
+    """Samples per shard where nothing else is given, for a global batch of so many samples of so
+    many rows each.
 
-    Where a row is a sample fewer than 16 would leave lanes empty: shards of 32 keep the kernels busy, and from 32
-    samples on there are at least two, for two workers. Sequences fill lanes by themselves: shards of about ROWS rows,
-    but of at most an eighth of the batch, for eight workers.
+    Where a row is a sample fewer than 16 would leave lanes empty: shards of 32 keep the kernels
+    busy, and from 32 samples on there are at least two, for two workers. Sequences fill lanes by
+    themselves: shards of about ROWS rows, but of at most an eighth of the batch, for eight workers.
     """
     if rows > 1:
         return max(1, min(ROWS // rows, -(-samples // 8)))
@@ -98,9 +117,14 @@ def default_shard_size(samples: int, rows: int = 1) -> int:
 
 
 def busy(workers: int, sharing: int, samples: int) -> str:
-    """Returns what to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
+    """Returns what to set so that each of the workers has a shard, of which `sharing` share the
+    fewest samples.
+    """
     if samples < sharing:
-        return f"each has one with a global batch of at least {workers} and a shard size of 1, and other bits"
+        return (
+            f"each has one with a global batch of at least {workers} and a shard size of 1, "
+            "and other bits"
+        )
     size = (samples - 1) // (sharing - 1)
     return f"each has one with a shard size of {size} (shard_size, --shard-size), and other bits"
 
@@ -116,16 +140,24 @@ def share(n: int, parts: int, i: int) -> Run:
 
 
 def runs(shards: int, ranks: int, workers: int, counts: tuple[int, ...] = ()) -> list[Run]:
-    """The shards of each worker of each rank, in order: equal shares, or `counts` of them for each rank."""
+    """The shards of each worker of each rank, in order: equal shares, or `counts` of them for
+    each rank.
+    """
     if not counts:
         return [share(shards, ranks * workers, w) for w in range(ranks * workers)]
     starts = [sum(counts[:r]) for r in range(ranks)]
-    cuts = ((at, share(n, workers, w)) for at, n in zip(starts, counts, strict=True) for w in range(workers))
+    cuts = (
+        (at, share(n, workers, w))
+        for at, n in zip(starts, counts, strict=True)
+        for w in range(workers)
+    )
     return [(at + a, at + b) for at, (a, b) in cuts]
 
 
 def split(n: int) -> int:
-    """Leaves of the left child of a node over n > 1 leaves: the largest power of two smaller than n."""
+    """Leaves of the left child of a node over n > 1 leaves: the largest power of two smaller
+    than n.
+    """
     return 1 << (n - 1).bit_length() - 1
 
 
@@ -144,11 +176,16 @@ def nodes(run: Run, shards: int) -> list[Node]:
 
 
 @functools.lru_cache(maxsize=64)
-def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
-    """The additions that complete as much of the tree over `shards` leaves as some of its nodes allow. Returns (adds,
-    kept): actions over the numbers of `given`; the nodes that remain, in order, and where they are."""
+def combine(
+    given: tuple[Node, ...], shards: int
+) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
+    """The additions that complete as much of the tree over `shards` leaves as some of its nodes
+    allow. Returns (adds, kept): actions over the numbers of `given`; the nodes that remain,
+    in order, and where they are.
+    """
     number = {node: i for i, node in enumerate(given)}
-    begin, end = min((lo for lo, _ in given), default=0), max((lo + n for lo, n in given), default=0)
+    begin = min((lo for lo, _ in given), default=0)
+    end = max((lo + n for lo, n in given), default=0)
     adds: list[Action] = []
     kept: list[tuple[Node, int]] = []
 
@@ -163,7 +200,9 @@ def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], t
         if a is not None and b is not None:
             adds.append(Action("add", a, b))
             return a
-        kept.extend((child, at) for child, at in zip(children, (a, b), strict=True) if at is not None)
+        kept.extend(
+            (child, at) for child, at in zip(children, (a, b), strict=True) if at is not None
+        )
         return None
 
     root = complete(0, shards) if given else None
@@ -173,16 +212,25 @@ def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], t
 
 
 @functools.lru_cache(maxsize=64)
-def make(shards: int, rank: int, ranks: int, workers: int, threads: int, counts: tuple[int, ...] = ()) -> Plan:
-    """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads` threads compute.
+def make(
+    shards: int, rank: int, ranks: int, workers: int, threads: int, counts: tuple[int, ...] = ()
+) -> Plan:
+    """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads`
+    threads compute.
 
-    Worker w of all ranks * workers owns run w, which is empty for some if a batch has fewer shards than workers.
-    Threads take whole workers, or share one if there are more threads. counts: see `runs`.
+    Worker w of all ranks * workers owns run w, which is empty for some if a batch has fewer shards
+    than workers. Threads take whole workers, or share one if there are more threads. counts: see
+    `runs`.
     """
     mine = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
     own = (mine[0][0], mine[-1][1])
     pieces = max(1, threads // workers)
-    cut = [(lo + a, lo + b) for lo, hi in mine for a, b in (share(hi - lo, pieces, i) for i in range(pieces)) if b > a]
+    cut = [
+        (lo + a, lo + b)
+        for lo, hi in mine
+        for a, b in (share(hi - lo, pieces, i) for i in range(pieces))
+        if b > a
+    ]
     threads = max(1, min(threads, len(cut)))
     fresh = itertools.count()  # buffers
     have: dict[Node, int] = {}
@@ -198,7 +246,8 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int, counts:
                 actions.append(Action("run", lo, b))
                 return b
             left = split(n)
-            a, b = subtree((lo, left)), subtree((lo + left, n - left))
+            a = subtree((lo, left))
+            b = subtree((lo + left, n - left))
             actions.append(Action("add", a, b))
             free.append(b)
             return a
@@ -224,8 +273,9 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int, counts:
 def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
     """Buffers of the pool that are in use at the most while a run is computed in its order.
 
-    With so many for every run there is always one for the next shard of a run of which none is being computed, so no
-    thread waits for a buffer for ever. Shards of `fixed` have buffers of their own.
+    With so many for every run there is always one for the next shard of a run of which none is
+    being computed, so no thread waits for a buffer for ever. Shards of `fixed` have buffers of
+    their own.
     """
     most = 0
     for shard in range(*run):
@@ -236,17 +286,23 @@ def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
 
 
 def unshared(plan: Plan) -> Plan:
-    """The same plan on one thread with a buffer for every shard, for shards that are not completed one by one."""
+    """The same plan on one thread with a buffer for every shard, for shards that are not
+    completed one by one.
+    """
     lo, hi = plan.run
     runs = tuple(Action("run", s, s - lo) for s in range(lo, hi))
     adds, partial = combine(tuple((s, 1) for s in range(lo, hi)), plan.shards)
-    return Plan(plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1), counts=plan.counts)
+    return Plan(
+        plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1), counts=plan.counts
+    )
 
 
 class Exchange(NamedTuple):
-    """How the ranks complete the tree: rank p sums range p of the arena over all nodes of all ranks.
+    """How the ranks complete the tree: rank p sums range p of the arena over all nodes of all
+    ranks.
 
-    `ranges` are in floats. `nodes[r]` are those rank r hands on, in order; `adds` go over all; node 0 is the sum.
+    `ranges` are in floats. `nodes[r]` are those rank r hands on, in order; `adds` go over all; node
+    0 is the sum.
     """
 
     ranges: tuple[Run, ...]
@@ -261,9 +317,16 @@ def ranges(floats: int, parts: int) -> tuple[Run, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def exchange(shards: int, ranks: int, workers: int, floats: int, counts: tuple[int, ...] = ()) -> Exchange:
-    """The plan of the reduction between `ranks` processes of `workers` workers over buffers of `floats` floats."""
+def exchange(
+    shards: int, ranks: int, workers: int, floats: int, counts: tuple[int, ...] = ()
+) -> Exchange:
+    """The plan of the reduction between `ranks` processes of `workers` workers over buffers of
+    `floats` floats.
+    """
     cuts = runs(shards, ranks, workers, counts)
-    per_rank = tuple(tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards)) for r in range(ranks))
+    per_rank = tuple(
+        tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards))
+        for r in range(ranks)
+    )
     adds, _ = combine(tuple(node for own in per_rank for node in own), shards)
     return Exchange(ranges(floats, ranks), per_rank, adds)

@@ -1,8 +1,10 @@
-"""Reductions between processes: how partial sums of the shards become one sum, on every rank or on the owner of a part.
+"""Reductions between processes: how partial sums of the shards become one sum, on every rank or
+on the owner of a part.
 
-A reduction is made once per plan and range of parameters, and used once per step: the engine fills `buffers`, calls
-`start()` when its shards are done, may go on computing and `poll()` now and then, and takes the sum from `finish()`.
-Here are the contract and the plainest ones; strategy.py has all, docs/strategies.md compares them.
+A reduction is made once per plan and range of parameters, and used once per step: the engine fills
+`buffers`, calls `start()` when its shards are done, may go on computing and `poll()` now and then,
+and takes the sum from `finish()`. Here are the contract and the plainest ones; strategy.py has all,
+docs/strategies.md compares them.
 """
 
 from __future__ import annotations
@@ -27,19 +29,23 @@ if TYPE_CHECKING:
 
 
 class Reduction:
-    """Completes the sums of one plan over `floats` floats. This one is for a world of one: nothing is left to add.
+    """Completes the sums of one plan over `floats` floats.
 
-    buffers: (plan.buffers, floats) float32, where the engine puts the sums of shards. result: (floats,), the sum over
-    all shards once `finish()` has returned it, valid until `buffers` are written again. own: the range of `result`
-    that is valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks. bytes_sent: by this
-    rank, so far; bytes_wire: of them to other machines, as far as it is counted; bytes_plain: what the tree would
-    have sent. floats_needed: of memory that it uses.
+    This one is for a world of one: nothing is left to add.
+
+    buffers: (plan.buffers, floats) float32, where the engine puts the sums of shards. result:
+    (floats,), the sum over all shards once `finish()` has returned it, valid until `buffers` are
+    written again. own: the range of `result` that is valid then: all of it, or this rank's part if
+    `scatter`. ranges: the parts of all ranks. bytes_sent: by this rank, so far; bytes_wire: of them
+    to other machines, as far as it is counted; bytes_plain: what the tree would have sent.
+    floats_needed: of memory that it uses.
 
     Args:
         plan: what this process computes. workers: workers of each process.
         scatter: leave each rank with its own range of the sum.
         storage: float32 memory to work in, of at least `floats_needed`; its own if None.
-        strategy: settings of the kinds that have some. content: what the floats are, where that matters.
+        strategy: settings of the kinds that have some. content: what the floats are, where that
+            matters.
     """
 
     def __init__(
@@ -54,8 +60,13 @@ class Reduction:
         strategy: Strategy | None = None,
         content: Content | None = None,
     ) -> None:
-        self.comm, self.plan, self.floats, self.workers, self.scatter = comm, plan, floats, workers, scatter
-        self.strategy, self.content = strategy, content
+        self.comm = comm
+        self.plan = plan
+        self.floats = floats
+        self.workers = workers
+        self.scatter = scatter
+        self.strategy = strategy
+        self.content = content
         self.exchange = exchange(plan.shards, comm.size, workers, floats, counts=plan.counts)
         self.ranges: tuple[Run, ...] = self.exchange.ranges
         self.own: Run = self.ranges[comm.rank] if scatter else (0, floats)
@@ -86,7 +97,9 @@ class Reduction:
         self.result = self.buffers[self.plan.partial[0][1]]
 
     def start(self) -> None:
-        """Sends this rank's partial sums on their way; `buffers` must not be written until `finish()`."""
+        """Sends this rank's partial sums on their way; `buffers` must not be written until
+        `finish()`.
+        """
 
     def poll(self) -> bool:
         """Helps the transfer along without waiting; whether it is over."""
@@ -97,7 +110,9 @@ class Reduction:
         return self.result
 
     def _add_up(self, out: np.ndarray) -> np.ndarray:
-        """This rank's partial sums of the first floats, added in order into `out`; for kinds that leave the tree."""
+        """This rank's partial sums of the first floats, added in order into `out`; for kinds
+        that leave the tree.
+        """
         out[:] = 0
         for _, b in self.plan.partial:
             out += self.buffers[b, : out.size]
@@ -107,9 +122,10 @@ class Reduction:
 class PhaseCommunicators:
     """Resources that the reductions over one communicator share.
 
-    under_way: those started and not finished, in order. lane(p): a communicator of the same ranks for phase p. When a
-    phase ends depends on timing, which differs between ranks, but the calls on a communicator must not: so each phase
-    has one of its own, and there reductions keep the order in which they were started.
+    under_way: those started and not finished, in order. lane(p): a communicator of the same ranks
+    for phase p. When a phase ends depends on timing, which differs between ranks, but the calls on
+    a communicator must not: so each phase has one of its own, and there reductions keep the order
+    in which they were started.
     """
 
     _of: weakref.WeakKeyDictionary[Communicator, PhaseCommunicators] = weakref.WeakKeyDictionary()
@@ -126,7 +142,9 @@ class PhaseCommunicators:
         return cls._of.setdefault(comm, cls())
 
     def lane(self, comm: Communicator, phase: int) -> Communicator:
-        """The communicator of a phase, `comm` itself for the first; a collective call when it is a new one."""
+        """The communicator of a phase, `comm` itself for the first; a collective call when it is
+        a new one.
+        """
         while len(self._more) < phase:
             part = comm.group(range(comm.size))
             assert part is not None
@@ -135,10 +153,12 @@ class PhaseCommunicators:
 
 
 class Phased(Reduction):
-    """A reduction in phases, each of which starts one transfer when that of the phase before is over.
+    """A reduction in phases, each of which starts one transfer when that of the phase before is
+    over.
 
-    A subclass sets `phases`, functions that start a transfer and return its request, or None where there is nothing
-    to wait for. Phase p of a reduction starts after phase p of those started earlier.
+    A subclass sets `phases`, functions that start a transfer and return its request, or None where
+    there is nothing to wait for. Phase p of a reduction starts after phase p of those started
+    earlier.
     """
 
     phases: Sequence[Callable[[], Request | None]] = ()
@@ -150,11 +170,14 @@ class Phased(Reduction):
         self.lanes = PhaseCommunicators.of(self.comm)
         self._phase = -1
         self._request: Request | None = None
-        self._running, self._turn = False, -1
+        self._running = False
+        self._turn = -1
         self._begun: tuple[int, int] | None = None  # for a timeline: when, and bytes sent before
 
     def start(self) -> None:
-        self._running, self._phase, self._request = True, -1, None
+        self._running = True
+        self._phase = -1
+        self._request = None
         if slot.listener is not None:
             self._begun = time.monotonic_ns(), self.bytes_sent
         self._turn = next(self.lanes.turns)
@@ -169,8 +192,9 @@ class Phased(Reduction):
         return not self._running
 
     def finish(self) -> np.ndarray:
-        # Those started before it as well, also where polls have completed it: another rank may be waiting for their
-        # next transfer here, and this one may not look at them before it has waited for that rank in another call.
+        # Those started before it as well, also where polls have completed it: another rank may be
+        # waiting for their next transfer here, and this one may not look at them before it has
+        # waited for that rank in another call.
         under_way = self.lanes.under_way
         while under_way and under_way[0]._turn <= self._turn:
             under_way[0]._advance(wait=True)
@@ -185,10 +209,14 @@ class Phased(Reduction):
                 self._request.wait()  # raises what went wrong, whoever asked
             following = self._phase + 1
             if following == len(self.phases):
-                self._running, self._request = False, None
+                self._running = False
+                self._request = None
                 if slot.listener is not None and self._begun is not None:
-                    (begun, before), name = self._begun, f"sum of {self.floats:,} floats"
-                    slot.listener.span("wire", name, begun, time.monotonic_ns(), bytes=self.bytes_sent - before)
+                    name = f"sum of {self.floats:,} floats"
+                    (begun, before) = self._begun
+                    slot.listener.span(
+                        "wire", name, begun, time.monotonic_ns(), bytes=self.bytes_sent - before
+                    )
                 self.lanes.under_way.remove(self)
                 return
             for earlier in self.lanes.under_way:
@@ -201,7 +229,9 @@ class Phased(Reduction):
 
 
 class Kernels:
-    """Calls of a kernel, one after the other; arguments are blocks of the host's memory, or addresses, and sizes."""
+    """Calls of a kernel, one after the other; arguments are blocks of the host's memory, or
+    addresses, and sizes.
+    """
 
     def __init__(self, op: str, calls: Sequence[Sequence[Any]]) -> None:
         lib = native.library()
@@ -225,8 +255,9 @@ def adder(pieces: Sequence[np.ndarray], actions: Sequence[Action]) -> Kernels:
 
 
 class RunningTreeSum:
-    """The sum of arrays that come one after the other, along the tree of plan.py like a binary counter: the nodes
-    (number of arrays, sum) that are complete, large ones first."""
+    """The sum of arrays that come one after the other, along the tree of plan.py like a binary
+    counter: the nodes (number of arrays, sum) that are complete, large ones first.
+    """
 
     def __init__(self) -> None:
         self.nodes: list[tuple[int, np.ndarray]] = []
@@ -250,7 +281,9 @@ class RunningTreeSum:
         self.nodes = []
 
     def add_to(self, array: np.ndarray, lo: int, hi: int) -> None:
-        """Adds [lo, hi) of all nodes to `array`, which holds the newest one or nothing, the smallest node first."""
+        """Adds [lo, hi) of all nodes to `array`, which holds the newest one or nothing, the
+        smallest node first.
+        """
         for _, node in reversed(self.nodes):
             np.add(node[lo:hi], array, out=array)
 
@@ -261,14 +294,17 @@ def rows(flat: np.ndarray, count: int, floats: int) -> list[np.ndarray]:
 
 
 class TreeReduction(Phased):
-    """The tree of plan.py: range p of the floats goes to rank p from everyone (one all-to-all), is added there in the
-    tree's order by a kernel, and comes back to everyone (one all-gather; left out if `scatter`)."""
+    """The tree of plan.py: range p of the floats goes to rank p from everyone (one all-to-all),
+    is added there in the tree's order by a kernel, and comes back to everyone (one
+    all-gather; left out if `scatter`).
+    """
 
     in_place = True
 
     def _prepare(self) -> None:
         super()._prepare()
-        x, rank = self.exchange, self.comm.rank
+        x = self.exchange
+        rank = self.comm.rank
         lo, hi = self.ranges[rank]
         mine = len(self.plan.partial)
         # one sum is sent from where it is: its ranges are already in the order of the ranks
@@ -277,7 +313,9 @@ class TreeReduction(Phased):
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
         self._adder = adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
-        self._out = self.comm.all_to_all_v_init(self._send, self._send_counts, self._receive, self._receive_counts)
+        self._out = self.comm.all_to_all_v_init(
+            self._send, self._send_counts, self._receive, self._receive_counts
+        )
         self.phases = (self._hand_out, self._add if self.scatter else self._gather)
         if not self.scatter:
             self._back = self.lanes.lane(self.comm, 1).all_gather_v_init(self.result, self.ranges)
@@ -302,7 +340,9 @@ class TreeReduction(Phased):
 
 
 class LibraryReduction(Phased):
-    """The library's own all-reduce over the sums of the ranks: the order of additions, so the bits, are its own."""
+    """The library's own all-reduce over the sums of the ranks: the order of additions, so the
+    bits, are its own.
+    """
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -310,17 +350,22 @@ class LibraryReduction(Phased):
 
     def _reduce(self) -> Request:
         self._add_up(self.result)
-        self.bytes_sent += 8 * self.floats * (self.comm.size - 1) // self.comm.size  # of a ring; the library may differ
+        # of a ring; the library may differ
+        self.bytes_sent += 8 * self.floats * (self.comm.size - 1) // self.comm.size
         return self.comm.all_reduce(self.result, out=self.result, wait=False)
 
 
 class ServerReduction(TreeReduction):
-    """`parameter_server`, synchronous: ranks 0 to k - 1 each add a range of everyone's gradients and send it back.
+    """`parameter_server`, synchronous: ranks 0 to k - 1 each add a range of everyone's gradients
+    and send it back.
 
-    With one server all traffic goes through one rank, with as many as ranks this is `tree`. Same bits as `tree`.
+    With one server all traffic goes through one rank, with as many as ranks this is `tree`. Same
+    bits as `tree`.
     """
 
     def _prepare(self) -> None:
         servers = self.strategy.servers if self.strategy else 1
-        self.ranges = ranges(self.floats, servers) + ((self.floats, self.floats),) * (self.comm.size - servers)
+        self.ranges = ranges(self.floats, servers) + ((self.floats, self.floats),) * (
+            self.comm.size - servers
+        )
         super()._prepare()

@@ -1,7 +1,7 @@
 """`ring`: reduce-scatter and all-gather around a ring of ranks (Patarasuk and Yuan 2009).
 
-A float's additions go around the ring from the rank after its owner, so the bits depend on the number of ranks.
-docs/strategies.md compares it with the others.
+A float's additions go around the ring from the rank after its owner, so the bits depend on the
+number of ranks. docs/strategies.md compares it with the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .reduction import Phased
 class RingReduction(Phased):
     """Reduce-scatter, then all-gather (left out if `scatter`), over any number of floats and ranks.
 
-    Chunk p is rank p's range. It starts at rank p + 1, is added to by each rank on the way, and is complete at p.
+    Chunk p is rank p's range. It starts at rank p + 1, is added to by each rank on the way, and is
+    complete at p.
     """
 
     def _prepare(self) -> None:
@@ -40,7 +41,9 @@ class RingReduction(Phased):
             self._add_up(self._sum)
         else:
             self._take_in(rank - 1 - s)
-        return self._pass_on(self._chunk(rank - 1 - s), self._arriving[: self._chunk(rank - 2 - s).size])
+        return self._pass_on(
+            self._chunk(rank - 1 - s), self._arriving[: self._chunk(rank - 2 - s).size]
+        )
 
     def _take_in(self, p: int) -> None:
         """Adds the chunk that came."""
@@ -59,7 +62,8 @@ class RingReduction(Phased):
 
     def _pass_on(self, outgoing: np.ndarray, incoming: np.ndarray) -> Request:
         """Sends to the next rank and receives from the one before; empty chunks stay away."""
-        comm, requests = self.comm, []
+        comm = self.comm
+        requests = []
         if incoming.size:
             requests.append(comm.recv(incoming, (comm.rank - 1) % comm.size, self._tag, wait=False))
         if outgoing.size:

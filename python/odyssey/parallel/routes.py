@@ -1,9 +1,12 @@
-"""Routes: in which rounds ranks on several machines complete the tree of plan.py. Pure functions, no MPI.
+"""Routes: in which rounds ranks on several machines complete the tree of plan.py.
 
-First the ranks of a machine add, each a range of the floats; then machines add in rounds of radix g: g neighbouring
-blocks of machines become one, and each rank's range is cut into g, of which it keeps one. It goes back the same way.
-Where tree nodes straddle machines (a machine's shards are no power of two), the sides of a border first meet on one of
-them. Each round adds what can be added of the tree, so the bits do not depend on the route.
+Pure functions, no MPI.
+
+First the ranks of a machine add, each a range of the floats; then machines add in rounds of radix
+g: g neighbouring blocks of machines become one, and each rank's range is cut into g, of which it
+keeps one. It goes back the same way. Where tree nodes straddle machines (a machine's shards are no
+power of two), the sides of a border first meet on one of them. Each round adds what can be added of
+the tree, so the bits do not depend on the route.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ MUCH = 1.2  # times the bytes that a sum needs between machines: said at the sta
 
 
 class Route(NamedTuple):
-    """Rounds of a world: `radices` between machines, whose product is their number; `mended`: borders meet first."""
+    """Rounds of a world: `radices` between machines, whose product is their number; `mended`:
+    borders meet first.
+    """
 
     machines: Machines
     radices: tuple[int, ...]
@@ -45,8 +50,11 @@ def _kept(given: tuple[Node, ...], shards: int) -> tuple[Node, ...]:
 
 
 def _straddling(border: int, begin: int, end: int, shards: int) -> list[Node]:
-    """The nodes of the tree that lie inside [begin, end) and have shards on both sides of a border."""
-    found, (lo, n) = [], (0, shards)
+    """The nodes of the tree that lie inside [begin, end) and have shards on both sides of a
+    border.
+    """
+    found = []
+    (lo, n) = (0, shards)
     while n > 1 and lo < border < lo + n:
         if begin <= lo and lo + n <= end:
             found.append((lo, n))
@@ -59,15 +67,21 @@ Gifts = dict[tuple[int, int], tuple[Node, ...]]  # from a machine to another
 
 
 def _mend(brought: Nodes, shards: int) -> Gifts:
-    """Returns what machines give to those beside them, so that nodes on a border are completed: the fewer move."""
+    """Returns what machines give to those beside them, so that nodes on a border are completed:
+    the fewer move.
+    """
     gifts: Gifts = {}
     for a, b in zip(range(len(brought)), range(1, len(brought)), strict=False):
-        left, right = brought[a], brought[b]
+        left = brought[a]
+        right = brought[b]
         if not left or not right or left[-1][0] + left[-1][1] != right[0][0]:
             continue
         best = 0.0
         for lo, n in _straddling(right[0][0], left[0][0], right[-1][0] + right[-1][1], shards):
-            sides = [tuple(node for node in side if lo <= node[0] and sum(node) <= lo + n) for side in (left, right)]
+            sides = [
+                tuple(node for node in side if lo <= node[0] and sum(node) <= lo + n)
+                for side in (left, right)
+            ]
             few = min(sides, key=len)
             gain = (len(sides[0]) + len(sides[1]) - 1) * (1 - 1 / len(brought)) - len(few)
             if gain > best:
@@ -89,7 +103,8 @@ def levels(nodes: Nodes, shards: int, route: Route) -> Levels:
     """Makes it for ranks that hand on `nodes`."""
     given = (tuple(node for r in ranks for node in nodes[r]) for ranks in route.machines)
     at = tuple(_kept(own, shards) for own in given)
-    found, gifts = [at], _mend(at, shards) if route.mended else {}
+    found = [at]
+    gifts = _mend(at, shards) if route.mended else {}
     if route.mended:
         moved: list[list[Node]] = [list(own) for own in at]
         for (a, b), some in gifts.items():
@@ -99,26 +114,38 @@ def levels(nodes: Nodes, shards: int, route: Route) -> Levels:
     size = 1
     for radix in route.radices[:-1]:
         size *= radix
-        unions = (tuple(dict.fromkeys(itertools.chain(*at[i : i + size]))) for i in range(0, len(at), size))
+        unions = (
+            tuple(dict.fromkeys(itertools.chain(*at[i : i + size])))
+            for i in range(0, len(at), size)
+        )
         blocks = [_kept(union, shards) for union in unions]
         at = tuple(blocks[b // size] for b in range(len(at)))
         found.append(at)
     return Levels(tuple(found), gifts)
 
 
-def rounds(rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own: tuple[Run, ...] | None) -> list[Round]:  # noqa: C901
-    """Returns those of a rank; fewer if it takes no part between machines. own: the range of each rank in the end."""
-    machines, radices = route.machines, route.radices
-    wide, count = min(map(len, machines)), len(machines)
+def rounds(
+    rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own: tuple[Run, ...] | None
+) -> list[Round]:  # noqa: C901
+    """Returns those of a rank; fewer if it takes no part between machines. own: the range of
+    each rank in the end.
+    """
+    machines = route.machines
+    radices = route.radices
+    wide = min(map(len, machines))
+    count = len(machines)
     machine, here = next((m, ranks) for m, ranks in enumerate(machines) if rank in ranks)
     place = here.index(rank)
     final: dict[tuple[int, int], Run] = {}
     cut = ranges(floats, wide * count)
     for b in range(count):
-        index, rest, below = 0, b, count
+        index = 0
+        rest = b
+        below = count
         for radix in radices:
             below //= radix
-            index, rest = index + rest % radix * below, rest // radix
+            index = index + rest % radix * below
+            rest = rest // radix
         for p in range(wide):
             final[b, p] = cut[p * count + index] if own is None else own[machines[b][p]]
 
@@ -144,7 +171,11 @@ def rounds(rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own:
     everyone = tuple(ranks[place] for ranks in machines)
     if route.mended:
         at = found[0]
-        stays = tuple(node for node in at[machine] if not any(node in v for (a, _), v in gifts.items() if a == machine))
+        stays = tuple(
+            node
+            for node in at[machine]
+            if not any(node in v for (a, _), v in gifts.items() if a == machine)
+        )
         gives = tuple(stays if b == machine else gifts.get((machine, b), ()) for b in range(count))
         takes = tuple(stays if b == machine else gifts.get((b, machine), ()) for b in range(count))
         made.append(Round(everyone, gives, takes, tuple(held(b, place, 1) for b in range(count))))
@@ -154,41 +185,53 @@ def rounds(rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own:
         first = machine // (size * radix) * size * radix + machine % size
         group = range(first, first + size * radix, size)
         size *= radix
-        takes, runs = tuple(at[b] for b in group), tuple(held(b, place, size) for b in group)
+        takes = tuple(at[b] for b in group)
+        runs = tuple(held(b, place, size) for b in group)
         made.append(Round(tuple(everyone[b] for b in group), (at[machine],) * radix, takes, runs))
     return made
 
 
 def traffic(nodes: Nodes, shards: int, route: Route) -> tuple[float, int]:
-    """(what all machines send to others, in floats per float of the gradients; messages of a rank), there and back."""
+    """(what all machines send to others, in floats per float of the gradients; messages of a
+    rank), there and back.
+    """
     found, gifts = levels(nodes, shards, route)
     sent = float(sum(map(len, gifts.values())))
-    size, messages = 1, max(map(len, route.machines)) - 1 + route.mended
+    size = 1
+    messages = max(map(len, route.machines)) - 1 + route.mended
     for at, radix in zip(found[route.mended :], route.radices, strict=False):
         sent += sum(len(own) * (1 - 1 / radix) / size + (radix - 1) / (size * radix) for own in at)
-        size, messages = size * radix, messages + radix - 1
+        size = size * radix
+        messages = messages + radix - 1
     return sent, 2 * messages
 
 
 def minimum(nodes: Nodes, shards: int, machines: Machines) -> float:
-    """Returns what all machines must send to others at least, in floats per float of the gradients, there and back:
-    each sum of the tree is completed on some machine, so that as few as possible have to travel (Fitch's parsimony)."""
+    """Returns what all machines must send to others at least, in floats per float of the
+    gradients, there and back: each sum of the tree is completed on some machine, so that as
+    few as possible have to travel (Fitch's parsimony).
+    """
     at = {node: m for m, ranks in enumerate(machines) for r in ranks for node in nodes[r]}
 
     def least(lo: int, n: int) -> tuple[frozenset[int], int]:
         if (lo, n) in at:
             return frozenset((at[lo, n],)), 0
         left = split(n)
-        (a, x), (b, y) = least(lo, left), least(lo + left, n - left)
+        (a, x) = least(lo, left)
+        (b, y) = least(lo + left, n - left)
         return (a & b, x + y) if a & b else (a | b, x + y + 1)
 
     return least(0, shards)[1] + len(machines) - 1
 
 
 def excess(shards: int, machines: Machines, workers: int = 1) -> float:
-    """Returns `minimum` for ranks of so many workers, divided by what the sum of any numbers needs."""
+    """Returns `minimum` for ranks of so many workers, divided by what the sum of any numbers
+    needs.
+    """
     nodes = exchange(shards, sum(map(len, machines)), workers, 16).nodes
-    return minimum(nodes, shards, machines) / (2 * (len(machines) - 1)) if len(machines) > 1 else 1.0
+    return (
+        minimum(nodes, shards, machines) / (2 * (len(machines) - 1)) if len(machines) > 1 else 1.0
+    )
 
 
 def placed(ranks: int, each: int) -> Machines:
@@ -197,9 +240,12 @@ def placed(ranks: int, each: int) -> Machines:
 
 
 def advice(samples: int, shard_size: int, machines: Machines, workers: int = 1) -> str | None:
-    """Says, where the tree needs more than MUCH between these machines, what needs less: the shard size that is nearest
-    and keeps all workers busy, and the placement of the same ranks that is nearest. None: it does not, or nothing."""
-    shards, ranks = shard_count(samples, shard_size), sum(map(len, machines))
+    """Says, where the tree needs more than MUCH between these machines, what needs less: the
+    shard size that is nearest and keeps all workers busy, and the placement of the same ranks
+    that is nearest. None: it does not, or nothing.
+    """
+    shards = shard_count(samples, shard_size)
+    ranks = sum(map(len, machines))
     now = excess(shards, machines, workers)
     if now <= MUCH:
         return None
@@ -207,27 +253,44 @@ def advice(samples: int, shard_size: int, machines: Machines, workers: int = 1) 
     def most(size: int) -> int:  # samples of a worker
         return -(-shard_count(samples, size) // (ranks * workers)) * size
 
-    wanted = {-(-samples // (n << k)) for n in (len(machines), ranks) for k in range(samples.bit_length())}
+    wanted = {
+        -(-samples // (n << k)) for n in (len(machines), ranks) for k in range(samples.bit_length())
+    }
     sizes = sorted(
-        wanted, key=lambda size: (max(most(size), 1.25 * most(shard_size)), abs(math.log(size / shard_size)))
+        wanted,
+        key=lambda size: (
+            max(most(size), 1.25 * most(shard_size)),
+            abs(math.log(size / shard_size)),
+        ),
     )
-    eaches = sorted((n for n in range(2, ranks) if ranks % n == 0), key=lambda n: (abs(n - ranks / len(machines)), -n))
+    eaches = sorted(
+        (n for n in range(2, ranks) if ranks % n == 0),
+        key=lambda n: (abs(n - ranks / len(machines)), -n),
+    )
     found = []
     for size in sizes:
         count = shard_count(samples, size)
-        if count >= min(shards, ranks * workers) and (then := excess(count, machines, workers)) <= MUCH:
-            found.append(f"{then:.2f} times with a shard size of {size} (shard_size, --shard-size; other bits)")
+        if (
+            count >= min(shards, ranks * workers)
+            and (then := excess(count, machines, workers)) <= MUCH
+        ):
+            found.append(
+                f"{then:.2f} times with a shard size of {size} (shard_size, --shard-size; other "
+                "bits)"
+            )
             break
     for each in eaches:
         if (then := excess(shards, placed(ranks, each), workers)) <= MUCH:
             found.append(
-                f"{then:.2f} times on {ranks // each} machines with {each} neighbouring ranks each (same bits)"
+                f"{then:.2f} times on {ranks // each} machines with {each} neighbouring ranks "
+                "each (same bits)"
             )
             break
     if not found:
         return None
     return (
-        f"[train] the sum of {shards} shards takes {now:.2f} times the bytes between {len(machines)} machines that any "
+        f"[train] the sum of {shards} shards takes {now:.2f} times the bytes between "
+        f"{len(machines)} machines that any "
         f"sum needs; {', or '.join(found)}"
     )
 
@@ -238,15 +301,24 @@ def _products(count: int, most: int) -> list[tuple[int, ...]]:
         return [()]
     if most == 1:
         return [(count,)]
-    return [(g, *more) for g in range(2, count + 1) if count % g == 0 for more in _products(count // g, most - 1)]
+    return [
+        (g, *more)
+        for g in range(2, count + 1)
+        if count % g == 0
+        for more in _products(count // g, most - 1)
+    ]
 
 
 @functools.lru_cache(64)
 def choose(nodes: Nodes, shards: int, machines: Machines) -> Route:
-    """Returns, of the routes that send hardly more between machines than the best, that of fewest messages a rank."""
+    """Returns, of the routes that send hardly more between machines than the best, that of
+    fewest messages a rank.
+    """
     at = tuple(_kept(tuple(node for r in ranks for node in nodes[r]), shards) for ranks in machines)
-    ways, borders = _products(len(machines), MOST), (False, True) if _mend(at, shards) else (False,)
+    ways = _products(len(machines), MOST)
+    borders = (False, True) if _mend(at, shards) else (False,)
     found = [Route(machines, way, mended) for way in ways for mended in borders]
     costs = [traffic(nodes, shards, route) for route in found]
-    enough, each = 1.02 * min(costs)[0], zip(costs, found, strict=True)
+    enough = 1.02 * min(costs)[0]
+    each = zip(costs, found, strict=True)
     return min((messages, total, route) for (total, messages), route in each if total <= enough)[2]

@@ -1,9 +1,11 @@
-"""A recorded program cut into pipeline stages: which rank runs which records, and which values travel between them.
+"""A recorded program cut into pipeline stages: which rank runs which records, and which values
+travel between them.
 
-Pure functions over records. Every rank records the whole model (recording computes nothing) and takes its own part from
-it, so all ranks agree on the cut without talking. A stage is a run of forward records of one place; a later return to
-the same place is another stage (several stages per rank: "interleaved"). Backward records belong to the stage of the op
-they are the gradient of. Whatever a stage uses and another made is sent once, right after the part that made it.
+Pure functions over records. Every rank records the whole model (recording computes nothing) and
+takes its own part from it, so all ranks agree on the cut without talking. A stage is a run of
+forward records of one place; a later return to the same place is another stage (several stages per
+rank: "interleaved"). Backward records belong to the stage of the op they are the gradient of.
+Whatever a stage uses and another made is sent once, right after the part that made it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from .buckets import padded, same, touched
 
 @dataclasses.dataclass
 class Transfer:
-    """A value that goes from the rank of one part to that of another; one object, in both their lists.
+    """A value that goes from the rank of one part to that of another; one object, in both their
+    lists.
 
     number tells it from all others of a micro-batch (a message tag is made of it).
     """
@@ -51,7 +54,8 @@ class StageWork:
 
 
 def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[StageWork]:  # noqa: C901
-    """The parts of a program in the order of one micro-batch: forward 0, 1, ..., then backward ..., 1, 0.
+    """The parts of a program in the order of one micro-batch: forward 0, 1, ..., then backward
+    ..., 1, 0.
 
     place_of: the position in the pipeline of a record's device.
 
@@ -71,7 +75,8 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
             places.append(place_of(r))
         stages[id(r)] = len(places) - 1
         stage_of.setdefault(r.tag, len(places) - 1)
-    for r in (r for r in forward if r.op == "array"):  # every rank has the data set: whoever needs an array reads it
+    # every rank has the data set: whoever needs an array reads it
+    for r in (r for r in forward if r.op == "array"):
         stages[id(r)] = stage_of.get(users[id(r.args[0])].tag, 0) if id(r.args[0]) in users else 0
     count = len(places)
     parts = [StageWork(s, "forward", places[s]) for s in range(count)]
@@ -86,11 +91,16 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
                 first[a.offset] = min(first.get(a.offset, count), stage_of[r.tag])
     adds: dict[int, dict[int, Range]] = {}  # parameter -> parts that add to its gradient
     for r in records:
-        given = [a for a in r.args if isinstance(a, Range) and a.space == GRADS] if r.phase == "backward" else []
+        given = (
+            [a for a in r.args if isinstance(a, Range) and a.space == GRADS]
+            if r.phase == "backward"
+            else []
+        )
         s = stages.get(id(r), stage_of.get(r.tag, count))
         if s < count:
             i = index[r.phase, s]
-        else:  # its op, a view, has a record in the backward pass alone: as soon as what it needs is there
+        # its op, a view, has a record in the backward pass alone: as soon as what it needs is there
+        else:
             i = max((count, *(made[id(a)] for a in r.args if id(a) in made)))
         # what comes after another addition to the same gradient stays after it
         i = max((i, *(max(adds.get(a.offset, (0,))) for a in given)))
@@ -112,7 +122,9 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
 
 
 def together(records: list[Record]) -> set[int]:
-    """The numbers of ops between which and the op before no cut can be: a checkpoint's, which are repeated in order."""
+    """The numbers of ops between which and the op before no cut can be: a checkpoint's, which
+    are repeated in order.
+    """
     made: dict[int, int] = {}
     found: set[int] = set()
     for r in (r for r in records if r.phase == "backward"):
@@ -122,8 +134,11 @@ def together(records: list[Record]) -> set[int]:
     return found
 
 
-def placed_like(records: list[Record], arena: Arena, used: dict[int, list[int]]) -> Callable[[Record], int]:
-    """From records to positions in the pipeline, by those of the ops of another program that read each parameter.
+def placed_like(
+    records: list[Record], arena: Arena, used: dict[int, list[int]]
+) -> Callable[[Record], int]:
+    """From records to positions in the pipeline, by those of the ops of another program that
+    read each parameter.
 
     The k-th op with some parameters is where it was there, and what follows it as well.
     """
@@ -148,26 +163,36 @@ def placed_like(records: list[Record], arena: Arena, used: dict[int, list[int]])
 
 
 def ops_of(records: list[Record]) -> int:
-    """A hash of the ops of a program: those of equal ones have the same numbers, and so the same places."""
+    """A hash of the ops of a program: those of equal ones have the same numbers, and so the same
+    places.
+    """
     return hash_of([(r.op, r.tag, r.phase) for r in records])
 
 
 def check_used(
-    records: list[Record], arena: Arena, place_of: Callable[[Record], int], used: dict[int, list[int]]
+    records: list[Record],
+    arena: Arena,
+    place_of: Callable[[Record], int],
+    used: dict[int, list[int]],
 ) -> None:
-    """Raises ConfigError: a parameter is used where it was not in the first program, so no rank there trains it."""
+    """Raises ConfigError: a parameter is used where it was not in the first program, so no rank
+    there trains it.
+    """
     for r in records:
         for o in touched(r, arena, PARAMS):
             if place_of(r) not in used.get(o, ()):
                 name = next(name for name, at in arena.offsets.items() if at == o)
                 raise ConfigError(
-                    f"[pipeline] {name} is used on stage {place_of(r) + 1} now, where it was not in the first step, so "
+                    f"[pipeline] {name} is used on stage {place_of(r) + 1} now, where it was not "
+                    "in the first step, so "
                     "it is not trained there; use it from the first step on, or --pp 1"
                 )
 
 
 def _transfers(parts: list[StageWork], made: dict[int, int], numbers: Iterator[int]) -> None:
-    """Fills in what the parts send each other. made: slot -> part that makes it. numbers: of transfers to come."""
+    """Fills in what the parts send each other. made: slot -> part that makes it. numbers: of
+    transfers to come.
+    """
     have = {(slot, parts[i].place) for slot, i in made.items()}
     for i, part in enumerate(parts):
         for r in part.records:
@@ -176,7 +201,9 @@ def _transfers(parts: list[StageWork], made: dict[int, int], numbers: Iterator[i
                     continue
                 source = parts[made[id(a)]]
                 if made[id(a)] > i:
-                    raise ConfigError(f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later")
+                    raise ConfigError(
+                        f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later"
+                    )
                 if (id(a), part.place) not in have:
                     _send(source, part, a, numbers)
                     have.add((id(a), part.place))
@@ -188,8 +215,12 @@ def _send(source: StageWork, target: StageWork, slot: Slot, numbers: Iterator[in
     target.receives.append(t)
 
 
-def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, numbers: Iterator[int]) -> None:
-    """Makes a gradient to which parts on several places add a value that each hands on to the next, up to the last."""
+def _hand_on(
+    parts: list[StageWork], where: list[int], gradient: Range, numbers: Iterator[int]
+) -> None:
+    """Makes a gradient to which parts on several places add a value that each hands on to the
+    next, up to the last.
+    """
     if len({parts[i].place for i in where}) == 1:
         return
     floats = padded(gradient.arena)[gradient.offset // 4]
@@ -206,7 +237,9 @@ def _hand_on(parts: list[StageWork], where: list[int], gradient: Range, numbers:
 
 
 def edges(parts: list[StageWork]) -> set[tuple[int, int]]:
-    """The pairs (r, s), r < s, of stages of which r hands something to s; neighbours in the order always count."""
+    """The pairs (r, s), r < s, of stages of which r hands something to s; neighbours in the
+    order always count.
+    """
     to = {t.number: p.stage for p in parts for t in p.receives}
     forward = [p for p in parts if p.phase == "forward"]
     found = {(p.stage, to[t.number]) for p in forward for t in p.sends if to[t.number] > p.stage}

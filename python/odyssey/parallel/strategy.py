@@ -1,4 +1,5 @@
-"""Which reduction a training uses, with its settings: one record, checked once, and the function that makes them.
+"""Which reduction a training uses, with its settings: one record, checked once, and the function
+that makes them.
 
 docs/strategies.md compares them.
 """
@@ -25,16 +26,20 @@ REDUCTIONS = {  # imported when one is made
     "hierarchical": "hierarchical.RoundsReduction",
     "parameter_server": "reduction.ServerReduction",
 }
-MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)
+# where ranks do not take each step together (asynchronous.py)
+MODES = ("async_parameter_server", "local_sgd")
 
 
 class Content(NamedTuple):
-    """Kind of a reduction's floats: first gradients; the rest (sums and counts) is exact whatever the strategy."""
+    """Kind of a reduction's floats: first gradients; the rest (sums and counts) is exact
+    whatever the strategy.
+    """
 
     floats: int  # that are gradients
     shapes: tuple[tuple[int, tuple[int, ...]], ...]  # offset and shape of each parameter among them
     samples: int  # of the global batch
-    memory: dict[str, Any]  # what a strategy keeps from step to step, shared by the batch sizes of a training
+    # what a strategy keeps from step to step, shared by the batch sizes of a training
+    memory: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +63,9 @@ class Strategy(ReductionSettings):
 
     @property
     def same_bits(self) -> bool:
-        """Returns whether the bits are those of one process on any number of ranks and in any layout."""
+        """Returns whether the bits are those of one process on any number of ranks and in any
+        layout.
+        """
         return not self.compression and recipes.REDUCTIONS[self.reduction]
 
     def check(self, mesh: Mesh, zero: int, precision: str = "fp32") -> None:
@@ -68,10 +75,13 @@ class Strategy(ReductionSettings):
             self._check_mode(mesh, zero, precision)
         if self.servers > ranks:
             running = f"{ranks} rank{'s' * (ranks > 1)}"
-            raise ConfigError(f"[train] {self.servers} servers but {running}; lower --servers, or raise -n")
+            raise ConfigError(
+                f"[train] {self.servers} servers but {running}; lower --servers, or raise -n"
+            )
         if self.reduction == "parameter_server" and zero:
             raise ConfigError(
-                f"[train] reduction='parameter_server' keeps sums on its servers, zero={zero} a part on every rank; "
+                f"[train] reduction='parameter_server' keeps sums on its servers, zero={zero} a "
+                "part on every rank; "
                 "use reduction='tree'"
             )
         said = f"[train] compression={self.compression!r}"
@@ -81,35 +91,56 @@ class Strategy(ReductionSettings):
         if self.compression not in ("topk", "powersgd"):
             return
         if zero > 1:
-            kept = f"what it did not send, as large as all gradients, which zero={zero} is there to avoid"
+            kept = (
+                f"what it did not send, as large as all gradients, which zero={zero} is there "
+                "to avoid"
+            )
             raise ConfigError(f"{said} keeps {kept}; use zero=1, or compression='bf16'")
         if precision == "fp16":
             raise ConfigError(
-                f"{said} adds what it did not send to a later step, but precision='fp16' changes the scale of "
+                f"{said} adds what it did not send to a later step, but precision='fp16' changes "
+                "the scale of "
                 "gradients in between; use precision='bf16'"
             )
 
     def check_buffers(self, names: list[str]) -> None:
-        """Raises ConfigError if it cannot sum what moves these buffers, exactly and in every step."""
-        if names and (self.compression in ("topk", "powersgd") or self.reduction == "async_parameter_server"):
-            how = f"compression={self.compression!r}" if self.compression else f"reduction={self.reduction!r}"
+        """Raises ConfigError if it cannot sum what moves these buffers, exactly and in every
+        step.
+        """
+        if names and (
+            self.compression in ("topk", "powersgd") or self.reduction == "async_parameter_server"
+        ):
+            how = (
+                f"compression={self.compression!r}"
+                if self.compression
+                else f"reduction={self.reduction!r}"
+            )
             raise ConfigError(
-                f"[train] the model has running statistics ({names[0]}, ...), which {how} does not keep; use "
+                f"[train] the model has running statistics ({names[0]}, ...), which {how} does "
+                "not keep; use "
                 "reduction='tree', or a norm without them, such as GroupNorm"
             )
 
     def _check_mode(self, mesh: Mesh, zero: int, precision: str) -> None:
-        ranks, said = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1), f"[train] reduction={self.reduction!r}"
+        ranks = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1)
+        said = f"[train] reduction={self.reduction!r}"
         if ranks != (mesh.dp or 1):
-            raise ConfigError(f"{said} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1")
+            raise ConfigError(
+                f"{said} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1"
+            )
         if zero:
             raise ConfigError(f"{said} with zero={zero}: each rank needs a whole model; use zero=0")
         if precision == "fp16":
-            raise ConfigError(f"{said} with precision='fp16': ranks would skip different steps; use precision='bf16'")
-        if self.reduction == "async_parameter_server" and ranks <= self.servers:
-            servers, running = f"server{'s' * (self.servers > 1)}", f"{ranks} {'are' if ranks > 1 else 'is'} running"
             raise ConfigError(
-                f"{said} needs a rank that works beside its {self.servers} {servers}, and {running}; raise -n"
+                f"{said} with precision='fp16': ranks would skip different steps; use "
+                "precision='bf16'"
+            )
+        if self.reduction == "async_parameter_server" and ranks <= self.servers:
+            servers = f"server{'s' * (self.servers > 1)}"
+            running = f"{ranks} {'are' if ranks > 1 else 'is'} running"
+            raise ConfigError(
+                f"{said} needs a rank that works beside its {self.servers} {servers}, and "
+                f"{running}; raise -n"
             )
 
 
@@ -127,18 +158,22 @@ def make(
     """The reduction of a strategy, or none for a world of one.
 
     Args:
-        content: says which floats are gradients of which parameters; None: none are, all must be exact.
-        shared: whether it may work in memory that all ranks see; not if it has storage, or will have.
+        content: says which floats are gradients of which parameters; None: none are, all must be
+            exact.
+        shared: whether it may work in memory that all ranks see; not if it has storage, or will
+            have.
         options: scatter and storage, as for Reduction.
     """
     if comm.size > 1 and strategy.compression and content is not None and content.floats:
         kind = registry.load("compressions", strategy.compression)
     else:
-        where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])  # a mode still adds up evaluations
+        # a mode still adds up evaluations
+        where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])
         if comm.size == 1:
             where = "reduction.Reduction"
         elif where == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
-            where = "shared_memory_tree.SharedReduction"  # the same tree, in memory that all ranks see
+            # the same tree, in memory that all ranks see
+            where = "shared_memory_tree.SharedReduction"
         module, _, name = where.partition(".")
         kind = getattr(importlib.import_module(f".{module}", __package__), name)
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

@@ -1,5 +1,6 @@
-"""Where the ranks of a tensor-parallel group meet: what each owns of an axis, and the pseudo-records of a rewritten
-program (tensor_parallel.py) in which they exchange it. Pure functions and data; tensor_exchange.py carries them out.
+"""Where the ranks of a tensor-parallel group meet: what each owns of an axis, and the
+pseudo-records of a rewritten program (tensor_parallel.py) in which they exchange it. Pure
+functions and data; tensor_exchange.py carries them out.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from .plan import Run, share
 
 LANES = 16  # samples of a group, as in mojo/kernels/lanes.mojo
 
-# A sum over more ranks than two is made by everyone from everyone's nodes up to this many bytes of a node; above it,
-# each rank makes a part of it: fewer bytes, one message more.
+# A sum over more ranks than two is made by everyone from everyone's nodes up to this many bytes of
+# a node; above it, each rank makes a part of it: fewer bytes, one message more.
 ALL_GATHER_BYTES = 65536
 
 
 def parts(rank: int, size: int) -> Run:
-    """The parts of every split sum that a rank owns: a node of their tree, for all `size` of 1 to 4."""
+    """The parts of every split sum that a rank owns: a node of their tree, for all `size` of 1
+    to 4.
+    """
     return share(PARTS, size, rank)
 
 
@@ -30,7 +33,9 @@ def owned(n: int, rank: int, size: int) -> Run:
 
 
 def by_all(ranks: int, floats: int) -> bool:
-    """Returns whether everyone adds everything (one all-gather), or a range (all-to-all, then all-gather)."""
+    """Returns whether everyone adds everything (one all-gather), or a range (all-to-all, then
+    all-gather).
+    """
     return ranks == 2 or 4 * floats <= ALL_GATHER_BYTES
 
 
@@ -41,7 +46,9 @@ def blocks(floats: int, ranks: int) -> tuple[Run, ...]:
 
 
 class Pseudo(Record):
-    """A place between native records where the ranks meet. args: [y, mine]: what it makes, from what each rank has."""
+    """A place between native records where the ranks meet. args: [y, mine]: what it makes, from
+    what each rank has.
+    """
 
     layer = ""  # whose output or gradient it is
 
@@ -63,7 +70,8 @@ class Gather(Pseudo):
 
     def __init__(self, args: list[Any], groups: int, ranges: tuple[Run, ...]) -> None:
         super().__init__("tp_gather", args)
-        self.groups, self.ranges = groups, ranges
+        self.groups = groups
+        self.ranges = ranges
 
     def received(self, rank: int) -> int:
         a, b = self.ranges[rank]
@@ -75,7 +83,8 @@ class TreeSum(Pseudo):
 
     def __init__(self, args: list[Any], floats: int, ranks: int) -> None:
         super().__init__("tp_sum", args)
-        self.floats, self.ranks = floats, ranks
+        self.floats = floats
+        self.ranks = ranks
 
     def received(self, rank: int) -> int:
         if by_all(self.ranks, self.floats):
@@ -87,12 +96,14 @@ class TreeSum(Pseudo):
 class TreeSlice(Pseudo):
     """y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
 
-    `mine` is a node (groups, F, 16). For a sum of which nobody needs more than his features: half of TreeSum's bytes.
+    `mine` is a node (groups, F, 16). For a sum of which nobody needs more than his features: half
+    of TreeSum's bytes.
     """
 
     def __init__(self, args: list[Any], groups: int, ranges: tuple[Run, ...]) -> None:
         super().__init__("tp_slice", args)
-        self.groups, self.ranges = groups, ranges
+        self.groups = groups
+        self.ranges = ranges
 
     def received(self, rank: int) -> int:
         a, b = self.ranges[rank]
@@ -100,20 +111,30 @@ class TreeSlice(Pseudo):
 
 
 class Regroup(Pseudo):
-    """y (groups, F_after, 16) from every rank's `mine` (groups, F_before, 16): the same features, shared anew.
+    """y (groups, F_after, 16) from every rank's `mine` (groups, F_before, 16): the same
+    features, shared anew.
 
-    `before[r]` and `after[r]` are rank r's: ascending runs of the features, which lie there one behind the other.
+    `before[r]` and `after[r]` are rank r's: ascending runs of the features, which lie there one
+    behind the other.
     """
 
     def __init__(
-        self, args: list[Any], groups: int, before: tuple[tuple[Run, ...], ...], after: tuple[tuple[Run, ...], ...]
+        self,
+        args: list[Any],
+        groups: int,
+        before: tuple[tuple[Run, ...], ...],
+        after: tuple[tuple[Run, ...], ...],
     ) -> None:
         super().__init__("tp_regroup", args)
-        self.groups, self.before, self.after = groups, before, after
+        self.groups = groups
+        self.before = before
+        self.after = after
 
     def moved(self, source: int, target: int) -> list[Run]:
         """The features that one rank gives another, or keeps."""
-        cuts = ((max(a, c), min(b, d)) for c, d in self.after[target] for a, b in self.before[source])
+        cuts = (
+            (max(a, c), min(b, d)) for c, d in self.after[target] for a, b in self.before[source]
+        )
         return [(a, b) for a, b in cuts if b > a]
 
     def received(self, rank: int) -> int:

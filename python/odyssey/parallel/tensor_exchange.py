@@ -1,4 +1,5 @@
-"""Exchanges of tensor parallelism: carries out tensor_collectives.py's records, for one or several shards at once.
+"""Exchanges of tensor parallelism: carries out tensor_collectives.py's records, for one or
+several shards at once.
 
 Who has what and who needs what stands in the record.
 """
@@ -32,7 +33,8 @@ class TensorExchange:
     Args:
         comm: the tensor-parallel group; its rank is that of the rewritten program.
         record: after `program.plan_memory`.
-        works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
+        works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks
+            give as many.
 
     sent: bytes that this rank gives to others in a call.
     """
@@ -61,17 +63,24 @@ class TensorExchange:
             to[...] = value
 
     def _prepare_gather(self, record: Gather, shards: int) -> None:
-        rank, everything = self._comm.rank, ((0, record.ranges[-1][1]),)
-        flat, counts, pairs = self._cut(self._y, record.groups, everything, [(run,) for run in record.ranges])
+        rank = self._comm.rank
+        everything = ((0, record.ranges[-1][1]),)
+        flat, counts, pairs = self._cut(
+            self._y, record.groups, everything, [(run,) for run in record.ranges]
+        )
         self._unpack = [(value, piece) for piece, value in pairs]
         own = (piece for piece, _ in pairs[rank * shards : (rank + 1) * shards])
-        self._pack = [(piece, m[: piece.size].reshape(piece.shape)) for piece, m in zip(own, self._mine, strict=True)]
+        self._pack = [
+            (piece, m[: piece.size].reshape(piece.shape))
+            for piece, m in zip(own, self._mine, strict=True)
+        ]
         ranges = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         self._run = functools.partial(self._comm.all_gather_v, flat, ranges)
         self.sent = 4 * counts[rank] * (self._comm.size - 1)
 
     def _prepare_regroup(self, record: Regroup) -> None:
-        rank, everyone = self._comm.rank, range(self._comm.size)
+        rank = self._comm.rank
+        everyone = range(self._comm.size)
         gives = [record.moved(rank, t) for t in everyone]
         comes = [record.moved(t, rank) for t in everyone]
         send, counts, self._pack = self._cut(self._mine, record.groups, record.before[rank], gives)
@@ -84,26 +93,36 @@ class TensorExchange:
     def _cut(
         values: Sequence[np.ndarray], G: int, held: Sequence[Run], pieces: Sequence[Sequence[Run]]
     ) -> tuple[np.ndarray, list[int], list[tuple[np.ndarray, np.ndarray]]]:
-        """A buffer of the runs of features for each rank, of all shards; how long each rank's piece is; and views of it
-        beside those of the values, in which the runs `held` lie one behind the other."""
+        """A buffer of the runs of features for each rank, of all shards; how long each rank's
+        piece is; and views of it beside those of the values, in which the runs `held` lie one
+        behind the other.
+        """
         counts = [sum(b - a for a, b in runs) * G * LANES * len(values) for runs in pieces]
-        flat, at, pairs = native.aligned(sum(counts)), 0, []
+        flat = native.aligned(sum(counts))
+        at = 0
+        pairs = []
         features = np.concatenate([np.arange(a, b) for a, b in held])
         for a, b in (run for runs in pieces for run in runs):
-            start, n = int(np.searchsorted(features, a)), (b - a) * G * LANES
+            start = int(np.searchsorted(features, a))
+            n = (b - a) * G * LANES
             for value in values:
-                there = value[: len(features) * G * LANES].reshape(G, -1, LANES)[:, start : start + b - a]
+                there = value[: len(features) * G * LANES].reshape(G, -1, LANES)[
+                    :, start : start + b - a
+                ]
                 pairs.append((flat[at : at + n].reshape(there.shape), there))
                 at += n
         return flat, counts, pairs
 
     def _prepare_sum(self, floats: int, shards: int) -> None:
-        ranks, rank = self._comm.size, self._comm.rank
+        ranks = self._comm.size
+        rank = self._comm.rank
         self._y = [y[:floats] for y in self._y]
         self._mine = [m[:floats] for m in self._mine]
         n = floats * shards
         self._send = self._mine[0] if shards == 1 else native.aligned(n)
-        self._pack = [] if shards == 1 else list(zip(np.split(self._send, shards), self._mine, strict=True))
+        self._pack = (
+            [] if shards == 1 else list(zip(np.split(self._send, shards), self._mine, strict=True))
+        )
         if by_all(ranks, n):
             self._received = native.aligned((ranks, n))
             results = [(y.ctypes.data, s * floats, floats) for s, y in enumerate(self._y)]
@@ -122,8 +141,12 @@ class TensorExchange:
         self._plan_adds(results, ranks)
 
     def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
-        ranks, everything, each = self._comm.size, ((0, record.ranges[-1][1]),), [(run,) for run in record.ranges]
-        self._send, self._counts, self._pack = self._cut(self._mine, record.groups, everything, each)
+        ranks = self._comm.size
+        everything = ((0, record.ranges[-1][1]),)
+        each = [(run,) for run in record.ranges]
+        self._send, self._counts, self._pack = self._cut(
+            self._mine, record.groups, everything, each
+        )
         n = self._counts[self._comm.rank] // shards
         self._received = native.aligned((ranks, n * shards))
         self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
@@ -133,14 +156,22 @@ class TensorExchange:
     def _swap(self) -> None:
         """Gives each rank its count of what is sent, and adds what came."""
         flat = self._received.reshape(-1)
-        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
+        self._comm.all_to_all_v(
+            self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size
+        )
         self._adds.run()
 
     def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
-        """Prepares sums of (address, start, length): floats from `start` of every rank's row of what was received."""
-        self._addresses = [np.array([p[start:].ctypes.data for p in self._received]) for _, start, _ in results]
+        """Prepares sums of (address, start, length): floats from `start` of every rank's row of
+        what was received.
+        """
+        self._addresses = [
+            np.array([p[start:].ctypes.data for p in self._received]) for _, start, _ in results
+        ]
         sums = zip(results, self._addresses, strict=True)
-        self._adds = Kernels("tree_sum", [(to, at.ctypes.data, ranks, n) for (to, _, n), at in sums])
+        self._adds = Kernels(
+            "tree_sum", [(to, at.ctypes.data, ranks, n) for (to, _, n), at in sums]
+        )
 
     def _sum_by_all(self) -> None:
         self._comm.all_gather(self._send, out=self._received)

@@ -1,11 +1,13 @@
-"""Tensor parallelism: rewrites the recorded program of a shard so that several processes compute each layer together.
+"""Tensor parallelism: rewrites the recorded program of a shard so that several processes compute
+each layer together.
 
-After Megatron-LM (Shoeybi et al. 2019); docs/tensor-parallel.md has what is split how. Ranks of one group run the same
-shards; between native records they meet in pseudo-records (tensor_collectives.py). Splits are runs of the four parts in
-which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program that was rewritten.
+After Megatron-LM (Shoeybi et al. 2019); docs/tensor-parallel.md has what is split how. Ranks of one
+group run the same shards; between native records they meet in pseudo-records
+(tensor_collectives.py). Splits are runs of the four parts in which the kernels add
+(mojo/kernels/parts.mojo), so loss and gradients have the bits of the program that was rewritten.
 
-Pure functions. Neither the exchange with other ranks (tensor_exchange.py) nor the optimizer: all parameters stay in
-one arena, of which a rank reads and trains its pieces (`Piece`).
+Pure functions. Neither the exchange with other ranks (tensor_exchange.py) nor the optimizer: all
+parameters stay in one arena, of which a rank reads and trains its pieces (`Piece`).
 """
 
 from __future__ import annotations
@@ -25,23 +27,27 @@ from .mesh import PARTS
 from .plan import Run
 from .tensor_collectives import LANES, Gather, Pseudo, Regroup, TreeSlice, TreeSum, owned, parts
 
-POOL = ("planes", "H", "W", "R", "T", "S")  # the sizes of an op that computes each channel by itself
-# --- what a rewritten program consists of ----------------------------------------------------------------------------
+# the sizes of an op that computes each channel by itself
+POOL = ("planes", "H", "W", "R", "T", "S")
+# --- what a rewritten program consists of ---------------------------------------------------------
 
 
 class Piece(NamedTuple):
     """Who trains which piece of a parameter.
 
-    axis 0: rank r trains rows ranges[r], contiguous in the arena. axis 1: columns ranges[r] of each row; gradients lie
-    at the same places of the gradient buffer, in the rows of the whole parameter, and are zero elsewhere. axis None:
-    all of it on every rank, from gradients that have the same bits on all.
+    axis 0: rank r trains rows ranges[r], contiguous in the arena. axis 1: columns ranges[r] of each
+    row; gradients lie at the same places of the gradient buffer, in the rows of the whole
+    parameter, and are zero elsewhere. axis None: all of it on every rank, from gradients that have
+    the same bits on all.
     """
 
     axis: int | None = None
     ranges: tuple[Run, ...] = ()
 
     def of(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """The view of a parameter (or of its gradient, its momentum), in its shape, that a rank trains."""
+        """The view of a parameter (or of its gradient, its momentum), in its shape, that a rank
+        trains.
+        """
         if self.axis is None:
             return array
         a, b = self.ranges[rank]
@@ -49,7 +55,9 @@ class Piece(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """How one layer is split, decided for its weight, and the bytes that a rank receives for it per shard."""
+    """How one layer is split, decided for its weight, and the bytes that a rank receives for it
+    per shard.
+    """
 
     name: str
     shape: tuple[int, ...]  # of its weight
@@ -68,7 +76,9 @@ class Split(NamedTuple):
 
 
 def describe(layers: Sequence[Layer], shards: int = 1) -> str:
-    """A table of the layers: the split, and the KiB that this rank receives per step in which it runs `shards`."""
+    """A table of the layers: the split, and the KiB that this rank receives per step in which it
+    runs `shards`.
+    """
 
     def kib(n: int) -> str:
         return f"{n * shards / 1024:,.1f}" if n else "-"
@@ -85,25 +95,30 @@ def describe(layers: Sequence[Layer], shards: int = 1) -> str:
     return "\n".join("  ".join(map(format, row, forms)).rstrip() for row in rows)
 
 
-# --- rewriting -------------------------------------------------------------------------------------------------------
+# --- rewriting ------------------------------------------------------------------------------------
 
 
-def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, Piece] | None = None) -> Split:
+def rewrite(
+    records: Sequence[Record], rank: int, size: int, like: Mapping[str, Piece] | None = None
+) -> Split:
     """The program of a rank of a tensor-parallel group of `size`.
 
-    Works on records before or after `program.fuse`, before `program.plan_memory`; the records given are not changed. A
-    layer is split by inputs if its input lies split just so, else by outputs. A layer with fewer than four outputs, of
-    which some rank would get none, stays whole. Between two layers, values stay split as long as only pooling and ops
-    with the trait "features" or "heads" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
+    Works on records before or after `program.fuse`, before `program.plan_memory`; the records given
+    are not changed. A layer is split by inputs if its input lies split just so, else by outputs. A
+    layer with fewer than four outputs, of which some rank would get none, stays whole. Between two
+    layers, values stay split as long as only pooling and ops with the trait "features" or "heads"
+    (mojo/kernels/op.mojo) use them, and are gathered before anything else.
 
-    `like` is the ownership of some parameters, or of another program of the same model, whose splits are to be
-    followed: a rank may read only what it trains, and an evaluation, without dropout, would be split in another way
-    than the training. Raises ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of
-    another precision than fp32; a program of which nothing can be split.
+    `like` is the ownership of some parameters, or of another program of the same model, whose
+    splits are to be followed: a rank may read only what it trains, and an evaluation, without
+    dropout, would be split in another way than the training. Raises ConfigError: size is not 1 to
+    4; a shard in rows (of at most four samples); products of another precision than fp32; a program
+    of which nothing can be split.
     """
     if not 1 <= size <= PARTS or not 0 <= rank < size:
         raise ConfigError(
-            f"[tp] rank {rank} of {size}; sums are cut in {PARTS} parts, so --tp must be 1 to {PARTS} "
+            f"[tp] rank {rank} of {size}; sums are cut in {PARTS} parts, so --tp must be 1 to "
+            f"{PARTS} "
             "(more ranks: raise --dp or --pp)"
         )
     work = _Rewriter(rank, size, like or {}, records)
@@ -116,7 +131,9 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
     split = Split(work.out, work.ownership, work.summary())
     if all(layer.split == "whole" for layer in split.layers):
         names = ", ".join(layer.name for layer in split.layers) or "none"
-        raise ConfigError(f"[tp] no layer can be split over {size} ranks (layers: {names}); use --tp 1")
+        raise ConfigError(
+            f"[tp] no layer can be split over {size} ranks (layers: {names}); use --tp 1"
+        )
     return split
 
 
@@ -139,27 +156,40 @@ class _Value:
 class _Rewriter:
     """Follows the records, and for every activation where it is whole and where it is split."""
 
-    def __init__(self, rank: int, size: int, like: Mapping[str, Piece], records: Sequence[Record]) -> None:
-        self.rank, self.size, self.like = rank, size, like
+    def __init__(
+        self, rank: int, size: int, like: Mapping[str, Piece], records: Sequence[Record]
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.like = like
         self.part, end = parts(rank, size)
         self.parts = end - self.part
         self.out: list[Record] = []
         self.ownership = dict(like)
         self.plans: dict[int, Layer] = {}  # by the weight's offset in the arena
         self.tags: dict[int, Layer] = {}  # by forward op
-        self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}  # inputs and channels of split pools, by forward op
-        # parameters that other ops than products read, as an embedding that is the output layer's weight: not split
+        # inputs and channels of split pools, by forward op
+        self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}
+        # parameters that other ops than products read, as an embedding that is the output layer's
+        # weight: not split
         others = (r for r in records if not r.declared.traits & {"rounds", "features"})
-        self.read_whole = {a.offset for r in others for a in r.args if isinstance(a, Range) and a.space == PARAMS}
-        self.values: dict[int, _Value] = {}  # by id of the activation's own memory, which the records keep alive
+        self.read_whole = {
+            a.offset for r in others for a in r.args if isinstance(a, Range) and a.space == PARAMS
+        }
+        # by id of the activation's own memory, which the records keep alive
+        self.values: dict[int, _Value] = {}
 
     def rewrite(self, r: Record) -> None:
-        """Rewrites the next record: by its traits, and by what its arguments are called (mojo/kernels/op.mojo)."""
+        """Rewrites the next record: by its traits, and by what its arguments are called
+        (mojo/kernels/op.mojo).
+        """
         traits = r.declared.traits
         if "rounds" in traits:
             if r.dtype != "fp32":
                 instead = "use --precision fp32, or --tp 1"
-                raise ConfigError(f"[tp] {r.op} in {r.dtype}: only products in fp32 are split; {instead}")
+                raise ConfigError(
+                    f"[tp] {r.op} in {r.dtype}: only products in fp32 are split; {instead}"
+                )
             if r.layout == "rows":
                 raise ConfigError(
                     "[tp] a shard of at most 4 samples is computed in rows, which are not split; "
@@ -188,7 +218,10 @@ class _Rewriter:
             if isinstance(r, Pseudo):
                 sums[r.layer, r.phase] += r.received(self.rank)
         layers = self.plans.values()
-        return tuple(x._replace(forward=sums[x.name, "forward"], backward=sums[x.name, "backward"]) for x in layers)
+        return tuple(
+            x._replace(forward=sums[x.name, "forward"], backward=sums[x.name, "backward"])
+            for x in layers
+        )
 
     # --- values ---
 
@@ -202,7 +235,9 @@ class _Rewriter:
     def _slot(self, groups: int, features: int) -> Slot:
         return Slot(4 * LANES * groups * features)
 
-    def _split_value(self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...], layer: str) -> Slot:
+    def _split_value(
+        self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...], layer: str
+    ) -> Slot:
         """Memory for this rank's features of a new activation."""
         a, b = ranges[self.rank]
         mine = self._slot(groups, b - a)
@@ -226,9 +261,14 @@ class _Rewriter:
         return memory
 
     def _meet(self, r: Record, v: _Value, meeting: Pseudo) -> None:
-        """Adds a pseudo-record that r needs, behind the op that made the value: r may be of another pipeline stage."""
-        meeting.device, meeting.tag, meeting.layer = v.device, v.tag, v.layer
-        meeting.phase, meeting.recompute = r.phase, r.recompute
+        """Adds a pseudo-record that r needs, behind the op that made the value: r may be of
+        another pipeline stage.
+        """
+        meeting.device = v.device
+        meeting.tag = v.tag
+        meeting.layer = v.layer
+        meeting.phase = r.phase
+        meeting.recompute = r.recompute
         at = len(self.out)
         while at and (self.out[at - 1].tag, self.out[at - 1].phase) != (v.tag, r.phase):
             at -= 1
@@ -242,7 +282,9 @@ class _Rewriter:
         a, b = ranges[self.rank]
         mine = self._slot(groups, b - a)
         if v is not None and v.mine is None and not v.whole:
-            v.mine, v.groups, v.ranges = mine, groups, ranges
+            v.mine = mine
+            v.groups = groups
+            v.ranges = ranges
             self._meet(r, v, TreeSlice([mine, v.node], groups, ranges))
             return mine
         self._whole(memory, r)
@@ -252,7 +294,9 @@ class _Rewriter:
         return mine
 
     def _made(self, memory: Memory) -> None:
-        """The activation's memory was written as a whole: what was cut from it before is out of date."""
+        """The activation's memory was written as a whole: what was cut from it before is out of
+        date.
+        """
         self.values.pop(id(memory), None)
 
     def _any(self, r: Record) -> None:
@@ -269,28 +313,46 @@ class _Rewriter:
     def _plan(self, r: Record, w: Memory, b: Memory, shape: tuple[int, ...], x: Memory) -> Layer:
         """How the layer of a forward record is split; decided the first time."""
         if not isinstance(w, Range):
-            raise ConfigError(f"[tp] {r.op}: its weight is not a parameter of the model; use --tp 1")
+            raise ConfigError(
+                f"[tp] {r.op}: its weight is not a parameter of the model; use --tp 1"
+            )
         plan = self.plans.get(w.offset)
         if plan is None:
-            name, split, ranges = _name(w), "whole", ()
+            name = _name(w)
+            split = "whole"
+            ranges = ()
             v = self._lies_split(x)
-            shared = self.ownership.get(_name(b)) if isinstance(b, Range) else None  # of a layer with the same bias
+            # of a layer with the same bias
+            shared = self.ownership.get(_name(b)) if isinstance(b, Range) else None
             if w.offset in self.read_whole:
                 pass
             elif name in self.like:
                 piece = self.like[name]
-                split, ranges = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis], piece.ranges
-            elif shared in (None, Piece()) and len(shape) == 2 and v is not None and v.ranges == self._owned(shape[1]):
-                split, ranges = "inputs", v.ranges
+                split = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis]
+                ranges = piece.ranges
+            elif (
+                shared in (None, Piece())
+                and len(shape) == 2
+                and v is not None
+                and v.ranges == self._owned(shape[1])
+            ):
+                split = "inputs"
+                ranges = v.ranges
             elif shared != Piece() and all(b > a for a, b in self._owned(shape[0])):
-                split, ranges = "outputs", self._owned(shape[0])
-            self.ownership[name] = {"outputs": Piece(0, ranges), "inputs": Piece(1, ranges), "whole": Piece()}[split]
+                split = "outputs"
+                ranges = self._owned(shape[0])
+            self.ownership[name] = {
+                "outputs": Piece(0, ranges),
+                "inputs": Piece(1, ranges),
+                "whole": Piece(),
+            }[split]
             plan = self.plans[w.offset] = Layer(name.removesuffix(".weight"), shape, split, ranges)
         if isinstance(b, Range):  # a weight may have a bias of its own in each layer that shares it
             piece = Piece(0, plan.ranges) if plan.split == "outputs" else Piece()
             if self.ownership.setdefault(_name(b), piece) != piece:
                 raise ConfigError(
-                    f"[tp] {_name(b)} is the bias of layers that are shared by ranks in different ways; "
+                    f"[tp] {_name(b)} is the bias of layers that are shared by ranks in "
+                    "different ways; "
                     "give each a bias of its own, or use --tp 1"
                 )
         if r.tag >= 0:
@@ -298,24 +360,36 @@ class _Rewriter:
         return plan
 
     def _planned(self, r: Record, w: Memory) -> Layer | None:
-        """The plan of the layer that a backward record belongs to; `w` is its weight or the gradient of it."""
+        """The plan of the layer that a backward record belongs to; `w` is its weight or the
+        gradient of it.
+        """
         if r.tag in self.tags:
             return self.tags[r.tag]
         return self.plans.get(w.offset) if isinstance(w, Range) else None
 
-    def _sum(self, r: Record, y: Memory, node: Slot, groups: int, features: int, layer: str) -> None:
+    def _sum(
+        self, r: Record, y: Memory, node: Slot, groups: int, features: int, layer: str
+    ) -> None:
         """y is the sum over the ranks' nodes; made when it is known whether all of it is needed."""
         floats = groups * features * LANES
-        self.values[id(y)] = _Value(groups, (), r.device, r.tag, layer, None, node=node, floats=floats)
+        self.values[id(y)] = _Value(
+            groups, (), r.device, r.tag, layer, None, node=node, floats=floats
+        )
 
     def _product(self, r: Record) -> None:
         """A linear layer or a convolution, forward (y) or backward (dw, db; dx)."""
         a = r.named
         if "K" in a:
-            shape, inputs = (a["K"], a["C"], a["R"], a["T"]), a["C"] * a["H"] * a["W"]
+            shape = (a["K"], a["C"], a["R"], a["T"])
+            inputs = a["C"] * a["H"] * a["W"]
         else:
-            shape, inputs = (a["O"], a["I"]), a["I"]
-        plan = self._plan(r, a["w"], a["b"], shape, a["x"]) if "y" in a else self._planned(r, a.get("dw", a.get("w")))
+            shape = (a["O"], a["I"])
+            inputs = a["I"]
+        plan = (
+            self._plan(r, a["w"], a["b"], shape, a["x"])
+            if "y" in a
+            else self._planned(r, a.get("dw", a.get("w")))
+        )
         if plan is not None and plan.split == "outputs":
             self._by_outputs(r, a, plan, math.prod(shape[1:]), inputs)
         elif plan is not None and plan.split == "inputs":
@@ -323,18 +397,25 @@ class _Rewriter:
         else:
             self._any(r)
 
-    def _by_outputs(self, r: Record, a: dict[str, Any], plan: Layer, weights: int, inputs: int) -> None:
-        """A product of which this rank makes, or has, some outputs; weights: per output. inputs: features of x."""
+    def _by_outputs(
+        self, r: Record, a: dict[str, Any], plan: Layer, weights: int, inputs: int
+    ) -> None:
+        """A product of which this rank makes, or has, some outputs; weights: per output. inputs:
+        features of x.
+        """
         lo, hi = plan.ranges[self.rank]
-        ranges, g = _times(plan.ranges, _pixels(a)), a["G"]
+        ranges = _times(plan.ranges, _pixels(a))
+        g = a["G"]
         some = [hi - lo if name in ("K", "O") else a[name] for name in r.declared.sizes]
         if "y" in a:
             mine = self._split_value(a["y"], r, g, ranges, plan.name)
-            w, b = _from(a["w"], lo * weights), _from(a["b"], lo)
+            w = _from(a["w"], lo * weights)
+            b = _from(a["b"], lo)
             self._emit(r, r.op, mine, self._whole(a["x"], r), w, b, a["scratch"], *some)
         elif "dw" in a:
             dys = self._mine(a["dy"], r, g, ranges)
-            dw, db = _from(a["dw"], lo * weights), _from(a["db"], lo)
+            dw = _from(a["dw"], lo * weights)
+            db = _from(a["db"], lo)
             self._emit(r, r.op, dw, db, dys, self._whole(a["x"], r), a["scratch"], *some)
         else:
             whole = [a[name] for name in r.declared.sizes]
@@ -342,7 +423,8 @@ class _Rewriter:
             features = _transformed(a) if winograd else inputs
             node = self._slot(g, features)
             dys = self._mine(a["dy"], r, g, ranges)
-            memory = [node, dys, a["w"]] + [a["scratch"]] * ("I" in a or winograd)  # a direct convolution's has none
+            # a direct convolution's has none
+            memory = [node, dys, a["w"]] + [a["scratch"]] * ("I" in a or winograd)
             self._emit(r, f"{r.op}_parts", *memory, *whole, self.part, self.parts)
             total = self._slot(g, features) if winograd else a["dx"]
             self._sum(r, total, node, g, features, plan.name)
@@ -353,7 +435,9 @@ class _Rewriter:
     def _by_inputs(self, r: Record, a: dict[str, Any], plan: Layer) -> None:
         """A linear layer of which this rank has some inputs."""
         lo, hi = plan.ranges[self.rank]
-        g, i, o = a["G"], a["I"], a["O"]
+        g = a["G"]
+        i = a["I"]
+        o = a["O"]
         if "y" in a:
             node = self._slot(g, o)
             xs = self._mine(a["x"], r, g, plan.ranges)
@@ -367,7 +451,12 @@ class _Rewriter:
             memory = (_from(a["dw"], lo), a["db"], self._whole(a["dy"], r), xs, a["scratch"])
         else:
             whole = self._whole(a["dy"], r)
-            memory = (self._split_value(a["dx"], r, g, plan.ranges, plan.name), whole, _from(a["w"], lo), a["scratch"])
+            memory = (
+                self._split_value(a["dx"], r, g, plan.ranges, plan.name),
+                whole,
+                _from(a["w"], lo),
+                a["scratch"],
+            )
         self._emit(r, f"{r.op}_columns", *memory, g, hi - lo, o, i)
 
     # --- what runs on a rank's features as on all ---
@@ -386,18 +475,23 @@ class _Rewriter:
         self._emit(r, r.op, y, *mine, *r.args[1 + len(inputs) : -1], y.nbytes // 4)
 
     def _made_split(self, memory: Memory) -> _Value | None:
-        """The value of an activation that a layer made split, whether it was gathered later or not."""
+        """The value of an activation that a layer made split, whether it was gathered later or
+        not.
+        """
         v = self.values.get(id(memory))
         return v if v is not None and v.layer else None
 
     def _heads(self, r: Record) -> None:
-        """Attention, forward or backward, of the heads that are this rank's features of y, if q lies split.
+        """Attention, forward or backward, of the heads that are this rank's features of y, if q
+        lies split.
 
-        q, k and v of one layer are thirds of its outputs, of which a rank has another run: the sums of its input's
-        gradient are cut so. Its y is regrouped for attention, and the gradient of y back.
+        q, k and v of one layer are thirds of its outputs, of which a rank has another run: the sums
+        of its input's gradient are cut so. Its y is regrouped for attention, and the gradient of y
+        back.
         """
         a = r.named
-        backward, d = "dy" in a, a["D"]
+        backward = "dy" in a
+        d = a["D"]
         v = self._made_split(a["lse"]) if backward else self._lies_split(a["q"])
         features = self._owned(a["H"] * d)
         by_head = a["masks"] & 4  # a mask with the axis of heads stays whole
@@ -405,11 +499,17 @@ class _Rewriter:
             return self._any(r)
         heads = tuple((lo // d, hi // d) for lo, hi in features)
         lo, hi = heads[self.rank]
-        g = {name: -(-a["N"] * a["S" if name in ("k", "v", "dk", "dv") else "T"] // LANES) for name in a}
+        g = {
+            name: -(-a["N"] * a["S" if name in ("k", "v", "dk", "dv") else "T"] // LANES)
+            for name in a
+        }
         some = {**a, "H": hi - lo, "head": a["head"] + lo}
         if a["fused"]:
             qkv = self.values[id(a["q"])]
-            thirds = tuple(tuple((i * a["H"] * d + x, i * a["H"] * d + y) for i in range(3)) for x, y in features)
+            thirds = tuple(
+                tuple((i * a["H"] * d + x, i * a["H"] * d + y) for i in range(3))
+                for x, y in features
+            )
             outputs = tuple((run,) for run in qkv.ranges)
             if qkv.heads is None:
                 qkv.heads = self._slot(g["q"], 3 * (hi - lo) * d)
@@ -428,12 +528,16 @@ class _Rewriter:
         self._emit(r, r.op, *some.values())
         if a["fused"] and backward:
             mine = self._split_value(a["dq"], r, g["q"], qkv.ranges, v.layer)
-            self._meet(r, self.values[id(a["dq"])], Regroup([mine, some["dq"]], g["q"], thirds, outputs))
+            self._meet(
+                r, self.values[id(a["dq"])], Regroup([mine, some["dq"]], g["q"], thirds, outputs)
+            )
 
     def _pool(self, r: Record) -> None:
         """A pool, forward or backward, whose channels are split."""
         a = r.named
-        size, pixels, backward = a["H"] * a["W"], _pixels(a), "dx" in a
+        size = a["H"] * a["W"]
+        pixels = _pixels(a)
+        backward = "dx" in a
         if not backward:
             self._split_pool(r, a["x"], a["planes"], size)
         saved = [self._made_split(a[name]) for name in r.declared.inputs[1:]]
@@ -441,19 +545,29 @@ class _Rewriter:
             return self._any(r)
         v, channels = self.pools[r.tag]
         lo, hi = channels[self.rank]
-        small, large = _times(channels, pixels), _times(channels, size)
+        small = _times(channels, pixels)
+        large = _times(channels, size)
         if backward:
             dys = self._mine(a["dy"], r, v.groups, small)
-            memory = [self._split_value(a["dx"], r, v.groups, large, v.layer), dys, *(s.mine for s in saved)]
+            memory = [
+                self._split_value(a["dx"], r, v.groups, large, v.layer),
+                dys,
+                *(s.mine for s in saved),
+            ]
         else:
-            memory = [self._split_value(a[name], r, v.groups, small, v.layer) for name in r.declared.outputs]
+            memory = [
+                self._split_value(a[name], r, v.groups, small, v.layer)
+                for name in r.declared.outputs
+            ]
             for places in memory[1:]:
                 places.nbytes //= 4  # a byte each
             memory.append(v.mine)
         self._emit(r, r.op, *memory, v.groups * (hi - lo), *r.args[len(memory) + 1 :])
 
     def _split_pool(self, r: Record, x: Memory, planes: int, size: int) -> None:
-        """Notes the value of a pool's input, and each rank's channels, if they are split; `size`: of a plane."""
+        """Notes the value of a pool's input, and each rank's channels, if they are split;
+        `size`: of a plane.
+        """
         self.pools.pop(r.tag, None)
         v = self._lies_split(x)
         if v is not None and not any(edge % size for run in v.ranges for edge in run):
@@ -463,7 +577,9 @@ class _Rewriter:
 
 
 def _pixels(a: Mapping[str, Any]) -> int:
-    """Numbers that a convolution or pool with these arguments makes per channel; 1 for a linear layer."""
+    """Numbers that a convolution or pool with these arguments makes per channel; 1 for a linear
+    layer.
+    """
     return ((a["H"] - a["R"]) // a["S"] + 1) * ((a["W"] - a["T"]) // a["S"] + 1) if "H" in a else 1
 
 

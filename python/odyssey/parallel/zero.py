@@ -1,12 +1,15 @@
-"""ZeRO: which rank keeps which part of the parameters, gradients and optimizer state (Rajbhandari et al. 2020).
+"""ZeRO: which rank keeps which part of the parameters, gradients and optimizer state
+(Rajbhandari et al. 2020).
 
-Stage 1 keeps the optimizer state in parts, stage 2 the gradients as well, stage 3 the parameters too. A part is a range
-of a bucket (buckets.py): rank r of the data-parallel group has the r-th of `plan.exchange`'s ranges, which is also the
-range whose gradients it sums. An update is elementwise, so where it is computed changes no bit.
+Stage 1 keeps the optimizer state in parts, stage 2 the gradients as well, stage 3 the parameters
+too. A part is a range of a bucket (buckets.py): rank r of the data-parallel group has the r-th of
+`plan.exchange`'s ranges, which is also the range whose gradients it sums. An update is elementwise,
+so where it is computed changes no bit.
 
-With stage 3 a bucket's parameters are gathered into one of two slots just before a segment needs them, the next one's
-while it computes, and are overwritten afterwards. A bucket so large that two slots of its size would take more has
-memory of its own (`kept`): it is gathered once per step and there from its first use to its last.
+With stage 3 a bucket's parameters are gathered into one of two slots just before a segment needs
+them, the next one's while it computes, and are overwritten afterwards. A bucket so large that two
+slots of its size would take more has memory of its own (`kept`): it is gathered once per step and
+there from its first use to its last.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ from .plan import Run, exchange
 
 
 class Gathering(NamedTuple):
-    """Buckets that a segment of a program needs, with their slots, and those that are gathered while it runs."""
+    """Buckets that a segment of a program needs, with their slots, and those that are gathered
+    while it runs.
+    """
 
     at: dict[int, int]
     ahead: list[tuple[int, int]]
 
 
 def kept(floats: list[int]) -> tuple[int, ...]:
-    """Which buckets of these sizes have memory of their own, so that this and two slots for the others are smallest."""
+    """Which buckets of these sizes have memory of their own, so that this and two slots for the
+    others are smallest.
+    """
     order = sorted(range(len(floats)), key=lambda b: (-floats[b], b))
     sizes = [*(floats[b] for b in order), 0]
     needs = [sum(sizes[:n]) + 2 * sizes[n] for n in range(len(sizes))]
@@ -41,38 +48,53 @@ def kept(floats: list[int]) -> tuple[int, ...]:
 
 
 class Parts:
-    """The parts of all buckets over one data-parallel group, and with stage 3 the parameters themselves.
+    """The parts of all buckets over one data-parallel group, and with stage 3 the parameters
+    themselves.
 
-    ranges[b][r]: floats of bucket b that rank r has (all of them for everyone at stage 0). own[b]: this rank's.
-    starts[b]: where they begin in the state of the optimizer. floats: of the optimizer's state on this rank.
-    bytes_sent: by this rank so far, of parameters that others compute with.
+    ranges[b][r]: floats of bucket b that rank r has (all of them for everyone at stage 0). own[b]:
+    this rank's. starts[b]: where they begin in the state of the optimizer. floats: of the
+    optimizer's state on this rank. bytes_sent: by this rank so far, of parameters that others
+    compute with.
     """
 
     def __init__(self, stage: int, buckets: list[Bucket], comm: Communicator, arena: Arena) -> None:
-        self.stage, self.buckets, self.comm, self.arena = stage, buckets, comm, arena
+        self.stage = stage
+        self.buckets = buckets
+        self.comm = comm
+        self.arena = arena
         self.bytes_sent = 0
         everything = stage == 0 or comm.size == 1
         self.ranges: list[tuple[Run, ...]] = [
-            ((0, b.floats),) * comm.size if everything else exchange(comm.size, comm.size, 1, b.floats).ranges
+            ((0, b.floats),) * comm.size
+            if everything
+            else exchange(comm.size, comm.size, 1, b.floats).ranges
             for b in buckets
         ]
         self.own: list[Run] = [r[comm.rank] for r in self.ranges]
         *self.starts, self.floats = itertools.accumulate((b - a for a, b in self.own), initial=0)
-        # The state is then of the arena's own layout. `floats` would not do: it counts the padding of pieces as well.
+        # The state is then of the arena's own layout. `floats` would not do: it counts the padding
+        # of pieces as well.
         self.whole = everything and sum(p.n for b in buckets for p in b.pieces) == arena.size
         self.partitioned = stage == 3 and comm.size > 1
         if self.partitioned:
             self._store = []
             for bucket, own in zip(buckets, self.own, strict=True):
                 self._store.append(self._cut(arena.params, bucket, *own, arena.make))
-                for piece in bucket.pieces:  # not to have all parameters and this rank's part at once
+                # not to have all parameters and this rank's part at once
+                for piece in bucket.pieces:
                     native.discard(arena.params[piece.lo : piece.lo + piece.n])
             self.kept = kept([b.floats for b in buckets])
-            self._shared = max((b.floats for i, b in enumerate(buckets) if i not in self.kept), default=0)
-            self._slots: list[np.ndarray] = []  # of those that are kept, in order, then of the others
+            self._shared = max(
+                (b.floats for i, b in enumerate(buckets) if i not in self.kept), default=0
+            )
+            # of those that are kept, in order, then of the others
+            self._slots: list[np.ndarray] = []
             self._holds: list[int | None] = []
             self._requests: list[Request | None] = []
-            for floats in (*(buckets[b].floats for b in self.kept), *[self._shared] * (2 if self._shared else 0)):
+            for floats in (
+                *(buckets[b].floats for b in self.kept),
+                *[self._shared] * (2 if self._shared else 0),
+            ):
                 self._add_slot(floats)
             arena.release_full_parameters()
 
@@ -82,7 +104,9 @@ class Parts:
         self._requests.append(None)
 
     @staticmethod
-    def _cut(flat: np.ndarray, bucket: Bucket, a: int, b: int, make: Any = native.aligned) -> np.ndarray:
+    def _cut(
+        flat: np.ndarray, bucket: Bucket, a: int, b: int, make: Any = native.aligned
+    ) -> np.ndarray:
         out = make(b - a)
         for piece in bucket.covers(a, b):
             out[piece.at - a : piece.at - a + piece.n] = flat[piece.lo : piece.lo + piece.n]
@@ -99,8 +123,13 @@ class Parts:
         return self.arena.address(native.PARAMS) + 4 * piece.lo
 
     def updates(self, b: int, grads: Callable[[BucketRange], int]) -> list[Update]:
-        """The updates of this rank's part of bucket b; `grads`: the address of a piece's gradients."""
-        return [Update(self.param_address(b, p), grads(p), self.state_at(b, p), p.n, p.lo) for p in self.pieces(b)]
+        """The updates of this rank's part of bucket b; `grads`: the address of a piece's
+        gradients.
+        """
+        return [
+            Update(self.param_address(b, p), grads(p), self.state_at(b, p), p.n, p.lo)
+            for p in self.pieces(b)
+        ]
 
     # --- stage 3: parameters come and go ---
 
@@ -111,7 +140,8 @@ class Parts:
         """
         own = {b: i for i, b in enumerate(self.kept)}
         holds: dict[int, int] = {}  # slot -> bucket
-        used = dict.fromkeys(range(len(own), len(self._slots)), -1)  # shared slot -> the last segment that reads it
+        # shared slot -> the last segment that reads it
+        used = dict.fromkeys(range(len(own), len(self._slots)), -1)
         made: list[Gathering] = []
         before = 0  # the segment for which something was gathered last
         for i, found in enumerate(needed):
@@ -127,10 +157,12 @@ class Parts:
                         used[free[0]] = -1
                     here = min(free, key=lambda s: used[s])
                 if holds.get(here) != b:
-                    early = max(before, used.get(here, -1) + 1)  # nobody reads the slot from there on
+                    # nobody reads the slot from there on
+                    early = max(before, used.get(here, -1) + 1)
                     if early < i:
                         made[early].ahead.append((b, here))
-                    holds[here], gathered = b, True
+                    holds[here] = b
+                    gathered = True
                 if here in used:
                     used[here] = i
                 at[b] = here
@@ -143,7 +175,9 @@ class Parts:
         return self._slots[slot].ctypes.data
 
     def prefetch(self, b: int, slot: int) -> None:
-        """Starts to gather a bucket into a slot, which nobody reads now; nothing to do where it is there already."""
+        """Starts to gather a bucket into a slot, which nobody reads now; nothing to do where it
+        is there already.
+        """
         if self._holds[slot] == b:
             return
         self._abandon(slot)
@@ -167,7 +201,9 @@ class Parts:
         self._holds[slot] = self._requests[slot] = None
 
     def changed(self) -> None:
-        """After an update: what was gathered is out of date (stage 3), or the others' parts are (stages 1 and 2)."""
+        """After an update: what was gathered is out of date (stage 3), or the others' parts are
+        (stages 1 and 2).
+        """
         if self.comm.size == 1 or self.stage == 0:
             return
         if self.partitioned:
@@ -178,18 +214,27 @@ class Parts:
         self.bytes_sent += 4 * self.floats * (self.comm.size - 1)
 
     def fill(self, flat: np.ndarray) -> None:
-        """Completes an array of the arena's layout, in which each rank has its parts, on every rank."""
+        """Completes an array of the arena's layout, in which each rank has its parts, on every
+        rank.
+        """
         if self.comm.size == 1:
             return
         requests = []
         for b, bucket in enumerate(self.buckets):
             first = bucket.pieces[0].lo if bucket.pieces else 0
-            direct = len(bucket.pieces) == 1 and first + bucket.floats <= flat.size  # padded, it may be longer
-            whole = flat[first : first + bucket.floats] if direct else np.empty(bucket.floats, flat.dtype)
+            # padded, it may be longer
+            direct = len(bucket.pieces) == 1 and first + bucket.floats <= flat.size
+            whole = (
+                flat[first : first + bucket.floats]
+                if direct
+                else np.empty(bucket.floats, flat.dtype)
+            )
             if not direct:
                 for p in self.pieces(b):
                     whole[p.at : p.at + p.n] = flat[p.lo : p.lo + p.n]
-            requests.append((bucket, whole, direct, self.comm.all_gather_v(whole, self.ranges[b], wait=False)))
+            requests.append(
+                (bucket, whole, direct, self.comm.all_gather_v(whole, self.ranges[b], wait=False))
+            )
         for bucket, whole, direct, request in requests:
             request.wait()
             if not direct:
@@ -197,7 +242,9 @@ class Parts:
                     flat[p.lo : p.lo + p.n] = whole[p.at : p.at + p.n]
 
     def parameters(self) -> np.ndarray:
-        """All parameters of these buckets in an array of the arena's layout; a collective call at stage 3."""
+        """All parameters of these buckets in an array of the arena's layout; a collective call
+        at stage 3.
+        """
         if not self.partitioned:
             return self.arena.params
         flat = self.arena.make(self.arena.size)
@@ -207,7 +254,9 @@ class Parts:
         return flat
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
-        """Takes what this rank has from `read`, which puts the arena's parameters from a place on into an array."""
+        """Takes what this rank has from `read`, which puts the arena's parameters from a place
+        on into an array.
+        """
         if not self.partitioned:
             read(0, self.arena.params)
             return
@@ -216,13 +265,17 @@ class Parts:
             read(lo, params)
 
     def held(self) -> Iterator[tuple[int, np.ndarray, int]]:
-        """This rank's parts: first float in the arena, parameters, first float in the optimizer's state."""
+        """This rank's parts: first float in the arena, parameters, first float in the
+        optimizer's state.
+        """
         if self.whole and not self.partitioned:
             yield 0, self.arena.params, 0
             return
         for b, (lo, _) in enumerate(self.own):
             for p in self.pieces(b):
-                flat, at = (self._store[b], p.at - lo) if self.partitioned else (self.arena.params, p.lo)
+                flat, at = (
+                    (self._store[b], p.at - lo) if self.partitioned else (self.arena.params, p.lo)
+                )
                 yield p.lo, flat[at : at + p.n], self.state_at(b, p)
 
     def state_at(self, b: int, piece: BucketRange) -> int:
@@ -230,7 +283,9 @@ class Parts:
         return piece.lo if self.whole else self.starts[b] + piece.at - self.own[b][0]
 
     def state(self, own: np.ndarray) -> np.ndarray:
-        """An optimizer's array of this rank's parts as an array of the arena's layout; collective from stage 1 on."""
+        """An optimizer's array of this rank's parts as an array of the arena's layout;
+        collective from stage 1 on.
+        """
         if self.whole:
             return own
         flat = self.arena.make(self.arena.size)

@@ -1,4 +1,5 @@
-"""Ranks started, watched and started again: the launcher, its attempts, the watcher, and who waits for whom.
+"""Ranks started, watched and started again: the launcher, its attempts, the watcher, and who
+waits for whom.
 
 docs/watch.md and docs/launch.md explain it, docs/data-flow.md says what each file is.
 """

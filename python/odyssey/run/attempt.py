@@ -1,8 +1,9 @@
 """One attempt: starts mpirun or srun, passes on what ranks print, watches them, and ends all of it.
 
-What ends an attempt: its launcher ends; a rank's wrapper writes down a failure; the heartbeat that the ranks' watcher
-writes stops coming; ranks do not start; somebody asks for an end and the ranks do not follow in time. In every case no
-process of the attempt is left on this machine when `run` returns, and what happened is an `Outcome`.
+What ends an attempt: its launcher ends; a rank's wrapper writes down a failure; the heartbeat that
+the ranks' watcher writes stops coming; ranks do not start; somebody asks for an end and the ranks
+do not follow in time. In every case no process of the attempt is left on this machine when `run`
+returns, and what happened is an `Outcome`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ from .starting import TOKEN
 
 SILENT = 10.0  # seconds without a heartbeat, after there was one, that mean a lost host
 ENDING = 5.0  # seconds that the launcher has to end by itself after its ranks have
-MEETING = 60.0  # seconds after which it is worth a word that ranks have not met; or the watchdog's, if it was given
-# What SLURM's daemon (22.05) says when it has read a request of MPICH's PMI in part, and seconds from then on in which
-# ranks may meet after all: as a rule they wait in MPI_Init for ever.
-SPOILED, LOST = b"mpi/pmi2: invalid client request", 3.0
+# seconds after which it is worth a word that ranks have not met; or the watchdog's, if it was given
+MEETING = 60.0
+# What SLURM's daemon (22.05) says when it has read a request of MPICH's PMI in part, and seconds
+# from then on in which ranks may meet after all: as a rule they wait in MPI_Init for ever.
+SPOILED = b"mpi/pmi2: invalid client request"
+LOST = 3.0
 LONGER = 4  # times the grace that ranks have while one of them writes a checkpoint
 UNREAD = 2.0  # seconds after which ranks that read no request are sent a signal
 UNKNOWN = 10.0  # seconds after the start in which a trainer may not have shown itself yet
-# Seconds of silence after which nothing more is said about a failure: about a rank that was killed only the watcher has
-# something to say, and says it at once. And seconds that this may take.
-SILENCE, LAST_WORDS = {True: 0.05, False: 0.12}, 1.5
+# Seconds of silence after which nothing more is said about a failure: about a rank that was killed
+# only the watcher has something to say, and says it at once. And seconds that this may take.
+SILENCE = {True: 0.05, False: 0.12}
+LAST_WORDS = 1.5
 CHORES = 2.0  # seconds after the start, from which on other work does not delay it
 HEARTBEAT_LIMIT = 1 << 22  # bytes
 _STEP = re.compile(r"step_([0-9]{1,18})", re.ASCII)
@@ -50,10 +54,11 @@ _STEP = re.compile(r"step_([0-9]{1,18})", re.ASCII)
 class Attempt:
     """One start of all ranks.
 
-    words, environment: what is started (starting.py). layout: hosts and their ranks. signals: numbers of those that the
-    launcher got, in order; others append to it. say: prints a line of the launcher's own. scancel: SLURM's, if srun
-    starts the ranks. idle: called now and then while the ranks run, for chores that can wait. meets: the ranks are
-    known to meet, as odyssey's own training does.
+    words, environment: what is started (starting.py). layout: hosts and their ranks. signals:
+    numbers of those that the launcher got, in order; others append to it. say: prints a line of the
+    launcher's own. scancel: SLURM's, if srun starts the ranks. idle: called now and then while the
+    ranks run, for chores that can wait. meets: the ranks are known to meet, as odyssey's own
+    training does.
     """
 
     def __init__(
@@ -70,18 +75,29 @@ class Attempt:
         idle: Callable[[], None] = lambda: None,
         meets: bool = False,
     ) -> None:
-        self.config, self.run, self.words, self.environment = config, run, list(words), dict(environment)
-        self.ranks, self.layout, self.signals, self._print = ranks, layout, signals, say
-        self.scancel, self.idle, self.meets = scancel, idle, meets
+        self.config = config
+        self.run = run
+        self.words = list(words)
+        self.environment = dict(environment)
+        self.ranks = ranks
+        self.layout = layout
+        self.signals = signals
+        self._print = say
+        self.scancel = scancel
+        self.idle = idle
+        self.meets = meets
         self.token = f"{TOKEN}={self.environment[TOKEN]}"
-        self._begun, self._handled = time.monotonic(), 0
-        self._meeting = MEETING if config.watchdog is None else config.watchdog  # 0: nothing is said about it
+        self._begun = time.monotonic()
+        self._handled = 0
+        # 0: nothing is said about it
+        self._meeting = MEETING if config.watchdog is None else config.watchdog
         self._stop_at = self._seldom = self._looked = self._said_at = 0.0
         self._forced = self._met = False
         self._told = self._told_late = False  # ranks were sent a SIGTERM, or were said to be late
         self._stop: int | None = None
         self._scale: int | None = None
-        self._beats: dict[str, Any] = {}  # the heartbeat: what it says, when it came, which file it was
+        # the heartbeat: what it says, when it came, which file it was
+        self._beats: dict[str, Any] = {}
         self._beat_at: float | None = None
         self._beat: tuple[int, int] | None = None
         self._control: tuple[int, int] | None = None
@@ -90,15 +106,26 @@ class Attempt:
     # -- from start to end ------------------------------------------------------------------------
 
     def __call__(self) -> Outcome:
-        """Runs the attempt until nothing of it is left. Raises LaunchError: it cannot be started."""
+        """Runs the attempt until nothing of it is left.
+
+        Raises LaunchError: it cannot be started.
+        """
         private_directory(self.run.logs)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open(self.run.logs / "output.log", "ab", opener=_private))
             try:
-                pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-                process = subprocess.Popen(self.words, **pipes, env=self.environment, start_new_session=True)
+                pipes = {
+                    "stdin": subprocess.DEVNULL,
+                    "stdout": subprocess.PIPE,
+                    "stderr": subprocess.PIPE,
+                }
+                process = subprocess.Popen(
+                    self.words, **pipes, env=self.environment, start_new_session=True
+                )
             except OSError as problem:
-                raise LaunchError(f"[launch] {self.words[0]} cannot be started: {problem.strerror}") from problem
+                raise LaunchError(
+                    f"[launch] {self.words[0]} cannot be started: {problem.strerror}"
+                ) from problem
             try:
                 pumps = _pumps(process, log, b"" if self.scancel is None else SPOILED)
                 why = self._watch(process, pumps, _handle(process, stack))
@@ -120,9 +147,12 @@ class Attempt:
             self._say(f"processes {', '.join(map(str, left))} do not end, even when killed")
         return self._outcome(why, process.returncode)
 
-    def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None) -> dict[str, Any]:  # noqa: C901
-        """Looks again and again until the attempt is over; what it ended by, as fields of an Outcome. `handle`: a
-        descriptor that can be read from when the process has ended."""
+    def _watch(
+        self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None
+    ) -> dict[str, Any]:  # noqa: C901
+        """Looks again and again until the attempt is over; what it ended by, as fields of an
+        Outcome. `handle`: a descriptor that can be read from when the process has ended.
+        """
         begun = looked = self._begun = time.monotonic()
         failed = quiet = 0.0
         wait = self.config.monitor_interval
@@ -130,7 +160,8 @@ class Attempt:
         started = False
         while True:
             said = any([pump() for pump in self._ready(pumps, handle, wait)])
-            now, wait = time.monotonic(), self.config.monitor_interval
+            now = time.monotonic()
+            wait = self.config.monitor_interval
             if now - looked > 2 and self._beat_at is not None:
                 self._beat_at += now - looked  # this process was stopped, not the others
             looked = now
@@ -146,9 +177,12 @@ class Attempt:
             if self._asked(now):
                 return {}
             bad, all_over = self._ended()
-            if bad is not None and not (self._told and not all_over):  # others may still do what they do on SIGTERM
+            # others may still do what they do on SIGTERM
+            if bad is not None and not (self._told and not all_over):
                 failed = failed or now
-                until = min(max(failed, quiet) + SILENCE[bad.signal is not None], failed + LAST_WORDS)
+                until = min(
+                    max(failed, quiet) + SILENCE[bad.signal is not None], failed + LAST_WORDS
+                )
                 if now >= until:
                     return {}
                 wait = min(wait, until - now)
@@ -164,9 +198,15 @@ class Attempt:
                 return {"silent": silent}
 
     def _ready(self, pumps: list[Pump], handle: int | None, seconds: float) -> list[Pump]:
-        """Sleeps until ranks print, their launcher has ended, or for so long; those that have something to pass on."""
-        wanted = [pump.source for pump in pumps if pump.reading] + ([] if handle is None else [handle])
-        sources, targets, _ = select.select(wanted, [pump.target for pump in pumps if pump.full], [], seconds)
+        """Sleeps until ranks print, their launcher has ended, or for so long; those that have
+        something to pass on.
+        """
+        wanted = [pump.source for pump in pumps if pump.reading] + (
+            [] if handle is None else [handle]
+        )
+        sources, targets, _ = select.select(
+            wanted, [pump.target for pump in pumps if pump.full], [], seconds
+        )
         return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
     def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
@@ -180,7 +220,9 @@ class Attempt:
         return left
 
     def _end_step(self, process: subprocess.Popen[bytes]) -> None:
-        """Has SLURM kill the ranks on all nodes: the death of srun alone would not, and its SIGTERM takes KillWait."""
+        """Has SLURM kill the ranks on all nodes: the death of srun alone would not, and its
+        SIGTERM takes KillWait.
+        """
         steps = {rank.slurm for rank in self._started.values()} - {None}
         quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": ENDING}
         for step in steps:
@@ -196,7 +238,9 @@ class Attempt:
         fields = {"code": None, **why}
         if "code" not in why and code is not None and code > 0:
             fields["code"] = code
-        seen = {rank["rank"]: rank["step"] for rank in self._beating() if type(rank.get("step")) is int}
+        seen = {
+            rank["rank"]: rank["step"] for rank in self._beating() if type(rank.get("step")) is int
+        }
         checkpoint = newest_step(self.run.checkpoints)
         ended = rank_ends.ended(self.run.ends, self.run.attempt)
         steps = [*seen.values(), *(end.step for end in ended.values() if end.step is not None)]
@@ -233,8 +277,11 @@ class Attempt:
         return len(_numbers(self.run.ranks)) >= self.ranks
 
     def _tell_who_is_late(self, seconds: float) -> None:
-        """Says once that ranks take long to start, or to meet: nothing else watches them before they have met."""
-        limit, self._met = self._meeting, self._met or self._beat_at is not None
+        """Says once that ranks take long to start, or to meet: nothing else watches them before
+        they have met.
+        """
+        limit = self._meeting
+        self._met = self._met or self._beat_at is not None
         if self._told_late or self._met or not limit or seconds < limit:
             return
         self._told_late = True
@@ -243,16 +290,26 @@ class Attempt:
         if away:
             what = f"{diagnosis.name(away)} {'has' if len(away) == 1 else 'have'} not been started"
         else:
-            what = "the ranks have not met: they are in MPI_Init or before, or the program does not use odyssey"
+            what = (
+                "the ranks have not met: they are in MPI_Init or before, or the program does "
+                "not use odyssey"
+            )
         self._say(f"after {seconds:.0f} s {what}")
 
     def _spoiled(self, now: float, said: bool) -> bool:
-        """Returns whether ranks below srun will never meet: SLURM's PMI daemon has `said` that it lost a request of
-        theirs, or they are known to meet and do not. Under mpirun they wait for one that is late; that is told."""
+        """Returns whether ranks below srun will never meet: SLURM's PMI daemon has `said` that
+        it lost a request of theirs, or they are known to meet and do not. Under mpirun they
+        wait for one that is late; that is told.
+        """
         if self.scancel is None or self._met:
             return False
         self._said_at = self._said_at or (now if said else 0.0)
-        late = self.meets and self._meeting and now - self._begun > self._meeting and self._all_started()
+        late = (
+            self.meets
+            and self._meeting
+            and now - self._begun > self._meeting
+            and self._all_started()
+        )
         return bool(late) or (said and now - self._said_at > LOST)
 
     def _tell_what_is_not_written(self, pump: Pump) -> None:
@@ -260,7 +317,10 @@ class Attempt:
         if pump.problem and not self.unwritten:
             self.unwritten = True
             log = self.run.logs / "output.log"
-            self._print(f"[output] standard output cannot be written: {pump.problem}; what ranks print is in {log}")
+            self._print(
+                f"[output] standard output cannot be written: {pump.problem}; what ranks print "
+                f"is in {log}"
+            )
 
     def _ended(self) -> tuple[rank_ends.End | None, bool]:
         """The failure that came first, and whether all ranks have ended."""
@@ -271,8 +331,11 @@ class Attempt:
 
     def _silence(self, now: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.
-        Also 0 where that would say nothing about a host: all ranks are on this machine, whose wrappers tell how they
-        end; the file is gone, so that nobody is watched; or nothing can be written where it lies."""
+
+        Also 0 where that would say nothing about a host: all ranks are on this machine, whose
+        wrappers tell how they end; the file is gone, so that nobody is watched; or nothing can be
+        written where it lies.
+        """
         if now - self._looked < 0.25:
             return 0.0
         self._looked = now
@@ -286,13 +349,16 @@ class Attempt:
                 self._beat = state.st_ino, state.st_mtime_ns
                 found = read_json(self.run.heartbeat, HEARTBEAT_LIMIT)
                 if isinstance(found, dict) and found.get("attempt") == self.run.attempt:
-                    self._beats, self._beat_at = found, now
+                    self._beats = found
+                    self._beat_at = now
         if self._beat_at is None or (self.run.ends / "0.json").exists():
             return 0.0
         silent = now - self._beat_at
         if silent > SILENT:
             hosts = {rank.host for rank in self._started.values()}
-            if not elsewhere(self.layout, hosts, os.uname().nodename) or not _writable(self.run.path):
+            if not elsewhere(self.layout, hosts, os.uname().nodename) or not _writable(
+                self.run.path
+            ):
                 self._beat_at = now
                 return 0.0
         return silent
@@ -309,12 +375,16 @@ class Attempt:
             self._handled += 1
             name = rank_ends.signal_name(number)
             if self._stop is not None:
-                if number != signal.SIGINT or signal.SIGINT not in self.signals[: self._handled - 1]:
+                if (
+                    number != signal.SIGINT
+                    or signal.SIGINT not in self.signals[: self._handled - 1]
+                ):
                     continue  # a service manager may send several; a person presses Ctrl-C twice
                 self._forced = True
                 self._say(f"{name} again: all ranks are killed")
                 return True
-            self._stop, self._stop_at = number, now
+            self._stop = number
+            self._stop_at = now
             if not _numbers(self.run.ranks) and self._beat_at is None:
                 self._forced = True
                 return True
@@ -333,11 +403,15 @@ class Attempt:
         if not self._told and asked > UNREAD and now - self._begun > UNKNOWN and unread(phases):
             self._told = True
             self._tell()
-        self._forced = asked > self.config.grace * (LONGER if "checkpoint" in phases.values() else 1)
+        self._forced = asked > self.config.grace * (
+            LONGER if "checkpoint" in phases.values() else 1
+        )
         return self._forced
 
     def _phases(self) -> dict[int, str]:
-        """Returns what each rank did when the heartbeat was written, with "" for a rank that has done a step."""
+        """Returns what each rank did when the heartbeat was written, with "" for a rank that has
+        done a step.
+        """
         found = {}
         for rank in self._beating() if self._beat_at is not None else ():
             if type(phase := rank.get("phase")) is str:
@@ -345,7 +419,9 @@ class Attempt:
         return found
 
     def _tell(self) -> None:
-        """Sends SIGTERM to the ranks of this machine: no trainer is there that would read the request."""
+        """Sends SIGTERM to the ranks of this machine: no trainer is there that would read the
+        request.
+        """
         here = os.uname().nodename
         wanted = {rank.pid for rank in self._started.values() if rank.host == here}
         for pid in wanted.intersection(leftovers.processes(self.token)):
@@ -363,26 +439,38 @@ class Attempt:
         self._control = found.st_ino, found.st_mtime_ns
         with contextlib.suppress(DataError):
             asked = read_json(self.run.control, 1 << 16)
-            if isinstance(asked, dict) and asked.get("attempt") == self.run.attempt and asked.get("stop") == "scale":
+            if (
+                isinstance(asked, dict)
+                and asked.get("attempt") == self.run.attempt
+                and asked.get("stop") == "scale"
+            ):
                 ranks = asked.get("ranks")
-                wrong = type(ranks) is not int or allowed(ranks, self.config.elastic, capacity(self.config.hosts))
+                wrong = type(ranks) is not int or allowed(
+                    ranks, self.config.elastic, capacity(self.config.hosts)
+                )
                 if not wrong and ranks != self._scale:
                     self._scale = ranks
                     self._say(f"asked to go on with {ranks} rank{'s' * (ranks != 1)}")
 
 
 def unread(phases: dict[int, str]) -> bool:
-    """Returns whether no rank has read a request to stop, by what they do (`_phases`): none has a trainer at work."""
+    """Returns whether no rank has read a request to stop, by what they do (`_phases`): none has
+    a trainer at work.
+    """
     return not {"", "checkpoint", "compile"}.intersection(phases.values())
 
 
 def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:
-    """Returns whether ranks may be on other machines than this: by what was asked for, or what wrappers wrote."""
+    """Returns whether ranks may be on other machines than this: by what was asked for, or what
+    wrappers wrote.
+    """
     return len(layout) > 1 or bool(hosts - {here})
 
 
 def _writable(folder: Path) -> bool:
-    """Returns whether a file can be written there now: on a full disk nobody can show that it lives."""
+    """Returns whether a file can be written there now: on a full disk nobody can show that it
+    lives.
+    """
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         file.write(b" " * 4096)
         file.flush()
@@ -392,7 +480,9 @@ def _writable(folder: Path) -> bool:
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint in a folder, by its name: the ranks check whether it is whole."""
+    """The step of the newest checkpoint in a folder, by its name: the ranks check whether it is
+    whole.
+    """
     steps = []
     with contextlib.suppress(OSError):
         steps = [int(match[1]) for name in os.listdir(folder) if (match := _STEP.fullmatch(name))]
@@ -413,13 +503,19 @@ def _pumps(process: subprocess.Popen[bytes], log: BinaryIO, words: bytes) -> lis
         try:
             stream.flush()
             targets.append(stream.fileno())
-        except (AttributeError, OSError, ValueError):  # a stand-in without a descriptor, as in notebooks
+        # a stand-in without a descriptor, as in notebooks
+        except (AttributeError, OSError, ValueError):
             targets.append(number)
-    return [Pump(process.stdout.fileno(), targets[0], log), Pump(process.stderr.fileno(), targets[1], log, words)]
+    return [
+        Pump(process.stdout.fileno(), targets[0], log),
+        Pump(process.stderr.fileno(), targets[1], log, words),
+    ]
 
 
 def _handle(process: subprocess.Popen[bytes], stack: contextlib.ExitStack) -> int | None:
-    """A descriptor that can be read from when a process has ended; None where the system has none (not Linux)."""
+    """A descriptor that can be read from when a process has ended; None where the system has
+    none (not Linux).
+    """
     try:
         handle = os.pidfd_open(process.pid)
     except (AttributeError, OSError):

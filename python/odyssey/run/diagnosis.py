@@ -1,4 +1,7 @@
-"""Judgement of what the watcher sees: who hangs, who is slow, and how that is said. Pure; the standard library only."""
+"""Judgement of what the watcher sees: who hangs, who is slow, and how that is said.
+
+Pure; the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any, NamedTuple
 
 from ..base.slot import SLOW, ranges, ranks_of
 
-LONG = 10, 600.0  # a slow phase may take so many times the watchdog's time, and at least so many seconds
+# a slow phase may take so many times the watchdog's time, and at least so many seconds
+LONG = 10, 600.0
 BUSY = 0.1  # of a core: who uses more than that computes, and does not sleep
 STRAGGLER = 1.8  # times the median of own time per step
 WINDOW = 20  # steps over which own time is measured
@@ -18,13 +22,16 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Seen(NamedTuple):
-    """A rank as its node's watcher sees it now; times in seconds. Fields without a word are those of
-    slot.StatusSlot."""
+    """A rank as its node's watcher sees it now; times in seconds.
+
+    Fields without a word are those of slot.StatusSlot.
+    """
 
     rank: int
     host: str = ""
     pid: int = 0
-    state: str = "?"  # of /proc/PID/stat ("R", "S", "T", ...); "gone": the process is; "?": nothing is known
+    # of /proc/PID/stat ("R", "S", "T", ...); "gone": the process is; "?": nothing is known
+    state: str = "?"
     step: int = 0
     samples: int = 0
     phase: str = "start"
@@ -80,7 +87,12 @@ def seen_of(value: Any) -> Seen | None:
             return None
     if not 0 <= value["rank"] < 1 << 24:
         return None
-    return Seen(**{name: tuple(given) if isinstance(given, list) else given for name, given in value.items()})
+    return Seen(
+        **{
+            name: tuple(given) if isinstance(given, list) else given
+            for name, given in value.items()
+        }
+    )
 
 
 def _number(value: Any) -> bool:
@@ -88,7 +100,10 @@ def _number(value: Any) -> bool:
 
 
 class Hang(NamedTuple):
-    """Ranks that others wait for in vain, and one of the waits: the longest. `circle`: they wait for each other."""
+    """Ranks that others wait for in vain, and one of the waits: the longest.
+
+    `circle`: they wait for each other.
+    """
 
     culprits: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -97,9 +112,11 @@ class Hang(NamedTuple):
 
 
 def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
-    """How long this rank may show no sign of life while others wait for it. preparing: nobody has said what the limit
-    is to be. Then a rank that has not completed a step may take long in what a program does before it trains, such as
-    `if rank == 0: prepare_data()`: while it computes there, or a trainer has begun with its first step."""
+    """How long this rank may show no sign of life while others wait for it. preparing: nobody
+    has said what the limit is to be. Then a rank that has not completed a step may take long
+    in what a program does before it trains, such as `if rank == 0: prepare_data()`: while it
+    computes there, or a trainer has begun with its first step.
+    """
     if rank.waits or rank.ended or not rank.alive:
         return limit
     slow = rank.phase in SLOW
@@ -119,7 +136,9 @@ def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
         return members
     others = [ranks[p] for p in members if p in ranks and p != rank.rank]
     call = rank.wait_group, rank.wait_sequence
-    elsewhere = [s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)]
+    elsewhere = [
+        s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)
+    ]
     return elsewhere or [s.rank for s in others if s.state in ("T", "t") or not s.alive]
 
 
@@ -127,15 +146,28 @@ def _wait(rank: Seen) -> tuple[Any, ...]:
     return rank.missing, rank.members, rank.wait_group, rank.wait_sequence
 
 
-def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = False) -> Hang | None:
-    """The hang that lasts for `limit` seconds, or None: somebody waits for so long, and who it waits for, directly or
-    through others that wait as well, has shown no sign of life for as long as `allowance` says."""
-    victims = [s for s in ranks.values() if s.alive and s.waits and s.waited >= limit and s.state not in ("T", "t")]
-    cleared: set[tuple[Any, ...]] = set()  # waits that are no hang: those who wait in one call wait for the same ranks
+def hang(
+    ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = False
+) -> Hang | None:
+    """The hang that lasts for `limit` seconds, or None: somebody waits for so long, and who it
+    waits for, directly or through others that wait as well, has shown no sign of life for as
+    long as `allowance` says.
+    """
+    victims = [
+        s
+        for s in ranks.values()
+        if s.alive and s.waits and s.waited >= limit and s.state not in ("T", "t")
+    ]
+    # waits that are no hang: those who wait in one call wait for the same ranks
+    cleared: set[tuple[Any, ...]] = set()
     for victim in sorted(victims, key=lambda s: -s.waited):
         if _wait(victim) in cleared:
             continue
-        found, todo, roots, unseen, looked = {victim.rank}, [victim.rank], set(), False, set()
+        found = {victim.rank}
+        todo = [victim.rank]
+        roots = set()
+        unseen = False
+        looked = set()
         while todo:
             rank = ranks[todo.pop()]
             if _wait(rank) in looked:
@@ -146,7 +178,12 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = 
                 if p in found or p not in ranks:
                     continue
                 found.add(p)
-                if ranks[p].waits and ranks[p].state not in ("T", "t") and ranks[p].alive and not ranks[p].ended:
+                if (
+                    ranks[p].waits
+                    and ranks[p].state not in ("T", "t")
+                    and ranks[p].alive
+                    and not ranks[p].ended
+                ):
                     todo.append(p)
                 else:
                     roots.add(p)
@@ -166,7 +203,12 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = 
 
 
 def paragraph(
-    found: Hang, ranks: Mapping[int, Seen], stacks: Mapping[int, str], stacks_file: str, limit: float, code: int
+    found: Hang,
+    ranks: Mapping[int, Seen],
+    stacks: Mapping[int, str],
+    stacks_file: str,
+    limit: float,
+    code: int,
 ) -> str:
     """Returns what is printed about a hang."""
     victim = found.victim
@@ -177,9 +219,12 @@ def paragraph(
     else:
         what = f"did not answer rank {victim.rank}'s {victim.wait_text}"
     waiting = sorted({victim.rank, *found.waiting})
-    waits = f"{name(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, {victim.waited:.0f} s by now"
+    waits = (
+        f"{name(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, {victim.waited:.0f} s by now"
+    )
     if found.circle:
-        what, waits = "wait for each other", f"{victim.waited:.0f} s by now"
+        what = "wait for each other"
+        waits = f"{victim.waited:.0f} s by now"
     lines = [f"odyssey: [watch] {whom} {what}; {waits}"]
     lines += [f"  {about(ranks[p], stacks.get(p, ''))}" for p in found.culprits[:8]]
     if len(found.culprits) > 8:
@@ -202,17 +247,27 @@ def about(rank: Seen, stack: str) -> str:
     elif rank.ended:
         does = f"has ended{f': {rank.end}' if rank.end else ''} (exit code {rank.code})"
     elif rank.state in ("T", "t"):
-        does = f"is stopped (SIGSTOP, or a debugger), in {rank.wait_text if rank.waits else rank.phase}{at}"
+        does = (
+            "is stopped (SIGSTOP, or a debugger), in "
+            f"{rank.wait_text if rank.waits else rank.phase}{at}"
+        )
     elif rank.waits:
         of = "" if rank.members in ("all", "") else f" of ranks {rank.members}"
         number = f"call {rank.wait_sequence}{of}, " if rank.wait_sequence >= 0 else ""
         does = f"waits in {number}{rank.wait_text} for {rank.waited:.0f} s"
     elif rank.cpu > 0.1 or rank.state == "R":
-        does = f"computes without an end in sight, {100 * rank.cpu:.0f} % of a core, in {rank.phase}{at}"
+        does = (
+            f"computes without an end in sight, {100 * rank.cpu:.0f} % of a core, in "
+            f"{rank.phase}{at}"
+        )
     else:
         does = f"does nothing ({100 * rank.cpu:.0f} % of a core), in {rank.phase}{at}"
     note = f", {rank.note}" if rank.note and not rank.ended else ""
-    last = f"; its last call was {rank.call}, {rank.call_text}" if rank.call >= 0 and not rank.waits else ""
+    last = (
+        f"; its last call was {rank.call}, {rank.call_text}"
+        if rank.call >= 0 and not rank.waits
+        else ""
+    )
     return f"rank {rank.rank} (pid {rank.pid} on {rank.host}, {so_far}) {does}{note}{last}"
 
 
@@ -230,8 +285,9 @@ def name(ranks: Sequence[int]) -> str:
 
 
 def place(stack: str) -> str:
-    """Where a program is, from what faulthandler wrote: the innermost frame outside of odyssey and of Python itself,
-    of the main thread. "" if there is none."""
+    """Where a program is, from what faulthandler wrote: the innermost frame outside of odyssey
+    and of Python itself, of the main thread. "" if there is none.
+    """
     threads: list[list[tuple[str, str, str]]] = []
     for line in stack.splitlines():
         if "(most recent call first)" in line:
@@ -247,7 +303,9 @@ def place(stack: str) -> str:
 
 
 def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
-    """(rank, times the median, where) of ranks that take much longer than others before they wait."""
+    """(rank, times the median, where) of ranks that take much longer than others before they
+    wait.
+    """
     known = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
     if len(known) < 2:
         return []
@@ -262,9 +320,11 @@ def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
 
 
 def slow_link(ranks: Sequence[Seen]) -> Seen | None:
-    """The rank that has waited longest for data of the one that most ranks on other machines wait for; None: none is
-    slow, but for stragglers."""
-    stragglers_, waiting = {rank for rank, _, _ in stragglers(ranks)}, {}
+    """The rank that has waited longest for data of the one that most ranks on other machines
+    wait for; None: none is slow, but for stragglers.
+    """
+    stragglers_ = {rank for rank, _, _ in stragglers(ranks)}
+    waiting = {}
     for s in ranks:
         if s.link[3:] > (0,) and s.alive and not s.ended and s.link[0] not in stragglers_:
             waiting.setdefault(s.link[0], []).append(s)
@@ -275,11 +335,16 @@ def link_line(rank: Seen, host: str) -> str:
     """Returns what is printed about a slow link, by a rank that waits for its data."""
     peer, size, ns, times = rank.link
     return (
-        f"odyssey: [watch] the link of rank {peer} on {host} is slow: of late {size / 1e6:.1f} MB took "
-        f"{ns / 1e9:.1f} s to rank {rank.rank}, {times}x as long as from others (step {rank.step})\n"
+        f"odyssey: [watch] the link of rank {peer} on {host} is slow: of late {size / 1e6:.1f} "
+        "MB took "
+        f"{ns / 1e9:.1f} s to rank {rank.rank}, {times}x as long as from others (step "
+        f"{rank.step})\n"
     )
 
 
 def slow_line(rank: Seen, times: float, where: str) -> str:
     """Returns what is printed about a straggler."""
-    return f"odyssey: [watch] rank {rank.rank} on {rank.host} is {times:.1f}x the median, {where} (step {rank.step})\n"
+    return (
+        f"odyssey: [watch] rank {rank.rank} on {rank.host} is {times:.1f}x the median, "
+        f"{where} (step {rank.step})\n"
+    )

@@ -1,7 +1,9 @@
-"""Names of hosts and how many ranks each takes: strict readers of `--hosts` and of host files, and who gets how many.
+"""Names of hosts and how many ranks each takes: strict readers of `--hosts` and of host files,
+and who gets how many.
 
-Nothing is resolved or connected to here; a name that passes is safe as one word of an argument list of mpirun, srun or
-ssh (it cannot begin with "-", and has no space, quote, colon or control character).
+Nothing is resolved or connected to here; a name that passes is safe as one word of an argument list
+of mpirun, srun or ssh (it cannot begin with "-", and has no space, quote, colon or control
+character).
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 
-HOSTS, SLOTS = 4096, 1024  # at most
+# at most
+HOSTS = 4096
+SLOTS = 1024
 FILE_LIMIT = 1 << 20  # bytes of a host file, characters of --hosts
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?", re.ASCII)
@@ -32,16 +36,22 @@ class Host(NamedTuple):
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of a list such as "h1,h2:4", a number after a colon being slots.
-    Raises ConfigError: no host, a host named twice, a name that is neither a host name nor an IPv4 address, slots
-    outside 1 to SLOTS, or more than HOSTS hosts."""
+
+    Raises ConfigError: no host, a host named twice, a name that is neither a host name nor an IPv4
+    address, slots outside 1 to SLOTS, or more than HOSTS hosts.
+    """
     if len(text) > FILE_LIMIT:
-        raise ConfigError(f"[launch] --hosts has {len(text)} characters; at most {FILE_LIMIT} are allowed")
+        raise ConfigError(
+            f"[launch] --hosts has {len(text)} characters; at most {FILE_LIMIT} are allowed"
+        )
     return _checked([_host(item, "--hosts") for item in text.split(",")], "--hosts")
 
 
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment. Raises
-    ConfigError: it cannot be read, is too long or not ASCII; else as `parse_hosts`, naming the line."""
+    """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#"
+    begins a comment. Raises ConfigError: it cannot be read, is too long or not ASCII; else as
+    `parse_hosts`, naming the line.
+    """
     try:
         with open(path, "rb") as file:
             return parse_hostfile_text(file.read(FILE_LIMIT + 1), f"host file {path}")
@@ -57,7 +67,9 @@ def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
     try:
         lines = data.decode("ascii").split("\n")
     except UnicodeDecodeError:
-        raise ConfigError(f"[launch] {name} is not ASCII; a host name has letters, digits, '.', '_' and '-'") from None
+        raise ConfigError(
+            f"[launch] {name} is not ASCII; a host name has letters, digits, '.', '_' and '-'"
+        ) from None
     found = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -66,10 +78,14 @@ def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
         where = f"{name}, line {number}"
         host, *slots = words
         if slots and (len(slots) > 1 or not slots[0].startswith("slots=")):
-            raise ConfigError(f"[launch] {where}: {_short(line)}; write a host, then nothing, ':N' or ' slots=N'")
+            raise ConfigError(
+                f"[launch] {where}: {_short(line)}; write a host, then nothing, ':N' or ' slots=N'"
+            )
         if slots and ":" in host:
             raise ConfigError(f"[launch] {where}: {_short(line)} gives slots twice")
-        found.append(_host(":".join([host, *(word.removeprefix("slots=") for word in slots)]), where))
+        found.append(
+            _host(":".join([host, *(word.removeprefix("slots=") for word in slots)]), where)
+        )
     return _checked(found, name)
 
 
@@ -77,7 +93,8 @@ def _host(text: str, where: str) -> Host:
     name, colon, slots = text.strip(" ").partition(":")
     if not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
-            f"[launch] {where}: {_short(text)} is no host name or IPv4 address; letters, digits, '.', '_' and '-' are "
+            f"[launch] {where}: {_short(text)} is no host name or IPv4 address; letters, digits, "
+            "'.', '_' and '-' are "
             "allowed, the first and the last a letter or digit; ':N' gives slots"
         )
     if re.fullmatch(r"[0-9.]+", name):
@@ -88,7 +105,9 @@ def _host(text: str, where: str) -> Host:
     if not colon:
         return Host(name)
     if not (slots.isascii() and slots.isdigit() and len(slots) <= 4 and 1 <= int(slots) <= SLOTS):
-        raise ConfigError(f"[launch] {where}: {_short(text)}: slots must be a number from 1 to {SLOTS}")
+        raise ConfigError(
+            f"[launch] {where}: {_short(text)}: slots must be a number from 1 to {SLOTS}"
+        )
     return Host(name, int(slots))
 
 
@@ -100,7 +119,9 @@ def _checked(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
     seen: set[str] = set()
     for host in hosts:
         if host.name.lower() in seen:
-            raise ConfigError(f"[launch] {where} names {host.name} twice; write {host.name}:2 for two ranks")
+            raise ConfigError(
+                f"[launch] {where} names {host.name} twice; write {host.name}:2 for two ranks"
+            )
         seen.add(host.name.lower())
     return tuple(hosts)
 
@@ -111,21 +132,32 @@ def _short(text: str) -> str:
 
 
 def capacity(hosts: Sequence[Host]) -> int | None:
-    """How many ranks the hosts take together; None where nothing limits it, or where there are none."""
-    return None if all(host.slots is None for host in hosts) else sum(host.slots or 1 for host in hosts)
+    """How many ranks the hosts take together; None where nothing limits it, or where there are
+    none.
+    """
+    return (
+        None
+        if all(host.slots is None for host in hosts)
+        else sum(host.slots or 1 for host in hosts)
+    )
 
 
 def check_room(hosts: Sequence[Host], ranks: int) -> None:
     """Raises ConfigError if the hosts have fewer slots than there are ranks."""
     room = capacity(hosts)
     if room is not None and room < ranks:
-        raise ConfigError(f"[launch] {ranks} ranks, but the hosts have {room} slots; lower -n or add hosts")
+        raise ConfigError(
+            f"[launch] {ranks} ranks, but the hosts have {room} slots; lower -n or add hosts"
+        )
 
 
 def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
-    """Which host gets how many ranks, in blocks: the first ranks go to the first host. Hosts with slots are filled in
-    order, one without among them has one slot. Where no host has slots, each gets as many as the others, the first ones
-    one more. Hosts that get none are left out. Raises ConfigError: the hosts have fewer slots than there are ranks."""
+    """Which host gets how many ranks, in blocks: the first ranks go to the first host.
+
+    Hosts with slots are filled in order, one without among them has one slot. Where no host has
+    slots, each gets as many as the others, the first ones one more. Hosts that get none are left
+    out. Raises ConfigError: the hosts have fewer slots than there are ranks.
+    """
     check_room(hosts, ranks)
     if capacity(hosts) is None:
         each, more = divmod(ranks, len(hosts))

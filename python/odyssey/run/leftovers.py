@@ -1,10 +1,12 @@
-"""Processes and files that a killed attempt left on this machine: found, proven to be its own, removed.
+"""Processes and files that a killed attempt left on this machine: found, proven to be its own,
+removed.
 
-MPICH leaves a piece of shared memory and a description of the machine whenever a job is killed, Open MPI its session
-directory and segments whenever mpirun is. A process is ours if the launch's token is in its environment. A file is ours
-if its name is one that these libraries give, it is this user's, it was not there before the attempt, it is not newer
-than the attempt, and no process that lives has it open or mapped. A description of the machine is never held open:
-there no other launcher of this user that sees the same /tmp may have been starting when it was written.
+MPICH leaves a piece of shared memory and a description of the machine whenever a job is killed,
+Open MPI its session directory and segments whenever mpirun is. A process is ours if the launch's
+token is in its environment. A file is ours if its name is one that these libraries give, it is this
+user's, it was not there before the attempt, it is not newer than the attempt, and no process that
+lives has it open or mapped. A description of the machine is never held open: there no other
+launcher of this user that sees the same /tmp may have been starting when it was written.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from ..base.proc import mapped
 from ..base.proc import stat as status
 
 MEMORY = Path("/dev/shm")
-_SHARED = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm\.|osc_rdma\.|ucx_shm_posix_|odyssey[-_.])\S*")
+_SHARED = re.compile(
+    r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm\.|osc_rdma\.|ucx_shm_posix_|odyssey[-_.])\S*"
+)
 _TEMPORARY = re.compile(r"(hydra_hwloc_xmlfile_\w{6}|ompi\.\d+)")
 _DESCRIPTION = "hydra_hwloc_xmlfile_"
 _PROXIES = ("hydra_pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra")
@@ -33,9 +37,11 @@ _STARTING = 3.0  # seconds in which a launcher writes its description of the mac
 
 
 def processes(token: str, seconds: float = 0.2) -> list[int]:
-    """Processes of this user on this machine that have `token` (a "NAME=value" text) in their environment.
-    A process that has just begun a program shows neither environment nor arguments for an instant; while there is one,
-    and for at most `seconds`, all are looked at again."""
+    """Processes of this user on this machine that have `token` (a "NAME=value" text) in their
+    environment. A process that has just begun a program shows neither environment nor
+    arguments for an instant; while there is one, and for at most `seconds`, all are looked at
+    again.
+    """
     until = time.monotonic() + seconds
     while True:
         found, starting = _look(token.encode())
@@ -45,7 +51,9 @@ def processes(token: str, seconds: float = 0.2) -> list[int]:
 
 
 def kill(token: str, seconds: float = 10.0) -> list[int]:
-    """Kills the processes with `token` until two looks in a row find none; those that are there after `seconds`."""
+    """Kills the processes with `token` until two looks in a row find none; those that are there
+    after `seconds`.
+    """
     until = time.monotonic() + seconds
     nap = 0.002
     before = None  # what the last look found
@@ -62,9 +70,13 @@ def kill(token: str, seconds: float = 10.0) -> list[int]:
 
 
 def _look(token: bytes) -> tuple[list[int], bool]:
-    """The processes with the token, and whether there is one that has just begun a program and cannot be told yet."""
-    own, here = os.geteuid(), os.getpid()
-    found, starting = [], False
+    """The processes with the token, and whether there is one that has just begun a program and
+    cannot be told yet.
+    """
+    own = os.geteuid()
+    here = os.getpid()
+    found = []
+    starting = False
     for pid in pids():
         if pid != here:
             with contextlib.suppress(OSError):
@@ -112,15 +124,20 @@ def _named(where: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
 
 
 def snapshot(temporary: str | None = None) -> dict[str, Any]:
-    """Returns what lies there now, full names and the wall-clock time, as a JSON file can hold it."""
+    """Returns what lies there now, full names and the wall-clock time, as a JSON file can hold
+    it.
+    """
     return {"names": sorted(map(str, _named(places(temporary)))), "time": time.time()}
 
 
 def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
-    """Removes the files that are proven to be those of an attempt; returns their names. before: the snapshot when it
-    began; out of a file it may be something else, and then nothing is proven. ended: wall-clock time at which the last
-    of its processes was gone."""
-    names, begun = (before.get("names"), before.get("time")) if isinstance(before, dict) else (None, None)
+    """Removes the files that are proven to be those of an attempt; returns their names. before:
+    the snapshot when it began; out of a file it may be something else, and then nothing is
+    proven. ended: wall-clock time at which the last of its processes was gone.
+    """
+    names, begun = (
+        (before.get("names"), before.get("time")) if isinstance(before, dict) else (None, None)
+    )
     if not isinstance(names, list) or type(begun) is not float:
         return []
     candidates = []
@@ -128,7 +145,8 @@ def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
         with contextlib.suppress(OSError):
             found = os.lstat(path)
             folder = stat.S_ISDIR(found.st_mode)
-            made = min(found.st_mtime, found.st_ctime) if folder else found.st_mtime  # a directory changes later too
+            # a directory changes later too
+            made = min(found.st_mtime, found.st_ctime) if folder else found.st_mtime
             between = begun - 0.05 <= found.st_mtime and made <= ended + 0.05
             own = found.st_uid == os.geteuid() and (folder or stat.S_ISREG(found.st_mode))
             if own and between and str(path) not in names:
@@ -144,7 +162,8 @@ def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
         name = str(path)
         if name in held or any(other.startswith(f"{name}/") for other in held):
             continue
-        ages = [found.st_mtime - started for started in launchers]  # of those that may have written it
+        # of those that may have written it
+        ages = [found.st_mtime - started for started in launchers]
         if path.name.startswith(_DESCRIPTION) and any(-0.1 <= age <= _STARTING for age in ages):
             continue
         session = re.fullmatch(r"ompi\.(\d+)", path.name)
@@ -160,7 +179,9 @@ def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
 
 
 def _same_temporary(pid: int) -> bool:
-    """Returns whether a process sees the same /tmp as this one; in a container or a private one it writes elsewhere."""
+    """Returns whether a process sees the same /tmp as this one; in a container or a private one
+    it writes elsewhere.
+    """
     try:
         return os.path.samefile(f"/proc/{pid}/root/tmp", "/tmp")
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -170,7 +191,9 @@ def _same_temporary(pid: int) -> bool:
 
 
 def _held() -> tuple[set[str], list[float]]:
-    """Names of files that a process has open or mapped, and when the living MPICH launchers of this user began."""
+    """Names of files that a process has open or mapped, and when the living MPICH launchers of
+    this user began.
+    """
     held: set[str] = set()
     launchers = []
     booted = time.time() - float(_read("/proc/uptime").split()[0])

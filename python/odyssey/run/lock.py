@@ -1,9 +1,9 @@
 """One launcher per run: a lock file that says who holds it, recovered when that launcher is gone.
 
-The kernel releases the lock with the process that holds it. Where the file lies on a network file system whose locks
-are not seen by other hosts, the file's time, renewed every few seconds, tells a living launcher of another host: it
-changes while one looks (clocks of hosts are not compared). What keeps two attempts from writing is not the lock but the
-attempt's number.
+The kernel releases the lock with the process that holds it. Where the file lies on a network file
+system whose locks are not seen by other hosts, the file's time, renewed every few seconds, tells a
+living launcher of another host: it changes while one looks (clocks of hosts are not compared). What
+keeps two attempts from writing is not the lock but the attempt's number.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ RENEWED = 5.0  # seconds
 
 
 class RunLock:
-    """Holds the lock until `close`, or the end of the process. Raises LaunchError: another launcher holds it.
-    OutputError: the file cannot be written."""
+    """Holds the lock until `close`, or the end of the process.
+
+    Raises LaunchError: another launcher holds it. OutputError: the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._renewed = time.monotonic()
@@ -36,14 +38,23 @@ class RunLock:
                 self._file.release(empty=False)
                 raise
         except OSError as e:
-            raise OutputError(f"[launch] {path} cannot be written: {e.strerror}; name another --run-dir") from e
+            raise OutputError(
+                f"[launch] {path} cannot be written: {e.strerror}; name another --run-dir"
+            ) from e
 
     def _take(self) -> None:
         path = self._file.path
-        taken, found = self._file.take(), self._file.read()
+        taken = self._file.take()
+        found = self._file.read()
         if not taken or (_elsewhere(found) and _renewed(path)):
-            who = f"process {found.get('pid', '?')} on host {printable(str(found.get('host', '?')))[:256]}"
-            raise LaunchError(f"[launch] {path.parent} is being run by {who}; wait, stop it, or name another --run-dir")
+            who = (
+                f"process {found.get('pid', '?')} on host "
+                f"{printable(str(found.get('host', '?')))[:256]}"
+            )
+            raise LaunchError(
+                f"[launch] {path.parent} is being run by {who}; wait, stop it, or name another "
+                "--run-dir"
+            )
         self._file.write({"host": socket.gethostname(), "pid": os.getpid(), "held": True})
 
     def renew(self) -> None:
@@ -59,8 +70,9 @@ class RunLock:
 
 
 def holder(path: Path, sure: bool = True) -> dict | None:
-    """Host and pid of the launcher that holds the lock, None if none does.
-    sure: look for up to FRESH seconds whether a launcher of another host renews it; else believe what it says."""
+    """Host and pid of the launcher that holds the lock, None if none does. sure: look for up to
+    FRESH seconds whether a launcher of another host renews it; else believe what it says.
+    """
     try:
         file = LockFile(path, os.O_RDONLY)
     except OSError:
@@ -74,13 +86,16 @@ def holder(path: Path, sure: bool = True) -> dict | None:
 
 
 def _elsewhere(found: dict) -> bool:
-    """Returns whether a launcher of another host, whose lock may not be seen here, says that it holds it."""
+    """Returns whether a launcher of another host, whose lock may not be seen here, says that it
+    holds it.
+    """
     return found.get("host") not in (None, socket.gethostname()) and found.get("held") is True
 
 
 def _renewed(path: Path) -> bool:
     """Returns whether the file's time changes within FRESH seconds: its holder lives."""
-    first, until = _time(path), time.monotonic() + FRESH
+    first = _time(path)
+    until = time.monotonic() + FRESH
     while time.monotonic() < until:
         time.sleep(min(0.25, FRESH / 10))
         if _time(path) != first:

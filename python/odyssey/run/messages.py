@@ -1,8 +1,9 @@
-"""Messages between watchers of several machines: JSON lines over TCP, each with a MAC, after both sides have shown
-that they know the job's secret. And the same lines without MACs over a unix socket, where the kernel says who calls.
+"""Messages between watchers of several machines: JSON lines over TCP, each with a MAC, after
+both sides have shown that they know the job's secret. And the same lines without MACs over a
+unix socket, where the kernel says who calls.
 
-What it is not: encrypted. Steps, phases and source lines can be read on the way; nothing can be injected or replayed.
-The standard library only.
+What it is not: encrypted. Steps, phases and source lines can be read on the way; nothing can be
+injected or replayed. The standard library only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def mac(key: bytes, *parts: bytes) -> bytes:
 
 def user_of(connection: socket.socket) -> int:
     """Who is at the other end of a unix socket."""
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+    return struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )[1]
 
 
 class Closed(Exception):
@@ -39,9 +42,14 @@ class Closed(Exception):
 
 
 class Lines:
-    """JSON values over a connected, non-blocking socket. Reading and writing never wait; both raise Closed."""
+    """JSON values over a connected, non-blocking socket.
 
-    role, ready = "", True  # what the caller is, and whether both sides are known to know the secret
+    Reading and writing never wait; both raise Closed.
+    """
+
+    # what the caller is, and whether both sides are known to know the secret
+    role = ""
+    ready = True
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -120,24 +128,35 @@ class Lines:
 
 
 class Sealed(Lines):
-    """`Lines` between two that share a secret. Usable when `ready`; call `receive` until then.
-    Each side sends a nonce, then a MAC over both nonces; from these and the secret come the keys of the lines, one per
-    direction, and each line's MAC covers its number. `role` says what the caller is: "node" or "top"."""
+    """`Lines` between two that share a secret.
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, caller: bool, role: str = "") -> None:
+    Usable when `ready`; call `receive` until then. Each side sends a nonce, then a MAC over both
+    nonces; from these and the secret come the keys of the lines, one per direction, and each line's
+    MAC covers its number. `role` says what the caller is: "node" or "top".
+    """
+
+    def __init__(
+        self, connection: socket.socket, secret: bytes, *, caller: bool, role: str = ""
+    ) -> None:
         super().__init__(connection)
-        self._secret, self._caller, self.role = secret, caller, role
-        self._mine, self._theirs = os.urandom(NONCE).hex().encode(), b""
+        self._secret = secret
+        self._caller = caller
+        self.role = role
+        self._mine = os.urandom(NONCE).hex().encode()
+        self._theirs = b""
         self._sent = self._got = 0
         self._keys = (b"", b"")
-        self.ready, self.limit = False, LIMIT if caller else HELLO_LIMIT
+        self.ready = False
+        self.limit = LIMIT if caller else HELLO_LIMIT
         super()._put(_HELLO + b" " + self._mine)
 
     def _sealed(self, data: bytes) -> bytes:
         if not self._keys[0]:
             return data
         self._sent += 1
-        return mac(self._keys[0], self._sent.to_bytes(8, "little"), data).hex().encode() + b" " + data
+        return (
+            mac(self._keys[0], self._sent.to_bytes(8, "little"), data).hex().encode() + b" " + data
+        )
 
     def _checked(self, line: bytes) -> bytes:
         if not self._theirs:
@@ -157,7 +176,8 @@ class Sealed(Lines):
             raise Closed("it does not know the secret")
         self._got += 1
         if not self.ready:
-            self.ready, self.limit = True, LIMIT
+            self.ready = True
+            self.limit = LIMIT
             if not self._caller:
                 value = self._parse(data)
                 self.role = value.get("role", "") if isinstance(value, dict) else ""

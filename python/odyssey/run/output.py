@@ -1,8 +1,10 @@
-"""Output of ranks on its way through the launcher: into the attempt's log as it is, to the launcher's own output with
-long lines cut, and without control characters where that is a terminal.
+"""Output of ranks on its way through the launcher: into the attempt's log as it is, to the
+launcher's own output with long lines cut, and without control characters where that is a
+terminal.
 
-Where that output takes nothing for STALLED seconds (a stopped terminal, a pager), the ranks do not wait for it: the log
-goes on, and what the reader misses is counted and said. Bytes are passed on when they come, complete lines or not.
+Where that output takes nothing for STALLED seconds (a stopped terminal, a pager), the ranks do not
+wait for it: the log goes on, and what the reader misses is counted and said. Bytes are passed on
+when they come, complete lines or not.
 """
 
 from __future__ import annotations
@@ -16,30 +18,38 @@ from typing import BinaryIO
 
 LINE_LIMIT = 64 << 10  # bytes of one line that are shown
 BACKLOG = 1 << 20  # bytes that wait for a slow reader
-STALLED = 2.0  # seconds without a byte taken after which a reader misses what does not fit into the backlog
+# seconds without a byte taken after which a reader misses what does not fit into the backlog
+STALLED = 2.0
 _CUT = b" ... (cut)\n"
 
-# All of C0 but tab, line feed and carriage return, DEL, and C1 as UTF-8 writes it. What is left cannot move the cursor,
-# set a title or answer a question that nobody asked.
+# All of C0 but tab, line feed and carriage return, DEL, and C1 as UTF-8 writes it. What is left
+# cannot move the cursor, set a title or answer a question that nobody asked.
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 
 class Pump:
-    """Copies one pipe of the ranks to one stream of the launcher. source: descriptor to read; it is made non-blocking.
-    target: descriptor to write. log: file that gets everything unchanged, or None. words: that it listens for."""
+    """Copies one pipe of the ranks to one stream of the launcher. source: descriptor to read; it
+    is made non-blocking. target: descriptor to write. log: file that gets everything
+    unchanged, or None. words: that it listens for.
+    """
 
     def __init__(self, source: int, target: int, log: BinaryIO | None, words: bytes = b"") -> None:
         os.set_blocking(source, False)
-        self.source, self.target, self.log = source, target, log
+        self.source = source
+        self.target = target
+        self.log = log
         self.terminal = os.isatty(target)
         self.unshown = 0  # bytes that a reader who took nothing missed, and was not told of yet
         self._taken = time.monotonic()  # when the target took something, or had nothing to take
         self._own: int | None = None
         if self.terminal:  # opened anew, so that it does not block although the shell's does
             with contextlib.suppress(OSError):
-                self._own = os.open(os.ttyname(target), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+                self._own = os.open(
+                    os.ttyname(target), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                )
                 self.target = self._own
-        self.words, self._last = words, b""
+        self.words = words
+        self._last = b""
         self.heard = False  # the words came
         self.closed = False
         self.problem = ""  # why the target takes no more; "" also where its reader is gone
@@ -47,10 +57,13 @@ class Pump:
         self._pending = bytearray()
 
     def __call__(self) -> bool:
-        """Passes on what is there and can be taken, without waiting; whether there was something."""
+        """Passes on what is there and can be taken, without waiting; whether there was
+        something.
+        """
         self._pass_on()
         if not self.reading:
-            return False  # the target does not take more: the ranks wait as they would at a full pipe
+            # the target does not take more: the ranks wait as they would at a full pipe
+            return False
         try:
             data = os.read(self.source, 1 << 16)
         except BlockingIOError:
@@ -78,7 +91,9 @@ class Pump:
     @property
     def reading(self) -> bool:
         """Returns whether more of what ranks print is wanted now."""
-        return not self.closed and (len(self._pending) < BACKLOG or (self.log is not None and self._stalled))
+        return not self.closed and (
+            len(self._pending) < BACKLOG or (self.log is not None and self._stalled)
+        )
 
     @property
     def _stalled(self) -> bool:
@@ -110,7 +125,11 @@ class Pump:
             out.append(line if len(line) <= room else line[:room] + _CUT if room else b"")
             self._shown = 0 if line.endswith(b"\n") else self._shown + len(line)
         text = b"".join(out)
-        return _CONTROL.sub(lambda m: b"".join(b"\\x%02x" % byte for byte in m[0]), text) if self.terminal else text
+        return (
+            _CONTROL.sub(lambda m: b"".join(b"\\x%02x" % byte for byte in m[0]), text)
+            if self.terminal
+            else text
+        )
 
     def _pass_on(self) -> bool:
         """Writes what the target takes at once; whether nothing is left."""

@@ -1,7 +1,8 @@
-"""How ranks of an attempt began and ended, from the files in the run's directory; which end came first, in words.
+"""How ranks of an attempt began and ended, from the files in the run's directory; which end came
+first, in words.
 
-The rank wrappers write these files (rank_wrapper.py). What is read here may be torn, old or garbage: then it is not
-there.
+The rank wrappers write these files (rank_wrapper.py). What is read here may be torn, old or
+garbage: then it is not there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class End(NamedTuple):
     time: float
     reason: str | None = None
     step: int | None = None
-    oom: int | None = None  # the kernel ended it for lack of memory; bytes of the limit, 0 if unknown
+    # the kernel ended it for lack of memory; bytes of the limit, 0 if unknown
+    oom: int | None = None
     memory: int | None = None  # bytes it had at most
     following: bool = False  # by its own word the consequence of another rank's end
 
@@ -65,7 +67,13 @@ class End(NamedTuple):
             how = f"ended with exit code {self.code}"
         else:
             how = "ended"
-        at = "" if self.step is None else f" at step {self.step}" if self.step else " before its first step"
+        at = (
+            ""
+            if self.step is None
+            else f" at step {self.step}"
+            if self.step
+            else " before its first step"
+        )
         why = f" ({printable(self.reason, limit=200)})" if self.reason else ""
         return f"{who} {how}{at}{why}"
 
@@ -76,26 +84,43 @@ def started(folder: Path, attempt: int) -> dict[int, Started]:
     for rank, record in _records(folder, attempt).items():
         if type(record.get("host")) is str and type(record.get("pid")) is int:
             slurm = record.get("slurm")
-            known = type(slurm) is str and re.fullmatch(r"[0-9]{1,18}\.[0-9]{1,18}", slurm, re.ASCII)
+            known = type(slurm) is str and re.fullmatch(
+                r"[0-9]{1,18}\.[0-9]{1,18}", slurm, re.ASCII
+            )
             found[rank] = Started(rank, _host(record), record["pid"], slurm if known else None)
     return found
 
 
 def ended(folder: Path, attempt: int) -> dict[int, End]:
-    """The ranks whose end is known, from their wrapper or, where that was killed as well, from themselves."""
+    """The ranks whose end is known, from their wrapper or, where that was killed as well, from
+    themselves.
+    """
     found = {}
     for rank, record in _records(folder, attempt).items():
-        code, number, when = record.get("code"), record.get("signal"), record.get("time")
+        code = record.get("code")
+        number = record.get("signal")
+        when = record.get("time")
         own = record.get("own")  # an MPI library may kill the rank that has called MPI_Abort
         if type(own) is int and 0 < own < 128 and number in _KILLED:
-            code, number = own, None
+            code = own
+            number = None
         if type(number) is int:
             code = None  # 128 + the signal, as a shell says it, is no code that a rank chose
         code, number = (value if type(value) is int else None for value in (code, number))
         when = float(when) if type(when) in (int, float) else 0.0
         kinds = {"reason": str, "step": int, "oom": int, "memory": int}
-        said = {name: record[name] for name, kind in kinds.items() if type(record.get(name)) is kind}
-        found[rank] = End(rank, _host(record), code, number, when, **said, following=record.get("following") is True)
+        said = {
+            name: record[name] for name, kind in kinds.items() if type(record.get(name)) is kind
+        }
+        found[rank] = End(
+            rank,
+            _host(record),
+            code,
+            number,
+            when,
+            **said,
+            following=record.get("following") is True,
+        )
     return found
 
 
@@ -106,7 +131,10 @@ def _host(record: dict[str, Any]) -> str:
 
 def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
     """Returns what the files N.json hold, of this attempt; N.reason.json where there is no N.json.
-    The folder is emptied before an attempt, so that a record without an attempt's number is of this one."""
+
+    The folder is emptied before an attempt, so that a record without an attempt's number is of this
+    one.
+    """
     found: dict[int, dict[str, Any]] = {}
     try:
         names = os.listdir(folder)
@@ -132,11 +160,17 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
 
 
 def first(ends: dict[int, End]) -> End | None:
-    """The end that the others follow from: the first that is no success, nor a request to stop (75). A collective that
-    could not go on is a consequence if another rank fails in another way within seconds."""
-    bad = sorted((e for e in ends.values() if not e.good and e.code != 75), key=lambda e: (e.following, e.time, e.rank))
+    """The end that the others follow from: the first that is no success, nor a request to stop
+    (75). A collective that could not go on is a consequence if another rank fails in another
+    way within seconds.
+    """
+    bad = sorted(
+        (e for e in ends.values() if not e.good and e.code != 75),
+        key=lambda e: (e.following, e.time, e.rank),
+    )
     first = bad[0] if bad else None
     if first is not None and first.code == CONTRACT:
         others = [e for e in bad if e.code != CONTRACT and e.time - first.time <= AFTERMATH]
-        return next((e for e in others if e.signal != signal.SIGTERM), first)  # so launchers end the rest
+        # so launchers end the rest
+        return next((e for e in others if e.signal != signal.SIGTERM), first)
     return first

@@ -1,5 +1,6 @@
-"""One rank on this machine, as the watcher sees it: its slot, its process, its stacks; and what can be done to it. The
-standard library only."""
+"""One rank on this machine, as the watcher sees it: its slot, its process, its stacks; and what
+can be done to it. The standard library only.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,17 @@ _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 #: What a rank's slot says that is shown as it is.
-_OF_SLOT = [name for name in Seen._fields if hasattr(slot.StatusSlot, name) and name not in ("rank", "pid", "times")]
+_OF_SLOT = [
+    name
+    for name in Seen._fields
+    if hasattr(slot.StatusSlot, name) and name not in ("rank", "pid", "times")
+]
 
 
 def _signs(of: slot.StatusSlot) -> tuple[int, ...]:
-    """Returns what differs between two looks at a rank that goes on; a call's number (`slot.quick`) counts nothing."""
+    """Returns what differs between two looks at a rank that goes on; a call's number
+    (`slot.quick`) counts nothing.
+    """
     return of.progress, of.waiting, of.call, of.call_group
 
 
@@ -34,20 +41,28 @@ def _rise(numbers: Sequence[tuple[float, float]]) -> float:
 
 
 class WatchedRank:
-    """A rank of this machine; `handle` and `slot_file` as `attach` gives them.
-    alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode."""
+    """A rank of this machine; `handle` and `slot_file` as `attach` gives them. alive: its
+    process is there. files: in shared memory, that MPI made and would leave behind; name ->
+    inode.
+    """
 
     def __init__(self, rank: int, pid: int, handle: int, slot_file: int) -> None:
-        self.rank, self.pid, self.handle, self._slot = rank, pid, handle, slot_file
+        self.rank = rank
+        self.pid = pid
+        self.handle = handle
+        self._slot = slot_file
         self.files: dict[str, int] = {}
         self._stacks = self._orders = -1
         self.last: slot.StatusSlot | None = None
         self._changed = time.monotonic()
         self._cpu: deque[tuple[float, float]] = deque(maxlen=8)  # (when, seconds used)
         self._samples: deque[tuple[float, int]] = deque(maxlen=12)
-        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=400)  # (when, step, own ns, of it in data)
-        self._state, self._rss = "?", 0
-        self._start: bytes | None = None  # its start time, which tells it from a later process of the same number
+        # (when, step, own ns, of it in data)
+        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=400)
+        self._state = "?"
+        self._rss = 0
+        # its start time, which tells it from a later process of the same number
+        self._start: bytes | None = None
         self._used = self._used_before = 0.0  # CPU seconds: so far, and at the last sign of life
         with contextlib.suppress(OSError):
             self.last = slot.read(self._slot) if self._slot >= 0 else None
@@ -59,16 +74,24 @@ class WatchedRank:
             for name, flags in (("stacks", os.O_RDONLY), ("orders", os.O_WRONLY | os.O_NONBLOCK)):
                 with contextlib.suppress(OSError, OverflowError):
                     number = getattr(self.last, name)
-                    opened = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC) if number > 2 else -1
+                    opened = (
+                        os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC)
+                        if number > 2
+                        else -1
+                    )
                     setattr(self, f"_{name}", opened)
 
     def look(self, now: float, floor: float) -> Seen:
-        """Returns what it does now. No time is counted from before `floor`, when the watcher itself did not run."""
+        """Returns what it does now.
+
+        No time is counted from before `floor`, when the watcher itself did not run.
+        """
         self._look_at_process(now)
         found = slot.read(self._slot) if self._slot >= 0 else None
         if found is not None:
             if self.last is None or _signs(found) != _signs(self.last):
-                self._changed, self._used_before = now, self._used
+                self._changed = now
+                self._used_before = self._used
             self.last = found
         last = self.last
         if last is None:
@@ -113,10 +136,14 @@ class WatchedRank:
             self._cpu.append((now, self._used))
             self._rss = int(words[21]) * _PAGE
         except (OSError, IndexError, ValueError):
-            self.alive, self._state = self.handle >= 0, "gone"  # a handle tells its end itself
+            # a handle tells its end itself
+            self.alive = self.handle >= 0
+            self._state = "gone"
 
     def code(self) -> int | None:
-        """The wait status of a process that its parent has not collected yet; None where it is not to be had."""
+        """The wait status of a process that its parent has not collected yet; None where it is
+        not to be had.
+        """
         with contextlib.suppress(OSError, IndexError, ValueError):
             if (words := stat(self.pid))[0] in (b"Z", b"X"):
                 return int(words[49])
@@ -124,21 +151,31 @@ class WatchedRank:
 
     def map_files(self) -> None:
         """Looks which files of MPI in shared memory it has mapped."""
-        self.files.update((path, inode) for path, inode in mapped(self.pid).items() if path.startswith(SHARED))
+        self.files.update(
+            (path, inode) for path, inode in mapped(self.pid).items() if path.startswith(SHARED)
+        )
 
     def _times(self, last: slot.StatusSlot) -> list[int]:
         """ns in each phase up to now."""
         times = list(last.times)
-        times[slot.WAIT if last.waiting else slot.CODES[last.phase]] += max(time.monotonic_ns() - last.since, 0)
+        times[slot.WAIT if last.waiting else slot.CODES[last.phase]] += max(
+            time.monotonic_ns() - last.since, 0
+        )
         return times
 
     def _own(self, now: float, last: slot.StatusSlot) -> tuple[float, float]:
-        """Seconds per step before any wait, and of these in data, over the last WINDOW steps or the last second."""
+        """Seconds per step before any wait, and of these in data, over the last WINDOW steps or
+        the last second.
+        """
         if not self._steps or self._steps[-1][1] != last.step:
             data = last.times[slot.CODES["data"]]
             self._steps.append((now, last.step, data + last.times[slot.CODES["compute"]], data))
         end = self._steps[-1]
-        while len(self._steps) > 2 and self._steps[1][1] <= end[1] - WINDOW and self._steps[1][0] <= end[0] - 1:
+        while (
+            len(self._steps) > 2
+            and self._steps[1][1] <= end[1] - WINDOW
+            and self._steps[1][0] <= end[0] - 1
+        ):
             self._steps.popleft()
         first = self._steps[0]
         steps = end[1] - first[1]
@@ -182,7 +219,9 @@ class WatchedRank:
         return -1
 
     def stacks(self, at: int) -> str:
-        """Returns what it has answered from there on; shown as it is, but for control characters."""
+        """Returns what it has answered from there on; shown as it is, but for control
+        characters.
+        """
         if at < 0:
             return ""
         with contextlib.suppress(OSError):

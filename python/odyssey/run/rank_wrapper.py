@@ -2,46 +2,60 @@
 
     python -I -S rank_wrapper.py PROGRAM ARGUMENT ...
 
-An MPI launcher loses exit codes (MPICH makes 1 into 9, Open MPI's launcher returned 0 after a host had died), does not
-say which rank it was, or says nothing. Between it and every rank stands this process. It writes two files into the
-run's directory (ODYSSEY_RUN_DIR; without one it only keeps):
+An MPI launcher loses exit codes (MPICH makes 1 into 9, Open MPI's launcher returned 0 after a host
+had died), does not say which rank it was, or says nothing. Between it and every rank stands this
+process. It writes two files into the run's directory (ODYSSEY_RUN_DIR; without one it only keeps):
 
     ranks/3.json  when rank 3 is started: rank, host, pid of the program, attempt
     ends/3.json   when it has ended: the same, code or signal, time, peak memory; what the rank itself left about it,
-                  here or in ends/3.reason.json ("reason", "step", "following", its "code" as "own"); "oom": the kernel
-                  ended it for lack of memory
+                  here or in ends/3.reason.json ("reason", "step", "following", its "code" as
+                  "own"); "oom": the kernel ended it for lack of memory
 
-and ends the way the program did: with its exit code, or by its signal. Everything it inherited (standard streams, the
-launcher's sockets) goes to the program untouched and stays open here until the end, so that the launcher notices the
-rank's death after it is written down. Signals are handed on. If the launcher's process on this machine dies, so does
-the wrapper, and with it the program.
+and ends the way the program did: with its exit code, or by its signal. Everything it inherited
+(standard streams, the launcher's sockets) goes to the program untouched and stays open here until
+the end, so that the launcher notices the rank's death after it is written down. Signals are handed
+on. If the launcher's process on this machine dies, so does the wrapper, and with it the program.
 
-It imports little of the standard library, and of the package what does the same: it is on the way of every restart.
+It imports little of the standard library, and of the package what does the same: it is on the way
+of every restart.
 """
 
-import _signal as signal  # what the module signal is made of: without its enums, which take milliseconds
+# what the module signal is made of: without its enums, which take milliseconds
+import _signal as signal
 import os
 import sys
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path += [HERE, os.path.join(os.path.dirname(HERE), "comm")]  # last: nothing there hides a standard module
+# last: nothing there hides a standard module
+sys.path += [HERE, os.path.join(os.path.dirname(HERE), "comm")]
 import cores  # noqa: E402
 import die_with_parent  # noqa: E402
 
-RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")  # the first that is there counts
+# the first that is there counts
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 REASON_LIMIT = 1 << 16  # bytes of ends/N.reason.json
 FORWARDED = {
     getattr(signal, name)
-    for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGALRM")
+    for name in (
+        "SIGHUP",
+        "SIGINT",
+        "SIGQUIT",
+        "SIGTERM",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGCONT",
+        "SIGALRM",
+    )
 }
 
 
 def main() -> None:
     """See the top of the file."""
     die_with_parent.tie(os.getppid())
-    parent, program = os.getpid(), sys.argv[1:]
+    parent = os.getpid()
+    program = sys.argv[1:]
     before = cores.oom_kills()
     rendezvous()
     inherited = block()  # a signal that comes while the program starts is for the program
@@ -53,13 +67,24 @@ def main() -> None:
             die_with_parent.tie(parent)
             os.execvp(program[0], program)
         except BaseException as problem:
-            os.write(2, f"odyssey: {program[0]} cannot be started: {problem}\n".encode(errors="replace"))
+            os.write(
+                2, f"odyssey: {program[0]} cannot be started: {problem}\n".encode(errors="replace")
+            )
             os._exit(127)
     folder = os.environ.get("ODYSSEY_RUN_DIR")
-    record = {"rank": rank(), "host": os.uname().nodename, "pid": child, "attempt": number("ODYSSEY_ATTEMPT")}
+    record = {
+        "rank": rank(),
+        "host": os.uname().nodename,
+        "pid": child,
+        "attempt": number("ODYSSEY_ATTEMPT"),
+    }
     if folder:
         step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
-        write(folder, "ranks", {**record, "time": time.time(), "slurm": ".".join(step) if all(step) else None})
+        write(
+            folder,
+            "ranks",
+            {**record, "time": time.time(), "slurm": ".".join(step) if all(step) else None},
+        )
     status, usage = wait(child)
     ended = time.time()
     code = os.waitstatus_to_exitcode(status)
@@ -80,7 +105,8 @@ def block() -> set:
 
 def wait(child: int) -> tuple:
     """Waits for the program, handing signals on; its status and resource usage."""
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # by default BSD and macOS drop it although it is blocked
+    # by default BSD and macOS drop it although it is blocked
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     while True:
         found, status, usage = os.wait4(child, os.WNOHANG)
         if found:
@@ -99,7 +125,8 @@ def end(code: int) -> None:
         os._exit(code)
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # one core is enough
+    # one core is enough
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if -code not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-code, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
@@ -119,7 +146,9 @@ def rank() -> int:
 
 
 def rendezvous() -> None:
-    """Completes the variables of env:// where the launcher has set those that all ranks have in common."""
+    """Completes the variables of env:// where the launcher has set those that all ranks have in
+    common.
+    """
     if os.environ.get("MASTER_ADDR") and os.environ.get("WORLD_SIZE"):
         local = next((number(name) for name in LOCAL_RANK if number(name) >= 0), rank())
         os.environ.update(RANK=str(rank()), LOCAL_RANK=str(local))
@@ -138,15 +167,18 @@ def read(folder: str, kind: str, name: str) -> dict:
 
 
 def write(folder: str, kind: str, record: dict) -> None:
-    """Puts a record in place whole, unless one of a later attempt is there: then this wrapper is a straggler's.
-    Not flushed to the disk: a machine that lost power writes no record anyway."""
+    """Puts a record in place whole, unless one of a later attempt is there: then this wrapper is
+    a straggler's. Not flushed to the disk: a machine that lost power writes no record anyway.
+    """
     import json
 
     where = os.path.join(folder, kind)
     name = f"{record['rank']}.json"
     aside = os.path.join(where, f".{name}.{os.getpid()}")
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        with open(
+            os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+        ) as file:
             json.dump(record, file)
         there = read(folder, kind, name).get("attempt")
         if type(there) is int and there > record["attempt"]:
@@ -155,17 +187,23 @@ def write(folder: str, kind: str, record: dict) -> None:
             os.rename(aside, os.path.join(where, name))
     except OSError as problem:  # no shared directory, a full disk: the rank goes on without
         who = f"rank {record['rank']} on {record['host']}"
-        os.write(2, f"odyssey: {who}: {kind}/{name} cannot be written: {problem.strerror}\n".encode())
+        os.write(
+            2, f"odyssey: {who}: {kind}/{name} cannot be written: {problem.strerror}\n".encode()
+        )
 
 
 def reason(folder: str, rank: int, attempt: int) -> dict:
-    """Returns what the rank said about its end, as far as it is of this attempt and has the right form."""
+    """Returns what the rank said about its end, as far as it is of this attempt and has the
+    right form.
+    """
     found = {}
     for name in (f"{rank}.json", f"{rank}.reason.json"):
         said = read(folder, "ends", name)
         if said.get("attempt", attempt) == attempt:
             kinds = {"reason": str, "step": int, "following": bool}
-            found.update((key, said[key]) for key, kind in kinds.items() if type(said.get(key)) is kind)
+            found.update(
+                (key, said[key]) for key, kind in kinds.items() if type(said.get(key)) is kind
+            )
             if type(said.get("code")) is int:
                 found["own"] = said["code"]
     return found

@@ -1,6 +1,8 @@
-"""Verdict after an attempt: the end, and with which exit code, or another attempt, when, and on how many ranks.
+"""Verdict after an attempt: the end, and with which exit code, or another attempt, when, and on
+how many ranks.
 
-Pure: `Outcome`s and what was before go in, a `Verdict` and a line for people come out. supervisor.py acts.
+Pure: `Outcome`s and what was before go in, a `Verdict` and a line for people come out.
+supervisor.py acts.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from .config import LaunchConfig
 from .hosts import Host, capacity
 from .rank_ends import HANG, End, Started
 
-STOPPED, GAVE_UP = 75, 69
+STOPPED = 75
+GAVE_UP = 69
 LONGEST = 60.0  # seconds between two attempts
 
-#: Exit codes of ranks that another attempt would only repeat: usage, data and numerics, a machine that lacks something,
-#: output that cannot be written, a program that cannot be started, Ctrl-C.
+#: Exit codes of ranks that another attempt would only repeat: usage, data and numerics, a machine
+#: that lacks something, output that cannot be written, a program that cannot be started, Ctrl-C.
 FINAL = (64, 65, 69, 73, 126, 127, 130)
 
-AGAIN = 2  # failures of one rank, one after the other, after which an elastic run goes on without it
+# failures of one rank, one after the other, after which an elastic run goes on without it
+AGAIN = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +34,34 @@ class Outcome:
     attempt: int
     ranks: int
     layout: tuple[tuple[str, int], ...] = ()  # hosts and their ranks; empty: this machine
-    started: dict[int, Started] = dataclasses.field(default_factory=dict)  # both: what rank wrappers wrote
+    # both: what rank wrappers wrote
+    started: dict[int, Started] = dataclasses.field(default_factory=dict)
     ended: dict[int, End] = dataclasses.field(default_factory=dict)
     code: int | None = None  # of mpirun or srun; negative: its signal; None: it was killed here
     done: bool = False  # the run's record of completion is there
     promised: bool = False  # the program writes that when it is complete
     stop: int | None = None  # the signal by which the launcher was asked to end
-    forced: bool = False  # it was then killed: no rank ran yet, the time was over, or a second SIGINT came
+    # it was then killed: no rank ran yet, the time was over, or a second SIGINT came
+    forced: bool = False
     scale: int | None = None  # how many ranks somebody asked for meanwhile
-    former: int | None = None  # how many there were before such a request was followed by this attempt
+    # how many there were before such a request was followed by this attempt
+    former: int | None = None
     silent: float | None = None  # seconds without a sign of life, after which it was killed
     late: bool = False  # ranks were not all started in time
-    unmet: bool = False  # they were, and cannot meet, as what started them has lost a request of theirs
+    # they were, and cannot meet, as what started them has lost a request of theirs
+    unmet: bool = False
     lost: tuple[str, ...] = ()  # hosts that do not answer
     unsure: bool = False  # none does, which says more about this one or the network
     step: int | None = None  # the last that anybody is known to have done
     checkpoint: int | None = None  # step of the newest
-    seen: dict[int, int] = dataclasses.field(default_factory=dict)  # the last step that each rank was seen at
+    # the last step that each rank was seen at
+    seen: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class Past(NamedTuple):
-    """Memory of decisions: the farthest step, restarts since it was reached, and how the last attempts failed."""
+    """Memory of decisions: the farthest step, restarts since it was reached, and how the last
+    attempts failed.
+    """
 
     step: int = -1
     restarts: int = 0
@@ -60,7 +71,10 @@ class Past(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`code`: end with it. None: another attempt in `delay` seconds on `ranks` ranks of `hosts`; `past` is for then."""
+    """`code`: end with it.
+
+    None: another attempt in `delay` seconds on `ranks` ranks of `hosts`; `past` is for then.
+    """
 
     line: str
     code: int | None = None
@@ -74,38 +88,64 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
     """See the top of the file. `hosts`: those that the attempt could use."""
     name = f"attempt {outcome.attempt}"
     if outcome.forced and outcome.stop:
-        why = ", and ranks did not stop in time" if outcome.started else " came before a rank was started"
-        line = f"{name}: ended without a checkpoint of its last step: {ended.signal_name(outcome.stop)}{why}"
+        why = (
+            ", and ranks did not stop in time"
+            if outcome.started
+            else " came before a rank was started"
+        )
+        line = (
+            f"{name}: ended without a checkpoint of its last step: "
+            f"{ended.signal_name(outcome.stop)}{why}"
+        )
         return Verdict(line, 128 + outcome.stop)
     cause = ended.first(outcome.ended)
     good = all(end.good for end in outcome.ended.values())
     whole = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
     if good and (whole or (outcome.done and outcome.code == 0)):
-        return Verdict(f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0)
+        return Verdict(
+            f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0
+        )
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
-        line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_count(outcome.scale)}"
+        line = (
+            f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_count(outcome.scale)}"
+        )
         return Verdict(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
     if stopped:
         by = ended.signal_name(outcome.stop) if outcome.stop else "a request"
-        return Verdict(f"{name}: stopped by {by} at {_step(outcome.checkpoint)}; the same command goes on", STOPPED)
+        return Verdict(
+            f"{name}: stopped by {by} at {_step(outcome.checkpoint)}; the same command goes on",
+            STOPPED,
+        )
     if outcome.stop is not None:
-        return Verdict(f"{name}: failed while it was to stop: {_failure(outcome, cause)}", 128 + outcome.stop)
+        return Verdict(
+            f"{name}: failed while it was to stop: {_failure(outcome, cause)}", 128 + outcome.stop
+        )
     return _failed(outcome, past, config, hosts, cause)
 
 
-def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...], cause: End | None) -> Verdict:
+def _failed(
+    outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...], cause: End | None
+) -> Verdict:
     said = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
     code = None if cause is None else cause.code
     own = GAVE_UP if code is None else code
-    if outcome.former is not None and _remembered(outcome, past) == past:  # the run is as healthy as it was
+    # the run is as healthy as it was
+    if outcome.former is not None and _remembered(outcome, past) == past:
         line = f"{said}; going on with {_count(outcome.former)}, as before"
         return Verdict(line, None, outcome.former, hosts, 0.0, past)
     machines = {rank.host for rank in outcome.started.values()}
-    if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
+    # one of several machines may be lost
+    if code in FINAL and not (code == GAVE_UP and len(machines) > 1):
         return Verdict(f"{said}; another attempt would not help", own)
-    if outcome.promised and len(outcome.ended) == outcome.ranks and cause is None and outcome.step is None:
-        return Verdict(f"{said}; another attempt would not help", GAVE_UP)  # not one step: it did something else
+    if (
+        outcome.promised
+        and len(outcome.ended) == outcome.ranks
+        and cause is None
+        and outcome.step is None
+    ):
+        # not one step: it did something else
+        return Verdict(f"{said}; another attempt would not help", GAVE_UP)
     if not outcome.started and past == Past():
         return Verdict(f"{said}; nothing is tried again", GAVE_UP)
     now = _remembered(outcome, past)
@@ -121,36 +161,56 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     if restarts > config.max_restarts:
         return Verdict(f"{said}; {since} in {_count(restarts - 1, 'restart')}: given up", own)
     if repeated:
-        return Verdict(f"{said}, as before; {since}: given up, another attempt would do the same", own)
+        return Verdict(
+            f"{said}, as before; {since}: given up, another attempt would do the same", own
+        )
     ranks, hosts, note = _left(outcome, config, hosts, now)
     if ranks < 1:
         return Verdict(f"{said}; {note}: given up", GAVE_UP)
     room = capacity(hosts)
     if outcome.scale is not None and (room is None or outcome.scale <= room):
         ranks = outcome.scale
-    delay = 0.0 if restarts == 1 and not outcome.unsure else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
-    where = "" if outcome.step is None and outcome.checkpoint is None else f" from {_step(outcome.checkpoint)}"
-    line = f"{said}; restarting{where} on {_count(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
+    delay = (
+        0.0
+        if restarts == 1 and not outcome.unsure
+        else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
+    )
+    where = (
+        ""
+        if outcome.step is None and outcome.checkpoint is None
+        else f" from {_step(outcome.checkpoint)}"
+    )
+    line = (
+        f"{said}; restarting{where} on {_count(ranks)}{note} ({restarts} of "
+        f"{config.max_restarts} restarts)"
+    )
     return Verdict(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
 
 
 def in_doubt(outcome: Outcome) -> bool:
-    """Returns whether a failure on several hosts may be the loss of one, so that they are asked before another attempt.
-    Not said by how ranks ended: those of a host that is there are killed, or end with a code that their MPI chose, when
-    another host is lost. Only an end after which nothing is tried again leaves no doubt."""
+    """Returns whether a failure on several hosts may be the loss of one, so that they are asked
+    before another attempt. Not said by how ranks ended: those of a host that is there are
+    killed, or end with a code that their MPI chose, when another host is lost. Only an end
+    after which nothing is tried again leaves no doubt.
+    """
     if len(outcome.layout) < 2 or outcome.done or outcome.stop is not None:
         return False
     cause = ended.first(outcome.ended)
     return cause is None or cause.code == GAVE_UP or cause.code not in FINAL
 
 
-def taken_back(action: Verdict, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Verdict:
+def taken_back(
+    action: Verdict, back: tuple[str, ...], config: LaunchConfig, wanted: int
+) -> Verdict:
     """The same with hosts that were lost before an earlier attempt and answer again.
-    back: their names, of config.hosts. wanted: ranks that the run has while nothing fails."""
+    back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.
+    """
     names = {host.name for host in action.hosts}.union(back)
     hosts = tuple(host for host in config.hosts if host.name in names)
     room = capacity(hosts)
-    return action._replace(hosts=hosts, ranks=max(action.ranks, wanted if room is None else min(room, wanted)))
+    return action._replace(
+        hosts=hosts, ranks=max(action.ranks, wanted if room is None else min(room, wanted))
+    )
 
 
 def _remembered(outcome: Outcome, past: Past) -> Past:
@@ -162,7 +222,9 @@ def _remembered(outcome: Outcome, past: Past) -> Past:
 def _left(
     outcome: Outcome, config: LaunchConfig, hosts: tuple[Host, ...], now: Past
 ) -> tuple[int, tuple[Host, ...], str]:
-    """Ranks and hosts to go on with, and what to say about it; 0 ranks: it cannot go on, and why."""
+    """Ranks and hosts to go on with, and what to say about it; 0 ranks: it cannot go on, and
+    why.
+    """
     if config.elastic is None:
         return outcome.ranks, hosts, ""
     least, most = config.elastic
@@ -173,7 +235,11 @@ def _left(
         ranks = min(most, ranks if room is None else min(room, outcome.ranks))
         names = ", ".join(outcome.lost)
         if ranks < least or not rest:
-            return 0, rest, f"without {names} {_count(ranks)} would be left, --elastic asks for {least}"
+            return (
+                0,
+                rest,
+                f"without {names} {_count(ranks)} would be left, --elastic asks for {least}",
+            )
         return ranks, rest, f" without {names}"
     if now.times >= AGAIN and now.rank is not None and outcome.ranks - 1 >= least:
         return outcome.ranks - 1, hosts, f", as rank {now.rank} failed {now.times} times"
@@ -189,7 +255,9 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         seen = outcome.seen.get(cause.rank)
         if cause.step is not None:
             cause = cause._replace(step=max(cause.step, seen or 0))
-        return str(cause) + (f", last seen at step {seen}" if cause.step is None and seen is not None else "")
+        return str(cause) + (
+            f", last seen at step {seen}" if cause.step is None and seen is not None else ""
+        )
     if outcome.silent is not None:
         return f"no sign of life for {outcome.silent:.0f} s"
     if outcome.unmet:
@@ -204,13 +272,25 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         return f"the MPI launcher {how} and had started no rank{hosts}"
     early = [end for end in outcome.ended.values() if end.good]
     if len(early) == outcome.ranks:
-        return "all ranks ended with exit code 0, but there is no DONE.json: the training is not complete"
+        return (
+            "all ranks ended with exit code 0, but there is no DONE.json: the training is not "
+            "complete"
+        )
     if early:
         end = min(early, key=lambda end: end.time)
-        return f"{end}, but others had not ended: the script returned early there, or called os._exit(0)"
+        return (
+            f"{end}, but others had not ended: the script returned early there, or called "
+            "os._exit(0)"
+        )
     silent = sorted(set(range(outcome.ranks)) - set(outcome.ended))
-    those = f"; nothing is known of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
-    return f"the MPI launcher {how}" + (those if len(silent) < outcome.ranks else " and no rank said why")
+    those = (
+        f"; nothing is known of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        if silent
+        else ""
+    )
+    return f"the MPI launcher {how}" + (
+        those if len(silent) < outcome.ranks else " and no rank said why"
+    )
 
 
 def _count(count: int, what: str = "rank") -> str:

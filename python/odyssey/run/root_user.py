@@ -1,8 +1,8 @@
 """Rule for root: it may not start a run where other people work, unless that is asked for.
 
-A rank as root reads and writes everybody's files, and MPI's connections are not authenticated. In a container root is
-the usual user, and nobody else is there. What counts is who has a process now, not who has an account: images of
-containers and machines come with accounts that nobody uses.
+A rank as root reads and writes everybody's files, and MPI's connections are not authenticated. In a
+container root is the usual user, and nobody else is there. What counts is who has a process now,
+not who has an account: images of containers and machines come with accounts that nobody uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import os
 from ..errors import ConfigError
 from . import leftovers
 
-FIRST, LAST = 1000, 59999  # user ids of people; below and above are those of services
+# user ids of people; below and above are those of services
+FIRST = 1000
+LAST = 59999
 ALLOW = "ODYSSEY_ALLOW_ROOT"
 
 
@@ -24,7 +26,8 @@ def check(allowed: bool) -> None:
     others = working()
     if others:
         raise ConfigError(
-            f"[launch] this is root, and user {others[0]} works on this machine too; start it as an ordinary user, or "
+            f"[launch] this is root, and user {others[0]} works on this machine too; start it as "
+            "an ordinary user, or "
             f"give --allow-root (or {ALLOW}=1)"
         )
 

@@ -1,6 +1,8 @@
-"""Asks a running run to go on with another number of ranks: an agreed checkpoint, then the next attempt.
+"""Asks a running run to go on with another number of ranks: an agreed checkpoint, then the next
+attempt.
 
-The request is a file in the run's directory (control.json): the ranks read "stop", the launcher the number.
+The request is a file in the run's directory (control.json): the ranks read "stop", the launcher the
+number.
 """
 
 from __future__ import annotations
@@ -17,22 +19,29 @@ from . import lock, rank_ends
 from .config import allowed
 
 
-def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:  # noqa: C901
-    """Asks, waits until the next attempt has started, and returns its number. path: the run's directory. wait: seconds
-    for the next attempt to come. say: is given lines about what happens. Raises ConfigError: no such run, or a number
-    of ranks that it cannot have. LaunchError: no launcher is at work on it, or the next attempt did not come in time.
-    OutputError: the request cannot be written."""
+def scale(
+    path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None
+) -> int:  # noqa: C901
+    """Asks, waits until the next attempt has started, and returns its number. path: the run's
+    directory. wait: seconds for the next attempt to come. say: is given lines about what
+    happens. Raises ConfigError: no such run, or a number of ranks that it cannot have.
+    LaunchError: no launcher is at work on it, or the next attempt did not come in time.
+    OutputError: the request cannot be written.
+    """
     run = runs.Run(Path(path))
     name = printable(str(path))
     if not run.description.exists():
-        raise ConfigError(f"[scale] {name} is no run; give the directory that `odyssey launch --run-dir` names")
+        raise ConfigError(
+            f"[scale] {name} is no run; give the directory that `odyssey launch --run-dir` names"
+        )
     if run.done.exists():
         raise ConfigError(f"[scale] {name} is complete")
     if lock.holder(run.lock) is None:
         advice = f"start it with `odyssey launch -n {ranks} --run-dir {name} ...`"
         raise LaunchError(f"[scale] {name} is not running; {advice}")
     now = _attempt(run)
-    elastic, room = now.get("elastic"), now.get("room")
+    elastic = now.get("elastic")
+    room = now.get("room")
     known = isinstance(elastic, list) and len(elastic) == 2 and all(type(n) is int for n in elastic)
     if wrong := allowed(ranks, elastic if known else None, room if type(room) is int else None):
         raise ConfigError(f"[scale] {ranks} ranks for {name}; {wrong}")
@@ -40,12 +49,17 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
     if now.get("ranks") == ranks:
         raise ConfigError(f"[scale] {name} runs on {ranks} ranks already (attempt {number})")
     if not rank_ends.started(run.ranks, number):
-        raise LaunchError(f"[scale] attempt {number} of {name} is only being started; try again in a moment")
+        raise LaunchError(
+            f"[scale] attempt {number} of {name} is only being started; try again in a moment"
+        )
     try:
         write_json(run.control, {"stop": "scale", "ranks": ranks, "attempt": number})
     except OSError as problem:
         raise OutputError(f"[scale] {name} cannot be written: {problem.strerror}") from problem
-    say(f"attempt {number} on {now.get('ranks')} ranks is asked to stop after its step and to go on with {ranks}")
+    say(
+        f"attempt {number} on {now.get('ranks')} ranks is asked to stop after its step and to go "
+        f"on with {ranks}"
+    )
     until = time.monotonic() + wait
     while time.monotonic() < until:
         time.sleep(0.05)
@@ -53,15 +67,22 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
             say(f"{name} was complete before that")
             return number
         then = _attempt(run)
-        if then["attempt"] > number and len(rank_ends.started(run.ranks, then["attempt"])) == then.get("ranks"):
+        if then["attempt"] > number and len(
+            rank_ends.started(run.ranks, then["attempt"])
+        ) == then.get("ranks"):
             if then.get("ranks") != ranks:
-                raise LaunchError(f"[scale] attempt {then['attempt']} runs on {then.get('ranks')} ranks, not {ranks}")
+                raise LaunchError(
+                    f"[scale] attempt {then['attempt']} runs on {then.get('ranks')} ranks, not "
+                    f"{ranks}"
+                )
             say(f"attempt {then['attempt']} runs on {ranks} ranks")
             return then["attempt"]
         if lock.holder(run.lock, sure=False) is None:
             raise LaunchError(f"[scale] the launcher of {name} has ended; its output says why")
     advice = "it does after a step, if the script uses a DistributedTrainer"
-    raise LaunchError(f"[scale] attempt {number} of {name} did not stop within {wait:g} s; {advice}")
+    raise LaunchError(
+        f"[scale] attempt {number} of {name} did not stop within {wait:g} s; {advice}"
+    )
 
 
 def _attempt(run: runs.Run) -> dict[str, Any]:

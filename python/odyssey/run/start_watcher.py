@@ -1,4 +1,5 @@
-"""Ranks get to know each other's processes, and one on each machine starts the watcher: called once, by `comm.world`.
+"""Ranks get to know each other's processes, and one on each machine starts the watcher: called
+once, by `comm.world`.
 
 Everything that goes wrong here is survived: then a rank, or a machine, is not watched.
 """
@@ -24,14 +25,16 @@ from ..base import exits, runs, slot
 from ..base.hooks import machine, process_space
 from ..base.limits import seconds
 
-WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
+WATCHDOG = "ODYSSEY_WATCHDOG"
+HEARTBEAT = "ODYSSEY_HEARTBEAT"
 ADDRESSES = 6
 _begun = 0  # pid
 
 
 def begin(world: Any) -> None:
-    """Has this process and its peers watched; once per process, by all ranks of the world, a Communicator. Raises
-    ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time."""
+    """Has this process and its peers watched; once per process, by all ranks of the world, a
+    Communicator. Raises ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time.
+    """
     global _begun
     run = runs.Run.current()
     if _begun == os.getpid() or (world.size == 1 and run is None):
@@ -51,7 +54,8 @@ def begin(world: Any) -> None:
     slot.describe(world.rank, world.size, settings["attempt"])
     descriptor = slot.publish()
     exits.listen()
-    if world.size == 1 or world.name == "gloo":  # with MPI it tells the other ranks as well: comm/mpi.py
+    # with MPI it tells the other ranks as well: comm/mpi.py
+    if world.size == 1 or world.name == "gloo":
         atexit.register(_leave, os.getpid())
         forked = getattr(sys.modules.get("multiprocessing.util"), "Finalize", lambda *_, **__: None)
         forked(None, _leave, (os.getpid(),), exitpriority=0)  # which ends by os._exit, after these
@@ -69,14 +73,20 @@ def begin(world: Any) -> None:
     secret = np.frombuffer(os.urandom(32), np.uint8).copy()
     world.broadcast(secret)
     exits.named(hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16])
-    listener, where = None, np.zeros(2, np.int64)
+    listener = None
+    where = np.zeros(2, np.int64)
     if len(nodes) > 1:
         if world.rank == 0:
-            listener, where = _listen(everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()])
+            listener, where = _listen(
+                everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()]
+            )
         world.broadcast(where)
     unseen = [rank for rank, (_, its, *_) in enumerate(everyone) if its < 0]
     if world.rank == 0 and unseen and settings["watchdog"]:
-        line = f"odyssey: [watch] {name(unseen)} cannot be watched: there is no memory that another process could read"
+        line = (
+            f"odyssey: [watch] {name(unseen)} cannot be watched: there is no memory that "
+            "another process could read"
+        )
         print(line, file=sys.stderr, flush=True)
     if watches:
         settings |= {
@@ -100,7 +110,9 @@ def begin(world: Any) -> None:
 
 
 def _leave(process: int) -> None:
-    """In an exit handler: the watcher is to know that this process ends in order, and not by `os._exit`."""
+    """In an exit handler: the watcher is to know that this process ends in order, and not by
+    `os._exit`.
+    """
     if os.getpid() == process:
         slot.ended(*exits.leaving())
 
@@ -111,7 +123,8 @@ def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
     with contextlib.suppress(OSError):
         words = [sys.executable, "-I", "-S", str(program)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-        # in a session of its own: it outlives the ranks by a moment, also when their process group is killed
+        # in a session of its own: it outlives the ranks by a moment, also when their process group
+        # is killed
         process = subprocess.Popen(words, **pipes, start_new_session=True, pass_fds=descriptors)
         # it goes on in a process that is no child of this one
         threading.Thread(target=process.wait, name="odyssey watcher", daemon=True).start()
@@ -121,14 +134,20 @@ def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _addresses() -> list[int]:
-    """IPv4 addresses of this machine's interfaces, without loopback, as numbers; filled up with zeros."""
+    """IPv4 addresses of this machine's interfaces, without loopback, as numbers; filled up with
+    zeros.
+    """
     found = []
-    with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+    with (
+        contextlib.suppress(ImportError, OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s,
+    ):
         import fcntl
 
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                # SIOCGIFADDR
+                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
                 found.append(int.from_bytes(answer[20:24], "big"))
     found = [a for a in found if a >> 24 not in (0, 127)]
     return (found + [0] * ADDRESSES)[:ADDRESSES]
@@ -139,10 +158,13 @@ def _text(address: int) -> str:
 
 
 def _listen(mine: list[int], nodes: list[list[int]]) -> tuple[socket.socket | None, np.ndarray]:
-    """(listening socket, [address, port]) on the one address through which the other machines reach this one."""
+    """(listening socket, [address, port]) on the one address through which the other machines
+    reach this one.
+    """
     for theirs in nodes[1:]:
         for address in theirs:
-            if not address or address in mine:  # such as that of a bridge for containers, the same everywhere
+            # such as that of a bridge for containers, the same everywhere
+            if not address or address in mine:
                 continue
             with contextlib.suppress(OSError):
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -157,9 +179,11 @@ def _listen(mine: list[int], nodes: list[list[int]]) -> tuple[socket.socket | No
 
 
 def _left_behind(started: list[list[int]]) -> list[str]:
-    """Files that MPI leaves behind when a job is aborted: those in shared memory that this process has mapped, and the
-    one that hydra made for the ranks of this machine when the first of them started MPI: between the earliest begin
-    and the earliest end of `started`, in ns. If there are several of that age, none."""
+    """Files that MPI leaves behind when a job is aborted: those in shared memory that this
+    process has mapped, and the one that hydra made for the ranks of this machine when the
+    first of them started MPI: between the earliest begin and the earliest end of `started`,
+    in ns. If there are several of that age, none.
+    """
     import tempfile
 
     from ..base.proc import SHARED, mapped
@@ -171,6 +195,10 @@ def _left_behind(started: list[list[int]]) -> list[str]:
         for path in Path(tempfile.gettempdir()).glob("hydra_hwloc_xmlfile_*") if first else ():
             with contextlib.suppress(OSError):
                 status = path.lstat()
-                if status.st_uid == os.getuid() and first - 10_000_000 <= status.st_mtime_ns <= last:  # a clock's tick
+                # a clock's tick
+                if (
+                    status.st_uid == os.getuid()
+                    and first - 10_000_000 <= status.st_mtime_ns <= last
+                ):
                     made.append(str(path))
     return sorted({*found, *(made if len(made) == 1 else ())})

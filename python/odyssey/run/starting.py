@@ -1,5 +1,7 @@
-"""How one attempt is started: which launcher, its argument list, the environment that ranks get. Pure but for `find`.
-Everything is a list of words; no shell sees any of it."""
+"""How one attempt is started: which launcher, its argument list, the environment that ranks get.
+
+Pure but for `find`. Everything is a list of words; no shell sees any of it.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,25 @@ from .config import LaunchConfig
 TOKEN = "ODYSSEY_LAUNCH"  # in the environment of every process of a launch, by which they are found
 HERE = Path(__file__).parent
 
-# What ranks get of the environment; a name that ends with "*" stands for all that begin so. Whatever else is in it
-# (keys of clouds, tokens) stays here unless --env names it.
+# What ranks get of the environment; a name that ends with "*" stands for all that begin so.
+# Whatever else is in it (keys of clouds, tokens) stays here unless --env names it.
 ALLOWED = (
-    "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR LC_* VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH "
-    "PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONHASHSEED PYTHONWARNINGS "
+    "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR LC_* VIRTUAL_ENV CONDA_PREFIX "
+    "LD_LIBRARY_PATH "
+    "PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONHASHSEED "
+    "PYTHONWARNINGS "
     "ODYSSEY_* MODULAR_* MOJO_PYTHON MOJO_PYTHON_LIBRARY XDG_CACHE_HOME "
     "OMP_* MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_VISIBLE_DEVICES "
     "NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES "
-    "OMPI_* PRTE_* PMIX_* PMI_* HYDRA_* MPICH_* MPIR_* MPIEXEC_* MPI4PY_* FI_* UCX_* I_MPI_* NCCL_* SLURM_* "
+    "OMPI_* PRTE_* PMIX_* PMI_* HYDRA_* MPICH_* MPIR_* MPIEXEC_* MPI4PY_* FI_* UCX_* I_MPI_* "
+    "NCCL_* SLURM_* "
     "MUNGE_SOCKET SSH_AUTH_SOCK KRB5CCNAME"
 ).split()
 
 # These tell a process that it is a rank of somebody's job, and would mislead the ranks of ours.
 FOREIGN = (
-    "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_HOSTNAME HYDI_CONTROL_FD PMIX_RANK PMIX_NAMESPACE OMPI_COMM_WORLD_* "
+    "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_HOSTNAME HYDI_CONTROL_FD PMIX_RANK "
+    "PMIX_NAMESPACE OMPI_COMM_WORLD_* "
     "PMIX_SERVER_*"
 ).split()
 
@@ -45,7 +51,9 @@ _SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o StrictHostKeyChecking=yes"
 
 
 class Starter(NamedTuple):
-    """The program that starts ranks: `kind` "mpich", "openmpi" or "srun"; `mpi`: the library that srun starts."""
+    """The program that starts ranks: `kind` "mpich", "openmpi" or "srun"; `mpi`: the library
+    that srun starts.
+    """
 
     kind: str
     path: str
@@ -54,12 +62,17 @@ class Starter(NamedTuple):
 
 
 def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
-    """The launcher to use: srun inside a SLURM allocation, else the mpirun beside this Python, else that of PATH.
-    Raises LaunchError: there is none, it does not answer, or srun was asked for outside of an allocation."""
+    """The launcher to use: srun inside a SLURM allocation, else the mpirun beside this Python,
+    else that of PATH. Raises LaunchError: there is none, it does not answer, or srun was
+    asked for outside of an allocation.
+    """
     beside = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     inside = bool(environment.get("SLURM_JOB_ID"))
     if config.launcher == "srun" and not inside:
-        raise LaunchError("[launch] --launcher srun outside of a SLURM allocation; use it in a job (sbatch, salloc)")
+        raise LaunchError(
+            "[launch] --launcher srun outside of a SLURM allocation; use it in a job (sbatch, "
+            "salloc)"
+        )
     mpirun = shutil.which("mpirun", path=beside)
     kind, version = _version(mpirun, environment) if mpirun else ("", "")
     if config.launcher == "srun" or (config.launcher == "auto" and inside and not config.hosts):
@@ -69,12 +82,21 @@ def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
             raise LaunchError(f"[launch] {what}; use --launcher mpirun")
         return Starter("srun", srun, f"srun, {version or 'MPICH'}", kind or "mpich")
     if mpirun is None:
-        raise LaunchError("[launch] there is no mpirun beside this Python or on PATH; pip install mpich, or load MPI")
+        raise LaunchError(
+            "[launch] there is no mpirun beside this Python or on PATH; pip install mpich, or "
+            "load MPI"
+        )
     return Starter(kind, mpirun, version, kind)
 
 
 def _version(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace", "timeout": 30}
+    how = {
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "timeout": 30,
+    }
     try:
         said = subprocess.run([mpirun, "--version"], env=dict(environment), **how).stdout
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -85,7 +107,9 @@ def _version(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
     for line in lines:
         if line.startswith("Version:"):
             return "mpich", "MPICH " + line.split()[-1]
-    raise LaunchError(f"[launch] {mpirun} is neither MPICH's nor Open MPI's; those are supported (and srun)")
+    raise LaunchError(
+        f"[launch] {mpirun} is neither MPICH's nor Open MPI's; those are supported (and srun)"
+    )
 
 
 def environment(
@@ -97,9 +121,16 @@ def environment(
     token: str,
     layout: Sequence[tuple[str, int]] = (),
 ) -> dict[str, str]:
-    """Returns what mpirun and the ranks of an attempt get: the allowed part of `given`, and what the run adds."""
+    """Returns what mpirun and the ranks of an attempt get: the allowed part of `given`, and what
+    the run adds.
+    """
     out = {name: value for name, value in given.items() if _allowed(name, config.env)}
-    out |= {runs.RUN_DIR: str(run.path), runs.ATTEMPT: str(run.attempt), runs.EXPECTED_RANKS: str(ranks), TOKEN: token}
+    out |= {
+        runs.RUN_DIR: str(run.path),
+        runs.ATTEMPT: str(run.attempt),
+        runs.EXPECTED_RANKS: str(ranks),
+        TOKEN: token,
+    }
     out.setdefault("MOJO_PYTHON", sys.executable)  # the Python that a Mojo program finds odyssey in
     if config.watchdog is not None:
         out["ODYSSEY_WATCHDOG"] = f"{config.watchdog:g}"
@@ -109,7 +140,11 @@ def environment(
     if starter.mpi == "openmpi" and os.geteuid() == 0:
         # Open MPI asks root twice; `launch` has its own rule about root.
         out.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    if starter.kind == "mpich" and "HYDRA_LAUNCHER_EXEC" not in out and out.get("HYDRA_LAUNCHER", "ssh") == "ssh":
+    if (
+        starter.kind == "mpich"
+        and "HYDRA_LAUNCHER_EXEC" not in out
+        and out.get("HYDRA_LAUNCHER", "ssh") == "ssh"
+    ):
         out.setdefault("HYDRA_LAUNCHER_EXTRA_ARGS", _SSH)
     if starter.kind == "openmpi" and not any(n.startswith("PRTE_MCA_plm_ssh") for n in out):
         out.setdefault("PRTE_MCA_plm_ssh_args", _SSH)
@@ -131,25 +166,38 @@ def _allowed(name: str, more: Sequence[str]) -> bool:
 
 
 def words(
-    config: LaunchConfig, starter: Starter, ranks: int, layout: Sequence[tuple[str, int]], exported: Sequence[str]
+    config: LaunchConfig,
+    starter: Starter,
+    ranks: int,
+    layout: Sequence[tuple[str, int]],
+    exported: Sequence[str],
 ) -> list[str]:
-    """The launcher and its options; what it is to start comes behind. layout: hosts and their ranks; empty: this
-    machine, or the allocation. exported: variables for other machines' ranks (Open MPI sends none by itself)."""
+    """The launcher and its options; what it is to start comes behind. layout: hosts and their
+    ranks; empty: this machine, or the allocation. exported: variables for other machines'
+    ranks (Open MPI sends none by itself).
+    """
     hosts = ",".join(f"{name}:{count}" for name, count in layout)
     out = [starter.path]
     if starter.kind == "srun":
-        # Not ended by a rank's death: SLURM would give the others a SIGTERM, and KillWait (30 s) to follow it. The
-        # attempt has them killed at once (Attempt._end_step).
+        # Not ended by a rank's death: SLURM would give the others a SIGTERM, and KillWait (30 s) to
+        # follow it. The attempt has them killed at once (Attempt._end_step).
         out += [f"--mpi={'pmix' if starter.mpi == 'openmpi' else 'pmi2'}", "--kill-on-bad-exit=0"]
         out += ["--nodelist", ",".join(name for name, _ in layout)] if layout else []
         return [*out, "--ntasks", str(ranks)]
     if starter.kind == "openmpi":
-        # More ranks than cores are allowed as with MPICH, and a rank's threads may use all cores: Open MPI would bind a
-        # rank to one.
+        # More ranks than cores are allowed as with MPICH, and a rank's threads may use all cores:
+        # Open MPI would bind a rank to one.
         out += ["--oversubscribe", "--bind-to", "none"]
         out += ["--host", hosts] if layout else []
         if config.bind_if is not None:
-            out += ["--prtemca", "prte_if_include", config.bind_if, "--mca", "btl_tcp_if_include", config.bind_if]
+            out += [
+                "--prtemca",
+                "prte_if_include",
+                config.bind_if,
+                "--mca",
+                "btl_tcp_if_include",
+                config.bind_if,
+            ]
         for name in exported if layout else ():
             out += ["-x", name]
         return [*out, "-n", str(ranks)]
@@ -169,10 +217,16 @@ def tied(words: Sequence[str], parent: int) -> list[str]:
 
 
 def plain(words: Sequence[str]) -> list[str]:
-    """A command line as `odyssey launch` keeps it, of several ways to write it one: "python script.py" is "script.py"
-    and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are "train"."""
+    """A command line as `odyssey launch` keeps it, of several ways to write it one: "python
+    script.py" is "script.py" and "python -m module" is "-m module"; "-m odyssey.train" and
+    "odyssey train" are "train".
+    """
     words = list(words)
-    if words[0] in _INTERPRETERS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
+    if (
+        words[0] in _INTERPRETERS
+        and len(words) > 1
+        and (words[1] == "-m" or not words[1].startswith("-"))
+    ):
         del words[0]
     if words[:2] in (["-m", "odyssey.train"], ["odyssey", "train"]):
         words[:2] = ["train"]
@@ -180,19 +234,27 @@ def plain(words: Sequence[str]) -> list[str]:
 
 
 def program(words: Sequence[str]) -> list[str]:
-    """Returns what a rank runs: odyssey's own training ("train"), a module ("-m"), a Python script or another program.
-    Raises ConfigError: there is no such file, module or program."""
+    """Returns what a rank runs: odyssey's own training ("train"), a module ("-m"), a Python
+    script or another program. Raises ConfigError: there is no such file, module or program.
+    """
     first = words[0]
     if first == "train":
         # -P: a file of the current directory does not stand in for a module
-        return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "odyssey.train", *words[1:]]
+        return [
+            sys.executable,
+            *(["-P"] if sys.version_info >= (3, 11) else []),
+            "-m",
+            "odyssey.train",
+            *words[1:],
+        ]
     if first == "-m":
         if len(words) == 1:
             raise ConfigError("[launch] -m has no module; write -m PACKAGE.MODULE")
         name = words[1].partition(".")[0]
         if not name.isidentifier() or PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is None:
             raise ConfigError(
-                f"[launch] there is no module {printable(words[1], limit=60)}; start in the folder that its package "
+                f"[launch] there is no module {printable(words[1], limit=60)}; start in the "
+                "folder that its package "
                 "lies in, or name that in PYTHONPATH"
             )
         return [sys.executable, *words]
@@ -205,7 +267,8 @@ def program(words: Sequence[str]) -> list[str]:
     found = shutil.which(first)
     if found is None or os.sep in first:
         raise ConfigError(
-            f"[launch] {printable(first, limit=200)} is no file and no program; give a Python script, -m MODULE, a "
+            f"[launch] {printable(first, limit=200)} is no file and no program; give a Python "
+            "script, -m MODULE, a "
             "program, or train"
         )
     return [found, *words[1:]]

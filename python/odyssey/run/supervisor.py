@@ -1,9 +1,11 @@
 """The launcher of a run: attempt after attempt until the run is complete, stopped or given up.
 
-    DistributedLauncher(LaunchConfig(nproc_per_node=4, max_restarts=3)).launch("train.py", "--epochs", "100")
+    DistributedLauncher(LaunchConfig(nproc_per_node=4, max_restarts=3)).launch("train.py",
+    "--epochs", "100")
 
-It holds the run's lock, gives each attempt its number before it starts (so that one of before can no longer write a
-checkpoint), cleans up after it, and does what restart_policy.py says. It imports neither NumPy nor MPI.
+It holds the run's lock, gives each attempt its number before it starts (so that one of before can
+no longer write a checkpoint), cleans up after it, and does what restart_policy.py says. It imports
+neither NumPy nor MPI.
 """
 
 from __future__ import annotations
@@ -46,15 +48,19 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROBE = 30.0  # seconds that a host has to start a process, when it is asked whether it is there
 RETURN = 5.0  # seconds that a host has which did not answer before: the others wait for it
 PROBE_VARIABLE = "ODYSSEY_HOST_PROBE"  # other seconds
-ROOM = 0.25  # share of /dev/shm below which a killed attempt's memory is removed before the next one starts
+# share of /dev/shm below which a killed attempt's memory is removed before the next one starts
+ROOM = 0.25
 FORMAT = 1  # of run.json
 
 
 class DistributedLauncher:
     """Starts ranks of a script and keeps the run going; see LaunchConfig.
-    config: how. say: prints a line of the launcher; default to standard error."""
+    config: how. say: prints a line of the launcher; default to standard error.
+    """
 
-    def __init__(self, config: LaunchConfig | None = None, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: LaunchConfig | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
         self.config = LaunchConfig() if config is None else config
         self._say = _to_stderr if say is None else say
         self._signals: list[int] = []
@@ -62,13 +68,13 @@ class DistributedLauncher:
     def launch(self, script: str, *arguments: str) -> int:
         """Runs `python script arguments...` as ranks; returns when the run is over.
 
-        script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
-        Returns the exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128
-        + the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks
-        printed; else that of the rank that failed first.
-        Raises ConfigError: something is not allowed, the script is not there, or the run directory belongs to another
-        command or a complete run. LaunchError: nothing can be started, or another launcher is at work. OutputError: the
-        run directory cannot be written.
+        script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or
+        a program. Returns the exit code: 0 complete; 75 stopped on request, to be gone on with by
+        the same call; 69 given up; 128 + the signal if ranks did not stop in time; 73 if all is
+        complete, but standard output did not take what ranks printed; else that of the rank that
+        failed first. Raises ConfigError: something is not allowed, the script is not there, or the
+        run directory belongs to another command or a complete run. LaunchError: nothing can be
+        started, or another launcher is at work. OutputError: the run directory cannot be written.
         """
         words = starting.plain([os.fspath(script), *map(str, arguments)])
         _check(words)
@@ -76,7 +82,9 @@ class DistributedLauncher:
         probe_seconds()  # a wrong value is refused now, not when a host is lost
         starter = starting.find(self.config, os.environ)
         if self.config.nnodes > 1 and not self.config.hosts and starter.kind != "srun":
-            raise ConfigError(f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile")
+            raise ConfigError(
+                f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile"
+            )
         path = self.config.run_dir or default_run_dir(words[words[0] == "-m"])
         run = runs.Run(private_directory(Path(os.path.abspath(path))))
         renewed = _modified(run.lock)
@@ -90,8 +98,12 @@ class DistributedLauncher:
         finally:
             lock.close()
 
-    def _open(self, run: runs.Run, words: list[str], starter: starting.Starter, renewed: float) -> int:
-        """Checks that the directory is this command's, clears up behind a launcher that was killed; next attempt."""
+    def _open(
+        self, run: runs.Run, words: list[str], starter: starting.Starter, renewed: float
+    ) -> int:
+        """Checks that the directory is this command's, clears up behind a launcher that was
+        killed; next attempt.
+        """
         advice = "use another --run-dir"
         if run.done.exists():
             raise ConfigError(f"[launch] {_shown(run.path)} is complete (DONE.json); {advice}")
@@ -110,18 +122,27 @@ class DistributedLauncher:
         except DataError as problem:
             raise _damaged(run, str(problem)) from problem
         last = found if isinstance(found, dict) else {"attempt": None}
-        number, token = last.get("attempt"), last.get("token")
+        number = last.get("attempt")
+        token = last.get("token")
         if type(number) is not int or number < 0:
             raise _damaged(run, f"{_shown(run.attempt_file)} is damaged (no attempt number)")
-        if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token) and not last.get("cleaned"):
+        if (
+            isinstance(token, str)
+            and re.fullmatch(r"[0-9a-f]{16}", token)
+            and not last.get("cleaned")
+        ):
             left = leftovers.processes(f"{starting.TOKEN}={token}")
             leftovers.kill(f"{starting.TOKEN}={token}")
             ended = time.time() if left else renewed + 6
             leftovers.clean(last.get("before"), ended, os.environ.get("TMPDIR"))
         return number + 1
 
-    def _prepare(self, run: runs.Run, ranks: int, hosts: tuple[Host, ...], token: str) -> dict[str, Any]:
-        """Writes the attempt's number where everybody checks it, and makes room for what its ranks write."""
+    def _prepare(
+        self, run: runs.Run, ranks: int, hosts: tuple[Host, ...], token: str
+    ) -> dict[str, Any]:
+        """Writes the attempt's number where everybody checks it, and makes room for what its
+        ranks write.
+        """
         for folder in (run.ranks, run.ends):
             with contextlib.suppress(FileNotFoundError):
                 for name in os.listdir(folder):
@@ -143,7 +164,9 @@ class DistributedLauncher:
         write_json(run.attempt_file, record)
         return record
 
-    def _attempts(self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: RunLock) -> int:
+    def _attempts(
+        self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: RunLock
+    ) -> int:
         config = self.config
         action = Verdict("", None, config.ranks, config.hosts)
         former: int | None = None
@@ -152,7 +175,9 @@ class DistributedLauncher:
         unwritten = False
         while True:
             if self._signals:  # it came while nothing ran
-                self._say(f"attempt {number}: {signal_name(self._signals[0])} came before it was started")
+                self._say(
+                    f"attempt {number}: {signal_name(self._signals[0])} came before it was started"
+                )
                 code = 128 + self._signals[0]
                 break
             run = runs.Run(run.path, number)
@@ -162,13 +187,26 @@ class DistributedLauncher:
                 record = self._prepare(run, action.ranks, action.hosts, token)
             except OSError as problem:
                 raise _unwritable(run.path, problem) from problem
-            environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
-            command = starting.words(config, starter, action.ranks, layout, _exported(environment, config))
+            environment = starting.environment(
+                config, os.environ, starter, run, action.ranks, token, layout
+            )
+            command = starting.words(
+                config, starter, action.ranks, layout, _exported(environment, config)
+            )
             command += starting.wrapped(starting.program(words))
             attempt = Attempt(
-                *(config, run, starting.tied(command, os.getpid()), environment, action.ranks, layout),
+                *(
+                    config,
+                    run,
+                    starting.tied(command, os.getpid()),
+                    environment,
+                    action.ranks,
+                    layout,
+                ),
                 *(self._signals, self._say),
-                scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
+                scancel=str(Path(starter.path).with_name("scancel"))
+                if starter.kind == "srun"
+                else None,
                 idle=lambda: self._idle(lock, chores),
                 meets=words[0] == "train",
             )
@@ -181,14 +219,25 @@ class DistributedLauncher:
             if scaled or former is not None and action.ranks == former:
                 wanted = action.ranks
             former = outcome.ranks if scaled else None
-            missing = [host.name for host in config.hosts if host not in action.hosts and host.name not in outcome.lost]
+            missing = [
+                host.name
+                for host in config.hosts
+                if host not in action.hosts and host.name not in outcome.lost
+            ]
             if action.code is None and missing and not self._signals:
                 gone = probe(config, starter, missing, environment, lock.renew, RETURN)
                 back = tuple(name for name in missing if name not in gone)
                 if back and action.ranks >= outcome.ranks:  # else a rank was just left out
                     action = taken_back(action, back, config, wanted)
-                    self._say(f"{', '.join(back)} answers again: going on with {action.ranks} ranks")
-            if action.code != 0 or number > 1 or outcome.ended and not all(e.good for e in outcome.ended.values()):
+                    self._say(
+                        f"{', '.join(back)} answers again: going on with {action.ranks} ranks"
+                    )
+            if (
+                action.code != 0
+                or number > 1
+                or outcome.ended
+                and not all(e.good for e in outcome.ended.values())
+            ):
                 self._say(action.line)
             if action.code is not None:
                 code = action.code
@@ -201,14 +250,21 @@ class DistributedLauncher:
         return OutputError.exit_code if unwritten and code == 0 else code
 
     def _asked_hosts(
-        self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str], idle: Callable[[], None]
+        self,
+        outcome: Outcome,
+        starter: starting.Starter,
+        environment: dict[str, str],
+        idle: Callable[[], None],
     ) -> Outcome:
         """After a failure on several hosts: which of them are not there any more."""
         if starter.kind == "srun" or not in_doubt(outcome):
             return outcome
         lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment, idle)
         if len(lost) == len(outcome.layout):
-            self._say(f"attempt {outcome.attempt}: no host answers, which says more about the network than about them")
+            self._say(
+                f"attempt {outcome.attempt}: no host answers, which says more about the network "
+                "than about them"
+            )
             return dataclasses.replace(outcome, unsure=True)
         return dataclasses.replace(outcome, lost=lost)
 
@@ -226,16 +282,21 @@ class DistributedLauncher:
 
     @contextlib.contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Signals are noted instead of ending this process; only in the main thread, where Python allows it."""
+        """Signals are noted instead of ending this process; only in the main thread, where
+        Python allows it.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {}
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # else the kernel keeps no exit codes for this process
+        # else the kernel keeps no exit codes for this process
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                before[number] = signal.signal(number, lambda number, frame: self._signals.append(number))
+                before[number] = signal.signal(
+                    number, lambda number, frame: self._signals.append(number)
+                )
         try:
             yield
         finally:
@@ -259,7 +320,9 @@ def probe(
     idle: Callable[[], None] = lambda: None,
     seconds: float | None = None,
 ) -> tuple[str, ...]:
-    """The hosts on which no process can be started within PROBE seconds, those of ODYSSEY_HOST_PROBE, or `seconds`."""
+    """The hosts on which no process can be started within PROBE seconds, those of
+    ODYSSEY_HOST_PROBE, or `seconds`.
+    """
     nothing = [sys.executable, "-I", "-S", "-c", ""]
     running = {}
     for host in hosts:
@@ -282,31 +345,41 @@ def probe(
 
 
 def probe_seconds() -> float:
-    """How long a host has to answer. Raises ConfigError: the variable is no number of seconds from 1 to 3600."""
+    """How long a host has to answer.
+
+    Raises ConfigError: the variable is no number of seconds from 1 to 3600.
+    """
     return limits.seconds("launch", PROBE_VARIABLE, PROBE, 1, 3600)
 
 
 def launch_distributed_training(script: str, *arguments: str, **settings: Any) -> int:
-    """`DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)`, which see for exit code and errors.
+    """`DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)`, which see for
+    exit code and errors.
 
-    launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1, backend="gloo")
-    Raises ConfigError if a setting is unknown or not allowed.
+    launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1,
+    backend="gloo") Raises ConfigError if a setting is unknown or not allowed.
     """
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ConfigError(f"[launch] {unknown[0]!r} is no setting of LaunchConfig; choose from {', '.join(known)}")
+        raise ConfigError(
+            f"[launch] {unknown[0]!r} is no setting of LaunchConfig; choose from {', '.join(known)}"
+        )
     return DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)
 
 
 def default_run_dir(script: str, now: datetime.datetime | None = None) -> Path:
-    """./runs/20261121-093000-train for "train" or "train.py"; with a number behind it if that is there."""
+    """./runs/20261121-093000-train for "train" or "train.py"; with a number behind it if that is
+    there.
+    """
     now = datetime.datetime.now() if now is None else now
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(script).stem)[:64] or "run"
     base = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{name}"
-    path, number = base, 2
+    path = base
+    number = 2
     while path.exists():
-        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+        path = base.with_name(f"{base.name}-{number}")
+        number = number + 1
     return path
 
 
@@ -315,16 +388,22 @@ def _check(words: list[str]) -> None:
         raise ConfigError(f"[launch] {NO_DIRECTORY}")
     for word in words:
         if "\0" in word:
-            raise ConfigError(f"[launch] {ascii(word[:60])} has a NUL character, which no argument can have")
+            raise ConfigError(
+                f"[launch] {ascii(word[:60])} has a NUL character, which no argument can have"
+            )
     starting.program(words)  # it can be started
     rank = any(os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
     started = launched()
     alone = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`
     if rank and not alone or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
-        raise ConfigError("[launch] it starts the ranks itself; run it once, without mpirun or srun")
+        raise ConfigError(
+            "[launch] it starts the ranks itself; run it once, without mpirun or srun"
+        )
 
 
-def _description(config: LaunchConfig, words: list[str], starter: starting.Starter) -> dict[str, Any]:
+def _description(
+    config: LaunchConfig, words: list[str], starter: starting.Starter
+) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": words,
@@ -332,13 +411,27 @@ def _description(config: LaunchConfig, words: list[str], starter: starting.Start
         "ranks": config.ranks,
         "hosts": [str(host) for host in config.hosts],
         "elastic": list(config.elastic) if config.elastic else None,
-        "versions": {"odyssey": __version__, "python": platform.python_version(), "mpi": starter.version},
+        "versions": {
+            "odyssey": __version__,
+            "python": platform.python_version(),
+            "mpi": starter.version,
+        },
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
 
 def _exported(environment: dict[str, str], config: LaunchConfig) -> list[str]:
-    names = ("ODYSSEY_", "MODULAR_", "OMP_", "PYTHON", "LD_LIBRARY_PATH", "MASTER_", "WORLD_SIZE", "FI_", "UCX_")
+    names = (
+        "ODYSSEY_",
+        "MODULAR_",
+        "OMP_",
+        "PYTHON",
+        "LD_LIBRARY_PATH",
+        "MASTER_",
+        "WORLD_SIZE",
+        "FI_",
+        "UCX_",
+    )
     return sorted(n for n in environment if n.startswith(names) or n in config.env)
 
 
@@ -364,13 +457,17 @@ def _shown(path: object) -> str:
 
 
 def _damaged(run: runs.Run, problem: str) -> ConfigError:
-    """The error for a file of a run that cannot be used. It says where the checkpoints are, because they still can."""
+    """The error for a file of a run that cannot be used.
+
+    It says where the checkpoints are, because they still can.
+    """
     if newest_step(run.checkpoints) is None:
         return ConfigError(f"[launch] {problem}; use another --run-dir")
     where = _shown(run.checkpoints)
     return ConfigError(
         f"[launch] {problem}. Checkpoints are in {where}; "
-        f"resume in another --run-dir with --resume {shlex.quote(where)}, or in a script with fit(resume=...)"
+        f"resume in another --run-dir with --resume {shlex.quote(where)}, or in a script with "
+        "fit(resume=...)"
     )
 
 
@@ -379,7 +476,9 @@ def _unwritable(path: Path, problem: OSError) -> OutputError:
 
 
 def _line(words: object) -> str:
-    return printable(" ".join(map(str, words)))[:300] if isinstance(words, list) else "something else"
+    return (
+        printable(" ".join(map(str, words)))[:300] if isinstance(words, list) else "something else"
+    )
 
 
 def _to_stderr(line: str) -> None:

@@ -1,11 +1,13 @@
-"""The watcher: a small process on each machine of a job that reads the slots of its ranks four times a second.
+"""The watcher: a small process on each machine of a job that reads the slots of its ranks four
+times a second.
 
-It is no thread of a rank, as a rank that is stopped, or that holds the interpreter's lock for ever, cannot watch
-itself. That of rank 0's machine, the main one, hears from the others, says what hangs, ends the job, keeps the
-heartbeat of a run, and answers `odyssey top`. A watcher ends with the last rank of its machine, and leaves nothing.
+It is no thread of a rank, as a rank that is stopped, or that holds the interpreter's lock for ever,
+cannot watch itself. That of rank 0's machine, the main one, hears from the others, says what hangs,
+ends the job, keeps the heartbeat of a run, and answers `odyssey top`. A watcher ends with the last
+rank of its machine, and leaves nothing.
 
-Started by start_watcher.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only.
-Nothing that happens to it can hurt the ranks, unless machines lose each other.
+Started by start_watcher.py as `python -I -S watcher.py`, with its settings on stdin; the standard
+library only. Nothing that happens to it can hurt the ranks, unless machines lose each other.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-if __name__ == "__main__":  # -I: the package is found by its place alone, and its own __init__.py does not run
+# -I: the package is found by its place alone, and its own __init__.py does not run
+if __name__ == "__main__":
     sys.modules["odyssey"] = type(sys)("odyssey")
     sys.modules["odyssey"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
@@ -32,12 +35,15 @@ from odyssey.run.rank_process import WatchedRank  # noqa: E402
 
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
-HUNG, LOST, DEFECT = 77, 69, 70
+HUNG = 77
+LOST = 69
+DEFECT = 70
 WORDS_S = 1.5  # seconds in which words and files must be out before ranks are ended
 LAST_LOOK = 0.3  # seconds for which the last heartbeat stays
 GRACE = 1.0  # seconds that ranks have for ending the job themselves
 QUIET = 60.0  # seconds between lines about stragglers
-SLOW_LOOKS = 20  # in a row, before a rank is called slow: a busy machine slows one down for a moment
+# in a row, before a rank is called slow: a busy machine slows one down for a moment
+SLOW_LOOKS = 20
 STACKS_S = 2.0  # seconds for answers, of ranks that may have to wait for a core
 SETTLED_S = 0.15  # an answer that has not grown for so long is whole
 UNAUTHENTICATED_TIMEOUT = 2.0  # seconds that who calls has to show that it knows the secret
@@ -48,13 +54,18 @@ class Watcher:
     """See the head of this file. `settings`: as start_watcher.py makes them."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.world, self.limit = int(settings["world"]), float(settings["watchdog"])
+        self.world = int(settings["world"])
+        self.limit = float(settings["watchdog"])
         self.preparing = not settings.get("given", True)  # nobody has said what the limit is to be
         self.patience = float(settings["heartbeat"])
-        self.run_dir, self.attempt = settings["run"], int(settings["attempt"])
-        self.main, self.secret = bool(settings["main"]), bytes.fromhex(settings["secret"])
+        self.run_dir = settings["run"]
+        self.attempt = int(settings["attempt"])
+        self.secret = bytes.fromhex(settings["secret"])
+        self.main = bool(settings["main"])
         self.address = settings["address"]
-        self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
+        self.files = {
+            path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)
+        }
         self.ranks = {rank: WatchedRank(rank, *process) for rank, *process in settings["ranks"]}
         self.nodes = [set(ranks) for ranks in settings["nodes"]]
         self.writer = watcher_output.Writer()
@@ -73,7 +84,8 @@ class Watcher:
                 self._listen_to(watched.handle, watched)
         # Between machines. Of the main one: who has called; of the others: their connection.
         self.peers: dict[int, messages.Lines] = {}
-        self.unauthenticated: dict[messages.Lines, float] = {}  # who has called and not yet shown the secret, and when
+        # who has called and not yet shown the secret, and when
+        self.unauthenticated: dict[messages.Lines, float] = {}
         self.heard: dict[int, float] = {}  # index of a node -> when it was last heard of
         self.left: set[int] = set()  # nodes whose ranks have all ended
         self.answers: dict[int, str] = {}
@@ -97,10 +109,14 @@ class Watcher:
                 self.poll.unregister(handle)
 
     def _open_local(self) -> None:
-        """Where `odyssey top` asks: a name that is no file, ends with this process, and that nobody can take before."""
+        """Where `odyssey top` asks: a name that is no file, ends with this process, and that
+        nobody can take before.
+        """
         try:
             self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.local.bind(f"\0odyssey-watch-{os.getuid()}-{self.ranks[0].pid}-{os.urandom(8).hex()}")
+            self.local.bind(
+                f"\0odyssey-watch-{os.getuid()}-{self.ranks[0].pid}-{os.urandom(8).hex()}"
+            )
             self.local.listen(8)
             self.local.setblocking(False)
             self._listen_to(self.local.fileno(), self.local)
@@ -135,7 +151,8 @@ class Watcher:
 
     def tick(self) -> None:
         now = time.monotonic()
-        if now - self.last_tick > 2 + 4 * TICK:  # it was stopped, or starved: what it did not see does not count
+        # it was stopped, or starved: what it did not see does not count
+        if now - self.last_tick > 2 + 4 * TICK:
             self.floor = now
             self.up_heard = now if self.up_heard else 0.0
             self.heard = dict.fromkeys(self.heard, now)
@@ -149,7 +166,10 @@ class Watcher:
             self.told_unseen = True
             unseen = sorted(w.rank for w in self.ranks.values() if w.alive and w.last is None)
             if unseen:
-                self._say(f"odyssey: [watch] {diagnosis.name(unseen)} cannot be watched: no slot of theirs opens\n")
+                self._say(
+                    f"odyssey: [watch] {diagnosis.name(unseen)} cannot be watched: no slot of "
+                    "theirs opens\n"
+                )
         if now >= self.next_maps:
             self.next_maps = now + 5
             for watched in self.ranks.values():
@@ -179,9 +199,14 @@ class Watcher:
                 return
         if not self.told_unwatched and len(self.nodes) > 1 and now > self.floor + 4 * self.patience:
             self.told_unwatched = True
-            away = sorted(r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks)
+            away = sorted(
+                r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks
+            )
             if away:
-                self._say(f"odyssey: [watch] {diagnosis.name(away)} cannot be watched: their machines did not call\n")
+                self._say(
+                    f"odyssey: [watch] {diagnosis.name(away)} cannot be watched: their machines "
+                    "did not call\n"
+                )
         if self.limit:
             found = diagnosis.hang(self.seen, self.world, self.limit, self.preparing)
             if found is not None:
@@ -192,7 +217,9 @@ class Watcher:
     def _look_for_stragglers(self, now: float) -> None:
         seen = list(self.seen.values())
         slow = sorted(diagnosis.stragglers(seen), key=lambda found: -found[1])
-        lines = {rank: diagnosis.slow_line(self.seen[rank], times, where) for rank, times, where in slow}
+        lines = {
+            rank: diagnosis.slow_line(self.seen[rank], times, where) for rank, times, where in slow
+        }
         if (late := diagnosis.slow_link(seen)) is not None and late.link[0] in self.seen:
             lines[~late.link[0]] = diagnosis.link_line(late, self.seen[late.link[0]].host)
         self.slow = {key: self.slow.get(key, 0) + 1 for key in lines}
@@ -213,7 +240,9 @@ class Watcher:
         path = self._write_stacks(stacks)
         self._say(diagnosis.paragraph(found, self.seen, stacks, path, self.limit, HUNG))
         for rank in found.culprits:
-            self._write_reason(rank, HUNG, f"hang: {diagnosis.about(self.seen[rank], stacks.get(rank, ''))}")
+            self._write_reason(
+                rank, HUNG, f"hang: {diagnosis.about(self.seen[rank], stacks.get(rank, ''))}"
+            )
         self._end(HUNG, avoid=set(found.culprits))
 
     def _gather_stacks(self) -> dict[int, str]:
@@ -231,11 +260,15 @@ class Watcher:
         pause: Callable[[float], None],
         others: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
-        """Returns what ranks of this machine answer, when all have and `others` is true, or after so many seconds."""
-        sizes, since = [], time.monotonic()
+        """Returns what ranks of this machine answer, when all have and `others` is true, or
+        after so many seconds.
+        """
+        sizes = []
+        since = time.monotonic()
         until = since + seconds
         while (now := time.monotonic()) < until:
-            before, sizes = sizes, [self.ranks[r].answer(at) for r, at in starts.items() if self.ranks[r].alive]
+            before = sizes
+            sizes = [self.ranks[r].answer(at) for r, at in starts.items() if self.ranks[r].alive]
             if sizes != before:
                 since = now
             elif 0 not in sizes and now - since >= SETTLED_S and others():
@@ -244,13 +277,17 @@ class Watcher:
         return {rank: self.ranks[rank].stacks(at) for rank, at in starts.items()}
 
     def _write_stacks(self, stacks: dict[int, str]) -> str:
-        folder = os.path.join(self.run_dir, "logs", f"attempt-{self.attempt}") if self.run_dir else ""
+        folder = (
+            os.path.join(self.run_dir, "logs", f"attempt-{self.attempt}") if self.run_dir else ""
+        )
         name = "stacks.txt" if folder else f"odyssey-stacks-{self.ranks[0].pid}.txt"
         parts = []
         for rank in sorted(self.seen):
             about = diagnosis.about(self.seen[rank], "")
             parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
-        path, text, done = os.path.join(folder, name), "\n".join(parts), []
+        path = os.path.join(folder, name)
+        text = "\n".join(parts)
+        done = []
         self.writer.put(lambda: done.append(watcher_output.write(path, text)))
         self.writer.drain(WORDS_S)
         return path if any(done) else ""
@@ -270,27 +307,39 @@ class Watcher:
         """Some ranks are gone, at the same time as far as can be told."""
         statuses = {watched.rank: watched.code() for watched in ranks}
         for watched in ranks:
-            self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)._replace(state="gone")
+            self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)._replace(
+                state="gone"
+            )
             watched.alive = False
         # Who was gone before anybody could look may have said why, unless it was killed.
         spoke = {w.rank for w in ranks if w.last is None and not (statuses[w.rank] or 0) & 0x7F}
         silent = [w.rank for w in ranks if not self.seen[w.rank].ended and w.rank not in spoke]
-        known = any(s.ended and s.code for s in self.seen.values())  # somebody has said why the job ends
+        # somebody has said why the job ends
+        known = any(s.ended and s.code for s in self.seen.values())
         if self.ending or known or not silent or (len(silent) == len(self.ranks) > 1):
             return
         now = time.monotonic()
-        silent.sort(key=lambda rank: self.seen[rank].waits)  # who waited was ended with the first, as a rule
-        first, status = self.seen[silent[0]], statuses[silent[0]]
-        how, code, number = "was killed by a signal, or called os._exit", None, None
+        # who waited was ended with the first, as a rule
+        silent.sort(key=lambda rank: self.seen[rank].waits)
+        first = self.seen[silent[0]]
+        status = statuses[silent[0]]
+        how = "was killed by a signal, or called os._exit"
+        code = None
+        number = None
         if status is not None and status & 0x7F:
             number = status & 0x7F
             how = f"was killed by {diagnosis.signal_name(number)}"
         elif status is not None:
-            how, code = f"exited without reporting an error (exit code {status >> 8}; os._exit?)", status >> 8 or DEFECT
+            how = f"exited without reporting an error (exit code {status >> 8}; os._exit?)"
+            code = status >> 8 or DEFECT
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
         doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
-        who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
-        self._write_reason(first.rank, code, f"{how}, {doing}", number)  # before the words: a launcher waits for these
+        who = (
+            f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step "
+            f"{first.step}, {doing})"
+        )
+        # before the words: a launcher waits for these
+        self._write_reason(first.rank, code, f"{how}, {doing}", number)
         self._say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
         self.ending = now + GRACE  # as a rule the launcher ends them before
         if self.up is not None:
@@ -303,8 +352,14 @@ class Watcher:
         self._tell_nodes({"end": code, "order": not self._order(code, avoid)})
 
     def _order(self, code: int, avoid: Collection[int] = ()) -> bool:
-        """Has ranks of this machine end the job, those that wait before others; whether there is one that can."""
-        able = [w for rank, w in self.ranks.items() if w.alive and rank not in avoid and self.seen[rank].state != "T"]
+        """Has ranks of this machine end the job, those that wait before others; whether there is
+        one that can.
+        """
+        able = [
+            w
+            for rank, w in self.ranks.items()
+            if w.alive and rank not in avoid and self.seen[rank].state != "T"
+        ]
         return any([w.order(code) for w in sorted(able, key=lambda w: not self.seen[w.rank].waits)])
 
     def _kill(self) -> None:
@@ -313,7 +368,9 @@ class Watcher:
                 watched.signal(signal.SIGKILL)
 
     def _finish(self) -> None:
-        """The last to leave: what MPI leaves behind in shared memory goes, and what is this watcher's own."""
+        """The last to leave: what MPI leaves behind in shared memory goes, and what is this
+        watcher's own.
+        """
         for watched in self.ranks.values():
             self.files |= watched.files
         for path, inode in self.files.items():
@@ -325,11 +382,16 @@ class Watcher:
             self._tell(peer, {"bye": True})
             peer.close()
         if self.main and self.run_dir:
-            if watcher_output.is_of(os.path.join(self.run_dir, "heartbeat.json"), attempt=self.attempt):
+            if watcher_output.is_of(
+                os.path.join(self.run_dir, "heartbeat.json"), attempt=self.attempt
+            ):
                 self._write_heartbeat()
                 self.writer.drain(WORDS_S)
                 time.sleep(LAST_LOOK)
-            whose = {"attempt": self.attempt}, {"attempt": self.attempt, "host": self.host, "pid": self.pid}
+            whose = (
+                {"attempt": self.attempt},
+                {"attempt": self.attempt, "host": self.host, "pid": self.pid},
+            )
             for name, mine in zip(("heartbeat.json", "watch.json"), whose, strict=True):
                 # No heartbeat: these ranks are not watched any more.
                 path = os.path.join(self.run_dir, name)
@@ -341,10 +403,14 @@ class Watcher:
         self.writer.put(lambda: watcher_output.write(path, json.dumps(value) + "\n"))
 
     def _write_heartbeat(self) -> None:
-        ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
+        ranks = [
+            {"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())
+        ]
         value = {"attempt": self.attempt, "time": time.time(), "ranks": ranks}
         path = os.path.join(self.run_dir, "heartbeat.json")
-        self.writer.put(lambda: watcher_output.renew(path, value, attempt=self.attempt), "heartbeat")
+        self.writer.put(
+            lambda: watcher_output.renew(path, value, attempt=self.attempt), "heartbeat"
+        )
 
     def _write_address(self) -> None:
         if self.main and self.run_dir:
@@ -352,8 +418,12 @@ class Watcher:
             who = {"host": self.host, "pid": self.pid, "attempt": self.attempt}
             self._write("watch.json", {**who, "address": self.address, "secret": secret})
 
-    def _write_reason(self, rank: int, code: int | None, reason: str, number: int | None = None) -> None:
-        """For a rank that cannot do it. code: None where it is not known, or a signal (`number`) has ended it."""
+    def _write_reason(
+        self, rank: int, code: int | None, reason: str, number: int | None = None
+    ) -> None:
+        """For a rank that cannot do it. code: None where it is not known, or a signal (`number`)
+        has ended it.
+        """
         if not self.run_dir:
             return
         seen = self.seen[rank]
@@ -367,7 +437,8 @@ class Watcher:
             connection, _ = listener.accept()
         except OSError:
             return
-        local, refused = listener is self.local, len(self.peers) > 2 * len(self.nodes) + 16
+        local = listener is self.local
+        refused = len(self.peers) > 2 * len(self.nodes) + 16
         if local:
             refused |= messages.user_of(connection) not in (os.getuid(), 0)
         else:
@@ -375,7 +446,11 @@ class Watcher:
         peer: messages.Lines | None = None
         if not refused:
             with contextlib.suppress(messages.Closed):
-                peer = messages.Lines(connection) if local else messages.Sealed(connection, self.secret, caller=False)
+                peer = (
+                    messages.Lines(connection)
+                    if local
+                    else messages.Sealed(connection, self.secret, caller=False)
+                )
         if peer is None:
             connection.close()
             return
@@ -424,9 +499,18 @@ class Watcher:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns what `odyssey top` shows."""
-        slow = {str(rank): [times, where] for rank, times, where in diagnosis.stragglers(list(self.seen.values()))}
+        slow = {
+            str(rank): [times, where]
+            for rank, times, where in diagnosis.stragglers(list(self.seen.values()))
+        }
         ranks = [brief(s) for _, s in sorted(self.seen.items())]
-        job = {"host": self.host, "pid": self.pid, "world": self.world, "attempt": self.attempt, "run": self.run_dir}
+        job = {
+            "host": self.host,
+            "pid": self.pid,
+            "world": self.world,
+            "attempt": self.attempt,
+            "run": self.run_dir,
+        }
         return {**job, "watchdog": self.limit, "ranks": ranks, "slow": slow}
 
     # --- the main watcher and the others ---
@@ -454,7 +538,8 @@ class Watcher:
         ranks = sorted(self.nodes[node])
         host = next((self.seen[r].host for r in ranks if r in self.seen), "?")
         self._say(
-            f"odyssey: [watch] no sign of life from {host} ({diagnosis.name(ranks)}) for {seconds:.0f} s: "
+            f"odyssey: [watch] no sign of life from {host} ({diagnosis.name(ranks)}) for "
+            f"{seconds:.0f} s: "
             "it is dead or cut off; all ranks are ended\n"
         )
         for rank in ranks:
@@ -472,9 +557,18 @@ class Watcher:
             self.next_beat = now + BEAT
             ranks = [brief(self.seen[rank]) for rank in self.ranks]
             self._tell(up, {"node": self._node, "seen": ranks})
-        # late alone is not cut off: as long as that machine answers, its kernel keeps the connection
-        if self.up is None and self.up_heard and now - self.up_heard > self.patience and not self.ending:
-            ended = f"{diagnosis.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended"
+        # late alone is not cut off: as long as that machine answers, its kernel keeps the
+        # connection
+        if (
+            self.up is None
+            and self.up_heard
+            and now - self.up_heard > self.patience
+            and not self.ending
+        ):
+            ended = (
+                f"{diagnosis.name(sorted(self.ranks))} "
+                f"{'is' if len(self.ranks) == 1 else 'are'} ended"
+            )
             what = f"is cut off from rank 0's machine for {now - self.up_heard:.0f} s"
             self._say(f"odyssey: [watch] {self.host} {what}; {ended}\n")
             for rank in self.ranks:
@@ -490,7 +584,9 @@ class Watcher:
     def _call(self) -> None:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.settimeout(0.2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.patience))
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.patience)
+        )
         try:
             connection.connect((self.address[0], int(self.address[1])))
             self.up = messages.Sealed(connection, self.secret, caller=True, role="node")
@@ -511,7 +607,9 @@ class Watcher:
             if value.get("order"):
                 self._order(value["end"] & 0xFF)
         if value.get("bye"):
-            self.up_heard, self.address = 0.0, None  # rank 0's machine has ended in order
+            # rank 0's machine has ended in order
+            self.up_heard = 0.0
+            self.address = None
 
 
 def brief(seen: diagnosis.Seen) -> dict[str, Any]:
@@ -522,20 +620,32 @@ def brief(seen: diagnosis.Seen) -> dict[str, Any]:
 
 def main() -> None:
     """Reads the settings and watches."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, or for nobody; it ends with them
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGPIPE,
+    ):
+        # meant for the ranks, or for nobody; it ends with them
+        signal.signal(number, signal.SIG_IGN)
     try:
         settings = json.loads(sys.stdin.readline(16 << 20))
     except ValueError:  # the rank that started this one is gone already
         return
     if settings.get("detach") and os.fork():
-        os._exit(0)  # what goes on is no child of a rank: nobody waits for it, or takes it for one of his own
+        # what goes on is no child of a rank: nobody waits for it, or takes it for one of his own
+        os._exit(0)
     try:
         Watcher(settings).run()
     except Exception as problem:
         host = os.uname().nodename
         last = watcher_output.Writer()
-        line = f"odyssey: [watch] defect: the ranks on {host} go on unwatched: {type(problem).__name__}: {problem}\n"
+        line = (
+            f"odyssey: [watch] defect: the ranks on {host} go on unwatched: "
+            f"{type(problem).__name__}: {problem}\n"
+        )
         last.put(lambda: watcher_output.say(line))
         last.drain(WORDS_S)
 

@@ -1,7 +1,10 @@
-"""Writer of the watcher's output, in a thread of its own: files of a run, and words for people. A disk that does not
-answer, or a terminal that nobody reads, must not keep it from telling other machines that it is there.
+"""Writer of the watcher's output, in a thread of its own: files of a run, and words for people.
 
-A file is whole or not there, but not flushed to the disk: it is old a second later. The standard library only.
+A disk that does not answer, or a terminal that nobody reads, must not keep it from telling other
+machines that it is there.
+
+A file is whole or not there, but not flushed to the disk: it is old a second later. The standard
+library only.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ class Writer:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._todo: dict[Any, Callable[[], Any]] = {}
-        self._count, self._busy = 0, False
+        self._count = 0
+        self._busy = False
         threading.Thread(target=self._work, name="odyssey writer", daemon=True).start()
 
     def put(self, act: Callable[[], Any], name: str = "") -> None:
@@ -49,7 +53,8 @@ class Writer:
                 self._condition.wait_for(lambda: self._todo)
                 act = self._todo.pop(next(iter(self._todo)))
                 self._busy = True
-            with contextlib.suppress(Exception):  # of one thing that cannot be written; the next one may be
+            # of one thing that cannot be written; the next one may be
+            with contextlib.suppress(Exception):
                 act()
             with self._condition:
                 self._busy = False
@@ -57,7 +62,10 @@ class Writer:
 
 
 def say(text: str) -> None:
-    """To stderr, and until the launcher has read it. Past sys.stderr, whose lock a blocked thread would keep."""
+    """To stderr, and until the launcher has read it.
+
+    Past sys.stderr, whose lock a blocked thread would keep.
+    """
     data = text.encode(errors="replace")
     with contextlib.suppress(OSError):
         while data:
@@ -69,13 +77,17 @@ def write(path: str, text: str) -> bool:
     """Writes a file of this user alone, whole or not at all; whether it could be."""
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-        write_whole(Path(path), lambda file: file.write(text.encode(errors="replace")), durable=False)
+        write_whole(
+            Path(path), lambda file: file.write(text.encode(errors="replace")), durable=False
+        )
         return True
     return False
 
 
 def renew(path: str, value: dict[str, Any], **mine: Any) -> None:
-    """Writes as `write` does; on a full disk touches the old file instead, if it is of `mine`: its age stays true."""
+    """Writes as `write` does; on a full disk touches the old file instead, if it is of `mine`:
+    its age stays true.
+    """
     if not write(path, json.dumps(value) + "\n") and is_of(path, **mine):
         with contextlib.suppress(OSError):
             os.utime(path)

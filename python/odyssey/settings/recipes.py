@@ -1,7 +1,10 @@
-"""Default training settings per model and per optimizer. Plain data: nothing heavy is imported, nothing is computed.
+"""Default training settings per model and per optimizer.
 
-A command-line option or a line of the configuration file replaces one value; the rest stays. When the optimizer is
-replaced, the learning rate, momentum and weight decay come from `OPTIMIZERS`: those of the recipe belong to another.
+Plain data: nothing heavy is imported, nothing is computed.
+
+A command-line option or a line of the configuration file replaces one value; the rest stays. When
+the optimizer is replaced, the learning rate, momentum and weight decay come from `OPTIMIZERS`:
+those of the recipe belong to another.
 """
 
 from __future__ import annotations
@@ -14,12 +17,54 @@ from ..errors import ConfigError
 
 _EVERY = {"schedule": "cosine", "warmup_steps": 100}
 RECIPES: dict[str, dict[str, Any]] = {
-    "lenet5": {"epochs": 8, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, **_EVERY},
-    "mlp": {"epochs": 5, "optimizer": "adam", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, **_EVERY},
-    "convnet": {"epochs": 2, "optimizer": "adam", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, **_EVERY},
-    "resnet18": {"epochs": 6, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, **_EVERY},
-    "gpt": {"epochs": 22, "optimizer": "adamw", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, **_EVERY},
-    "gpt-mini": {"epochs": 2, "optimizer": "adamw", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, **_EVERY},
+    "lenet5": {
+        "epochs": 8,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        **_EVERY,
+    },
+    "mlp": {
+        "epochs": 5,
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        **_EVERY,
+    },
+    "convnet": {
+        "epochs": 2,
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        **_EVERY,
+    },
+    "resnet18": {
+        "epochs": 6,
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        **_EVERY,
+    },
+    "gpt": {
+        "epochs": 22,
+        "optimizer": "adamw",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.1,
+        **_EVERY,
+    },
+    "gpt-mini": {
+        "epochs": 2,
+        "optimizer": "adamw",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.1,
+        **_EVERY,
+    },
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -31,20 +76,43 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adagrad": {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0},
 }
 
-OWN_CLASS = "FILE.py:CLASS"  # what a setting may be beside its choices; its numbers that are not given: the class's own
+# what a setting may be beside its choices; its numbers that are not given: the class's own
+OWN_CLASS = "FILE.py:CLASS"
 
-# What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for characters; mini: for CPUs).
+# What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for
+# characters; mini: for CPUs).
 GENERAL: dict[str, Any] = {"dataset": "mnist", "global_batch_size": 128, "sequence_length": 64}
 _TEXT = {"dataset": "shakespeare", "clip_norm": 1.0}
 OWN: dict[str, dict[str, Any]] = {
-    "gpt": {**_TEXT, "global_batch_size": 64, "shard_size": 4, "sequence_length": 256, "steps": 5000},
-    "gpt-mini": {**_TEXT, "global_batch_size": 12, "shard_size": 3, "sequence_length": 64, "steps": 2000},
+    "gpt": {
+        **_TEXT,
+        "global_batch_size": 64,
+        "shard_size": 4,
+        "sequence_length": 256,
+        "steps": 5000,
+    },
+    "gpt-mini": {
+        **_TEXT,
+        "global_batch_size": 12,
+        "shard_size": 3,
+        "sequence_length": 64,
+        "steps": 2000,
+    },
 }
 GPT_DROPOUT: dict[str, float] = {"gpt": 0.2, "gpt-mini": 0.0}
 GPT_BETAS: tuple[float, float] = (0.9, 0.99)
 
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
-DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10", "shakespeare", "image-folder", "csv", "npz", "text")
+DATASETS: tuple[str, ...] = (
+    "mnist",
+    "fashion-mnist",
+    "cifar10",
+    "shakespeare",
+    "image-folder",
+    "csv",
+    "npz",
+    "text",
+)
 
 REDUCTIONS: dict[str, bool] = {  # whether the bits are the same on any number of ranks
     "tree": True,
@@ -62,12 +130,17 @@ COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")
 CONV_ALGORITHMS: tuple[str, ...] = ("auto", "direct", "winograd")
 PRECISIONS: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
 BACKENDS: tuple[str, ...] = ("auto", "mpi", "shm", "local", "nccl", *provided("backends"))
-PIPELINES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")  # orders in which a pipeline runs its micro-batches
+# orders in which a pipeline runs its micro-batches
+PIPELINES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")
 
 
 def check_listed(what: str, found: Iterable[str], listed: Iterable[str]) -> None:
-    """Raises ConfigError if the names that the code has for `what` are not those that are listed here for settings."""
+    """Raises ConfigError if the names that the code has for `what` are not those that are listed
+    here for settings.
+    """
     forgotten = [f"{name!r} is not in settings/recipes.py" for name in {*found} - {*listed}]
     forgotten += [f"{name!r} of settings/recipes.py has no code" for name in {*listed} - {*found}]
     if forgotten:
-        raise ConfigError(f"[settings] {what}: {', '.join(sorted(forgotten))}; add it there, or remove it")
+        raise ConfigError(
+            f"[settings] {what}: {', '.join(sorted(forgotten))}; add it there, or remove it"
+        )

@@ -1,6 +1,7 @@
 """PyTorch models, loops and scripts under odyssey's promises; needs the extra `[torch]`.
 
-Names are loaded when they are first used; `import odyssey` never imports torch. docs/data-flow.md has the files.
+Names are loaded when they are first used; `import odyssey` never imports torch. docs/data-flow.md
+has the files.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ __getattr__, _, _ = attach(
     },
 )
 __all__ = [
-    "DataLoader", "DistributedDataParallel", "DistributedTrainer", "HorovodTrainer", "PyTorchDDPTrainer", "c10d",
-    "load_torch", "to_torch",
-]  # fmt: skip
+    "DataLoader",
+    "DistributedDataParallel",
+    "DistributedTrainer",
+    "HorovodTrainer",
+    "PyTorchDDPTrainer",
+    "c10d",
+    "load_torch",
+    "to_torch",
+]

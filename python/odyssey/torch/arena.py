@@ -1,8 +1,9 @@
 """A module's parameters, gradients and buffers in memory that torch, NumPy and the reductions see.
 
-Parameters become views of one array, with their strides (channels-last stays what it is), the trained ones first, so
-that gradients are an array of the same layout. Running statistics of normalisations become views of another (norms.py).
-What shares memory with parameters moves with them.
+Parameters become views of one array, with their strides (channels-last stays what it is), the
+trained ones first, so that gradients are an array of the same layout. Running statistics of
+normalisations become views of another (norms.py). What shares memory with parameters moves with
+them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from .norms import Norms
 
 
 class ModuleArena:
-    """The memory of a module; its parameters and running statistics are moved here, their values stay.
+    """The memory of a module; its parameters and running statistics are moved here, their values
+    stay.
 
-    named: parameters by name, each once, those that are trained first. trained: how many these are. size: floats of
-    their gradients. params: all parameters, float32; extent: floats of them, wherever they are (zero.py). grads:
-    gradients of the parameters `held`; gradients: their places. norms: statistics and all other buffers. aliases: what
-    shares memory with parameters. Raises ConfigError: a parameter or module cannot be trained this way; the message
-    names it.
+    named: parameters by name, each once, those that are trained first. trained: how many these are.
+    size: floats of their gradients. params: all parameters, float32; extent: floats of them,
+    wherever they are (zero.py). grads: gradients of the parameters `held`; gradients: their places.
+    norms: statistics and all other buffers. aliases: what shares memory with parameters. Raises
+    ConfigError: a parameter or module cannot be trained this way; the message names it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,19 +38,24 @@ class ModuleArena:
         self.module = module
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
-            raise ConfigError(f"[torch] {type(module).__name__} has no parameter that requires a gradient")
+            raise ConfigError(
+                f"[torch] {type(module).__name__} has no parameter that requires a gradient"
+            )
         self.norms = Norms(module, list(module.named_parameters()))
         self.arrange(trained)
 
     def arrange(self, trained: Collection[str]) -> None:
-        """Puts the parameters of these names first, with places for their gradients, the others behind them."""
+        """Puts the parameters of these names first, with places for their gradients, the others
+        behind them.
+        """
         named = list(self.module.named_parameters())
         self.named = sorted(named, key=lambda pair: pair[0] not in trained)
         self.trained = sum(name in trained for name, _ in named)
         tensors = [p for _, p in self.named]
         self.aliases = of_parameters(self.module, self.named, self.buffers)
         for p in tensors:
-            if not torch.ops.aten.is_non_overlapping_and_dense(p):  # elements side by side, each at its own place
+            # elements side by side, each at its own place
+            if not torch.ops.aten.is_non_overlapping_and_dense(p):
                 p.data = p.data.contiguous()
         self.at, self.extent = aligned_sizes(tensors)
         self.size = self.end(self.trained)
@@ -76,9 +83,15 @@ class ModuleArena:
         self.gradients = self.views(self.grads)
 
     def shares(self, first: int, stop: int, ranks: int) -> list[range]:
-        """Parameters `first` to `stop` - 1 cut into runs of about as many floats, one for each rank."""
-        starts, lo, hi = self.at[:stop], self.end(first), self.end(stop)
-        cuts = [bisect.bisect_left(starts, lo + (hi - lo) * r / ranks, first) for r in range(ranks)] + [stop]
+        """Parameters `first` to `stop` - 1 cut into runs of about as many floats, one for each
+        rank.
+        """
+        starts = self.at[:stop]
+        lo = self.end(first)
+        hi = self.end(stop)
+        cuts = [
+            bisect.bisect_left(starts, lo + (hi - lo) * r / ranks, first) for r in range(ranks)
+        ] + [stop]
         return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def moved(self) -> str | None:
@@ -87,10 +100,13 @@ class ModuleArena:
         return next((name for (name, p), address in found if p.data_ptr() != address), None)
 
     def check(self) -> None:
-        """ConfigError if a parameter is not where it was put: what is trained would not be what is saved."""
+        """ConfigError if a parameter is not where it was put: what is trained would not be what
+        is saved.
+        """
         if name := self.moved():
             raise ConfigError(
-                f"[torch] {name} is not where it was: a later trainer or DistributedDataParallel of this module, "
+                f"[torch] {name} is not where it was: a later trainer or DistributedDataParallel "
+                "of this module, "
                 "or module.to(), has moved it; use the later one, or make a new one"
             )
 
@@ -123,21 +139,28 @@ def _refuse(module: nn.Module) -> None:
         where = f"{name} ({kind})" if name else kind
         if isinstance(part, nn.SyncBatchNorm):
             raise ConfigError(
-                f"[torch] {where} talks to other ranks within a step, so its bits depend on their number; use "
+                f"[torch] {where} talks to other ranks within a step, so its bits depend on "
+                "their number; use "
                 "BatchNorm, whose statistics are of a shard, or GroupNorm"
             )
-        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            raise ConfigError(f"[torch] {where} has sparse gradients, which no tree adds; use sparse=False")
+        if getattr(part, "sparse", False) is True and isinstance(
+            part, nn.Embedding | nn.EmbeddingBag
+        ):
+            raise ConfigError(
+                f"[torch] {where} has sparse gradients, which no tree adds; use sparse=False"
+            )
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ConfigError(f"[torch] {name} has no shape yet; run the module on a sample first")
         if p.numel() > 1 and not any(p.stride()) and bool(p.detach().isnan().all()):
             raise ConfigError(
-                f"[torch] {name} is in parts, as an earlier trainer of this module has zero=3; make the new one in "
+                f"[torch] {name} is in parts, as an earlier trainer of this module has zero=3; "
+                "make the new one in "
                 "`with trainer.gathered():` of that"
             )
         if p.dtype != torch.float32 or p.device.type != "cpu" or p.layout != torch.strided:
             raise ConfigError(
-                f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 on the "
+                f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 "
+                "on the "
                 "CPU is allowed: module.float().cpu(), and precision='bf16' for autocast"
             )

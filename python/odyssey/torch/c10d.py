@@ -1,8 +1,10 @@
-"""The backend "odyssey" of torch.distributed: a process group over a communicator of `odyssey.comm`.
+"""The backend "odyssey" of torch.distributed: a process group over a communicator of
+`odyssey.comm`.
 
-So DDP, FSDP2, ZeroRedundancyOptimizer and whatever else calls torch.distributed get its matching of calls, its errors
-that name ranks and source lines, and sums in a fixed order. Works are pending: pending.py. What it is not: the same
-bits on any number of ranks. DDP over it adds one sum per rank; ddp.py adds fixed shards.
+So DDP, FSDP2, ZeroRedundancyOptimizer and whatever else calls torch.distributed get its matching of
+calls, its errors that name ranks and source lines, and sums in a fixed order. Works are pending:
+pending.py. What it is not: the same bits on any number of ranks. DDP over it adds one sum per rank;
+ddp.py adds fixed shards.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor
 
 
 def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str | np.ufunc:
-    """The operation of torch's options of a call, a bitwise one as NumPy's; without them, the sum. Raises ConfigError:
-    odyssey has none such (PREMUL_SUM), or the dtype cannot be combined."""
+    """The operation of torch's options of a call, a bitwise one as NumPy's; without them, the sum.
+
+    Raises ConfigError: odyssey has none such (PREMUL_SUM), or the dtype cannot be combined.
+    """
     name = "SUM" if opts is None else opts.reduceOp.op.name
     if name in _BITWISE and not (tensor.is_floating_point() or tensor.is_complex()):
         return _BITWISE[name]
@@ -48,7 +52,9 @@ class _Message(Pending):
 
     def __init__(self, comm: Communicator, work: Work, tensors: Sequence[torch.Tensor]) -> None:
         dist.Work.__init__(self)
-        self._comm, self._message, self._value = comm, work, tensors
+        self._comm = comm
+        self._message = work
+        self._value = tensors
         self._error = None
 
     def wait(self, timeout: Any = None) -> bool:
@@ -84,18 +90,26 @@ def _coalesced(single: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Members(ProcessGroup):
-    """The ranks of a communicator, for the functions of odyssey.distributed; roots are places among them."""
+    """The ranks of a communicator, for the functions of odyssey.distributed; roots are places
+    among them.
+    """
 
     def __init__(self, comm: Communicator) -> None:
-        self.ranks, self.comm = tuple(range(comm.size)), comm
+        self.ranks = tuple(range(comm.size))
+        self.comm = comm
 
 
 class OdysseyProcessGroup(dist.ProcessGroup):
-    """A process group whose calls a communicator carries out. Methods are torch's; it calls them, not users."""
+    """A process group whose calls a communicator carries out.
+
+    Methods are torch's; it calls them, not users.
+    """
 
     def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm, self._members, self._line = comm, _Members(comm), PendingCalls(comm, timeout)
+        self.comm = comm
+        self._members = _Members(comm)
+        self._line = PendingCalls(comm, timeout)
         self._name = self._desc = ""
         self._messages: list[_Message] = []  # sent and not waited for: their buffers must stay
         self._together: list[Any] | None = None  # the Works since _start_coalescing
@@ -143,8 +157,11 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     # --- the line of calls ---
 
     def _run(self, work: Callable[[], Any], value: Any, opts: Any = None) -> Any:
-        """The Work of a call; None where the caller waits for it. Of tensors on a GPU it is over when it returns: what
-        a program's streams do meanwhile is not known to the thread that carries it out."""
+        """The Work of a call; None where the caller waits for it.
+
+        Of tensors on a GPU it is over when it returns: what a program's streams do meanwhile is not
+        known to the thread that carries it out.
+        """
         later = getattr(opts, "asyncOp", True)
         limit = getattr(opts, "timeout", None)
         limit = None if limit is None or limit.total_seconds() <= 0 else limit.total_seconds()
@@ -165,9 +182,11 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         works = [work for work in works if work is not None]
         return self._run(lambda: [work.wait() for work in works], value, opts)
 
-    # --- one tensor of each rank, or one that holds those of all: over the communicator, which is faster ---
+    # --- one tensor of each rank, or one that holds those of all: over the communicator, which is faster
 
-    def _into(self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]) -> Any:
+    def _into(
+        self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]
+    ) -> Any:
         """Carries out a call for each of the tensors, which is given its memory to write to."""
         places = [distributed.Place(t, "backend odyssey") for t in outputs]
 
@@ -190,64 +209,125 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         return self._into(tensors, opts, lambda a: self.comm.all_reduce(a, op, a))
 
     def _add_sparse(self, tensor: torch.Tensor, opts: Any) -> None:
-        """The sum of sparse tensors: the entries of all ranks, one after the other, of which torch adds the equal."""
+        """The sum of sparse tensors: the entries of all ranks, one after the other, of which
+        torch adds the equal.
+        """
         mine = tensor.coalesce()
         if operation(opts, mine.values()) is not ReduceOp.SUM:
-            raise ConfigError("[torch] backend odyssey adds sparse tensors, and combines them in no other way")
+            raise ConfigError(
+                "[torch] backend odyssey adds sparse tensors, and combines them in no other way"
+            )
         places = self.comm.all_gather_each(distributed.array_of(mine.indices().t()))
         values = self.comm.all_gather_each(distributed.array_of(mine.values()))
-        found = torch.from_numpy(np.concatenate(places)).t(), distributed.like(mine.values(), np.concatenate(values))
-        tensor.copy_(torch.sparse_coo_tensor(*found, tensor.shape, check_invariants=False).coalesce())
+        found = (
+            torch.from_numpy(np.concatenate(places)).t(),
+            distributed.like(mine.values(), np.concatenate(values)),
+        )
+        tensor.copy_(
+            torch.sparse_coo_tensor(*found, tensor.shape, check_invariants=False).coalesce()
+        )
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._into(tensors, opts, lambda a: self.comm.broadcast(a, opts.rootRank))
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        op, root, me = operation(opts, tensors[0]), opts.rootRank, self.comm.rank
+        op = operation(opts, tensors[0])
+        root = opts.rootRank
+        me = self.comm.rank
         if isinstance(op, np.ufunc):
-            return self._into(tensors, opts, lambda a: np.copyto(a, self._bitwise(a, op), where=me == root))
-        return self._into(tensors, opts, lambda a: self.comm.reduce(a, op, root, a if me == root else None))
+            return self._into(
+                tensors, opts, lambda a: np.copyto(a, self._bitwise(a, op), where=me == root)
+            )
+        return self._into(
+            tensors, opts, lambda a: self.comm.reduce(a, op, root, a if me == root else None)
+        )
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
         a = distributed.array_of(tensor)
-        return self._into([output], opts, lambda out: self.comm.all_gather(a, out.reshape(self.comm.size, *a.shape)))
+        return self._into(
+            [output],
+            opts,
+            lambda out: self.comm.all_gather(a, out.reshape(self.comm.size, *a.shape)),
+        )
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        op, a = operation(opts, tensor), distributed.array_of(tensor).reshape(-1)
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        op = operation(opts, tensor)
+        a = distributed.array_of(tensor).reshape(-1)
         if isinstance(op, np.ufunc):
-            size, me = self.comm.size, self.comm.rank
-            return self._into([output], opts, lambda t: np.copyto(t, self._bitwise(a, op).reshape(size, *t.shape)[me]))
-        return self._into([output], opts, lambda out: self.comm.reduce_scatter(a, op, out.reshape(-1)))
+            size = self.comm.size
+            me = self.comm.rank
+            return self._into(
+                [output],
+                opts,
+                lambda t: np.copyto(t, self._bitwise(a, op).reshape(size, *t.shape)[me]),
+            )
+        return self._into(
+            [output], opts, lambda out: self.comm.reduce_scatter(a, op, out.reshape(-1))
+        )
 
     def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, receive: list[int], send: list[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        receive: list[int],
+        send: list[int],
+        opts: Any = None,
     ) -> Any:
         call = distributed.all_to_all_single
         return self._run(lambda: call(output, tensor, receive, send, self._members), [output], opts)
 
     # --- lists of tensors, one per rank ---
 
-    def allgather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None):
+    def allgather(
+        self,
+        outputs: Sequence[list[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        opts: Any = None,
+    ):
         pairs = list(zip(outputs, tensors, strict=True))
-        return self._run(lambda: [distributed.all_gather(*pair, self._members) for pair in pairs], outputs, opts)
+        return self._run(
+            lambda: [distributed.all_gather(*pair, self._members) for pair in pairs], outputs, opts
+        )
 
-    def reduce_scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any
+    ) -> Any:
         single = self.reduce_scatter_single
-        works = [single(out, torch.stack(list(t)), opts) for out, t in zip(outputs, lists, strict=True)]
+        works = [
+            single(out, torch.stack(list(t)), opts) for out, t in zip(outputs, lists, strict=True)
+        ]
         return self._after(works, outputs, opts)
 
-    def gather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        found, root = outputs[0] if outputs else None, opts.rootRank
-        return self._run(lambda: distributed.gather(tensors[0], found, root, self._members), outputs, opts)
+    def gather(
+        self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any
+    ) -> Any:
+        found = outputs[0] if outputs else None
+        root = opts.rootRank
+        return self._run(
+            lambda: distributed.gather(tensors[0], found, root, self._members), outputs, opts
+        )
 
-    def scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
-        given, root = lists[0] if lists else None, opts.rootRank
-        return self._run(lambda: distributed.scatter(outputs[0], given, root, self._members), outputs, opts)
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any
+    ) -> Any:
+        given = lists[0] if lists else None
+        root = opts.rootRank
+        return self._run(
+            lambda: distributed.scatter(outputs[0], given, root, self._members), outputs, opts
+        )
 
-    def alltoall(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        return self._run(lambda: distributed.all_to_all(outputs, tensors, self._members), outputs, opts)
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return self._run(
+            lambda: distributed.all_to_all(outputs, tensors, self._members), outputs, opts
+        )
 
-    # --- several calls in one: nothing is gained by keeping some back, each is carried out as it comes ---
+    # --- several calls in one: nothing is gained by keeping some back, each is carried out as it comes
 
     def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         return self.allgather(list(zip(*outputs, strict=True)), tensors, opts)
@@ -259,11 +339,14 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         self._together = []
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        works, self._together = self._together or [], None
+        works = self._together or []
+        self._together = None
         return self._after(works, None)
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        message = _Message(self.comm, distributed.isend(tensors[0], rank, self._members, tag), tensors)
+        message = _Message(
+            self.comm, distributed.isend(tensors[0], rank, self._members, tag), tensors
+        )
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
         return message
 
@@ -272,14 +355,20 @@ class OdysseyProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
         place = distributed.Place(tensors[0], "backend odyssey")
-        return _Message(self.comm, Work(self.comm.recv(place.memory, None, tag, wait=False), place.filled), tensors)
+        return _Message(
+            self.comm,
+            Work(self.comm.recv(place.memory, None, tag, wait=False), place.filled),
+            tensors,
+        )
 
     def barrier(self, opts: Any = None) -> Any:
         return self._run(self.comm.barrier, None, opts)
 
     # The names before torch 2.13, which calls either.
     allreduce_coalesced = allreduce
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -289,21 +378,25 @@ _first: dict[tuple[int, ...], OdysseyProcessGroup] = {}  # by their ranks, the f
 
 
 def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
-    """The process group that torch.distributed asks for, in each of its members; all of them ask in the same order.
-    Raises CollectiveError: a rank did not come; ConfigError: a first group of some ranks beside another backend."""
+    """The process group that torch.distributed asks for, in each of its members; all of them ask
+    in the same order. Raises CollectiveError: a rank did not come; ConfigError: a first group
+    of some ranks beside another backend.
+    """
     if not dist.is_initialized() or not _given:  # the default group, or that of another backend is
         if launcher.rank() is not None:
             _show_errors()
         if dist.is_initialized() and options.group_size != dist.get_world_size():
             raise ConfigError(
-                "[c10d] the first group of backend odyssey must have all ranks where the default group is of another "
+                "[c10d] the first group of backend odyssey must have all ranks where the default "
+                "group is of another "
                 "backend; call new_group(backend='odyssey') without ranks before"
             )
         world = _world(options)
         _first.clear()
         _given[:] = [world]
     ranks = tuple(options.global_ranks_in_group) or _given[0].ranks
-    first, made = _first.get(ranks), []
+    first = _first.get(ranks)
+    made = []
     if first is None:
         made.append(_given[0]._part(ranks))  # only its members are here
     else:  # another group of the same ranks: made by the first, whose calls they match
@@ -314,47 +407,73 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
 
 
 def _world(options: Any) -> Communicator:
-    """All processes: MPI's where its launcher has started them; those of before, if they met without this group; else
-    those that meet in the store that init_process_group was given, or has made of its address."""
-    asked, found, met = (options.group_rank, options.group_size), _launched(), communication.met()
+    """All processes: MPI's where its launcher has started them; those of before, if they met
+    without this group; else those that meet in the store that init_process_group was given,
+    or has made of its address.
+    """
+    asked = (options.group_rank, options.group_size)
+    found = _launched()
+    met = communication.met()
     if found is not None and (found.rank, found.size) == asked:
         return communication.world()
     if met is not None and met not in _given and (met.rank, met.size) == asked:
         return met
-    return meet(options.store, *asked, _seconds(options.timeout)) if asked[1] > 1 else communication.world("local")
+    return (
+        meet(options.store, *asked, _seconds(options.timeout))
+        if asked[1] > 1
+        else communication.world("local")
+    )
 
 
 def _launched() -> launcher.Launched | None:
-    """Returns what a launcher says of this process; None where it started another, whose variables this one has."""
-    return launcher.launched() if os.environ.get(exits.MARK, str(os.getpid())) == str(os.getpid()) else None
+    """Returns what a launcher says of this process; None where it started another, whose
+    variables this one has.
+    """
+    return (
+        launcher.launched()
+        if os.environ.get(exits.MARK, str(os.getpid())) == str(os.getpid())
+        else None
+    )
 
 
 def _seconds(timeout: Any) -> float | None:
-    """Returns the seconds of a `timeout=` that was given; None for torch's default: ODYSSEY_TIMEOUT."""
+    """Returns the seconds of a `timeout=` that was given; None for torch's default:
+    ODYSSEY_TIMEOUT.
+    """
     return None if timeout is None or timeout == default_pg_timeout else timeout.total_seconds()
 
 
 def _show_errors() -> None:
-    """Torch has an uncaught exception printed into a buffer, which it shows afterwards; but odyssey's hook, which tells
-    the other ranks, ends the process. It is given standard error back."""
-    hook, stderr = sys.excepthook, sys.stderr
+    """Torch has an uncaught exception printed into a buffer, which it shows afterwards; but
+    odyssey's hook, which tells the other ranks, ends the process. It is given standard error
+    back.
+    """
+    hook = sys.excepthook
+    stderr = sys.stderr
 
     def shown(kind: Any, error: Any, trace: Any) -> None:
         sys.stderr = stderr
-        if failed and error is not failed[0] and str(failed[0]) in str(error):  # by way of a Future it is text
-            kind, error, trace = type(failed[0]), failed[0], failed[0].__traceback__
+        # by way of a Future it is text
+        if failed and error is not failed[0] and str(failed[0]) in str(error):
+            kind = type(failed[0])
+            error = failed[0]
+            trace = failed[0].__traceback__
         hook(kind, error, trace)
 
     sys.excepthook = shown
 
 
-_met, _chosen = set[str](), set[str]()  # ports at which env:// has met; that were chosen here
+# ports at which env:// has met; that were chosen here
+_met = set[str]()
+_chosen = set[str]()
 
 
 def set_environment() -> None:
-    """Sets MASTER_ADDR and MASTER_PORT where mpirun or srun started this process and they are not set: with RANK and
-    WORLD_SIZE, which `import odyssey` sets, what env:// and other programs look for. All ranks call it, as importing
-    `odyssey.torch` does: they agree on a port."""
+    """Sets MASTER_ADDR and MASTER_PORT where mpirun or srun started this process and they are
+    not set: with RANK and WORLD_SIZE, which `import odyssey` sets, what env:// and other
+    programs look for. All ranks call it, as importing `odyssey.torch` does: they agree on a
+    port.
+    """
     there = os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")
     if not there and launcher.launched() is not None and getattr(base.here, "world", None) is None:
         _choose_port()
@@ -372,9 +491,12 @@ def _choose_port(timeout: Any = None, use: bool = True) -> None:
 
 
 def _meet_apart(url: str, timeout: Any) -> None:
-    """Has ranks of MPI that met at MASTER_PORT before meet at another port, or, where a user gave that one, not before
-    rank 0 has left. It may still serve those of before: who met there would be waited for at its next store."""
-    port, world = os.environ.get("MASTER_PORT", ""), communication.met()
+    """Has ranks of MPI that met at MASTER_PORT before meet at another port, or, where a user
+    gave that one, not before rank 0 has left. It may still serve those of before: who met
+    there would be waited for at its next store.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    world = communication.met()
     size = dict(parse_qsl(urlparse(url).query)).get("world_size") or os.environ.get("WORLD_SIZE")
     if port in _met and _launched() is not None and world is not None and size == str(world.size):
         _choose_port(timeout, port in _chosen)
@@ -382,22 +504,39 @@ def _meet_apart(url: str, timeout: Any) -> None:
 
 
 def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Returns what env:// finds: as torch has it, but a process that nobody started as one of several is alone."""
-    if launcher.launched() is not None or "?" in url or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
+    """Returns what env:// finds: as torch has it, but a process that nobody started as one of
+    several is alone.
+    """
+    if (
+        launcher.launched() is not None
+        or "?" in url
+        or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys()
+    ):
         _meet_apart(url, options.get("timeout"))
         yield from _torchs(url, **options)
         return
-    print("odyssey: [torch] a world of one: nobody started ranks; odyssey launch -n 4 script.py does", file=sys.stderr)
+    print(
+        "odyssey: [torch] a world of one: nobody started ranks; odyssey launch -n 4 script.py does",
+        file=sys.stderr,
+    )
     yield dist.HashStore(), 0, 1
 
 
-_handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})  # dist has its function
+# dist has its function
+_handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
 _torchs = _handlers.get("env")
 _handlers["env"] = _env if _torchs is not None else None
 _SITE = os.path.dirname(os.path.dirname(torch.__file__))
 calls.libraries += [  # a call is its user's, not theirs
     os.path.join(_SITE, name, "")
-    for name in ("torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
+    for name in (
+        "torch",
+        "accelerate",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "transformers",
+    )
 ] + [os.path.dirname(os.path.dirname(communication.__file__)) + "_c10d.py"]
 set_environment()
 if "odyssey" not in dist.Backend.backend_list:  # else `import torch` has: python/odyssey_c10d.py

@@ -1,4 +1,5 @@
-"""`DistributedDataParallel` for a loop of one's own: fixed shards by torch, their sums along odyssey's tree.
+"""`DistributedDataParallel` for a loop of one's own: fixed shards by torch, their sums along
+odyssey's tree.
 
     net = odyssey.torch.DistributedDataParallel(module, shard_size=16)
     for batch in loader:
@@ -7,8 +8,9 @@
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
-When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks. What it is
-not: torch's class, whose sums depend on that number; it works over `init_process_group("odyssey")`.
+When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of
+ranks. What it is not: torch's class, whose sums depend on that number; it works over
+`init_process_group("odyssey")`.
 """
 
 from __future__ import annotations
@@ -39,19 +41,22 @@ _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
 class DistributedDataParallel(torch.nn.Module):
     """A module trained by a loop of one's own, with the same bits on any number of ranks.
 
-    The loss must be a mean over the samples that `shards` gave. Gradients add up over several `shards(...)` loops until
-    an optimizer steps, or zero_grad(): accumulation is leaving the step out. Bits depend on shard_size, seed, threads,
-    torch's version and the processor, not on the ranks.
+    The loss must be a mean over the samples that `shards` gave. Gradients add up over several
+    `shards(...)` loops until an optimizer steps, or zero_grad(): accumulation is leaving the step
+    out. Bits depend on shard_size, seed, threads, torch's version and the processor, not on the
+    ranks.
 
     Args:
         module: on the CPU, parameters of float32; rank 0's values are sent to all.
-        shard_size: samples per shard; None: the loader's, or the default for the first batch's size.
+        shard_size: samples per shard; None: the loader's, or the default for the first batch's
+            size.
         seed: of torch's generator, which is seeded anew for each shard.
         threads: torch's threads; not more, where a rank has more cores, as sums depend on it.
-        deterministic: "error": an operation without a deterministic form, or a buffer that nothing merges, ends the
-            training; "warn": it is told, and bits are not promised.
+        deterministic: "error": an operation without a deterministic form, or a buffer that nothing
+            merges, ends the training; "warn": it is told, and bits are not promised.
 
-    Raises ConfigError: a parameter or module that cannot be held; ranks whose modules or settings differ.
+    Raises ConfigError: a parameter or module that cannot be held; ranks whose modules or settings
+    differ.
     """
 
     def __init__(
@@ -84,7 +89,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.steps = 0  # loops over shards that have ended
         self._open = False  # a loop over shards has begun and not ended
         self._stepped: set[int] = set()  # ids of parameters whose gradient an optimizer has used
-        self._versions: dict[int, int] = {}  # of the gradients, by parameter, while a shard is under way
+        # of the gradients, by parameter, while a shard is under way
+        self._versions: dict[int, int] = {}
         for p in self._own:
             p.register_post_accumulate_grad_hook(self._accumulated)
         _nets.add(self)
@@ -108,11 +114,11 @@ class DistributedDataParallel(torch.nn.Module):
     def shards(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
 
-        batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all ranks: tensors
-            (samples, ...) in tuples, lists or dictionaries.
-        Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
-        another, or another net's running statistics or gradients moved by it. ConfigError: no tensor in the batch, or a
-        loader with another shard_size.
+        batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all
+            ranks: tensors (samples, ...) in tuples, lists or dictionaries.
+        Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without
+        backward(), one loop inside another, or another net's running statistics or gradients moved
+        by it. ConfigError: no tensor in the batch, or a loader with another shard_size.
         """
         if self._versions:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")
@@ -134,11 +140,14 @@ class DistributedDataParallel(torch.nn.Module):
             self._versions = {}
         if any(net._norms() != norms for net, norms in others):
             raise LoopError(
-                "[torch] the shards of one net move the running statistics of another, and ranks would go apart: "
+                "[torch] the shards of one net move the running statistics of another, and ranks "
+                "would go apart: "
                 f"eval() that one, or {TOGETHER}"
             )
         sums = self._shards.sums()
-        for p, mean, old, reached in zip(self._own, self._arena.gradients, kept, sums.reached, strict=True):
+        for p, mean, old, reached in zip(
+            self._own, self._arena.gradients, kept, sums.reached, strict=True
+        ):
             p.grad = old if not reached else mean if old is None else old.add_(mean)
         self._shards.settle()
         self._stepped.clear()
@@ -146,9 +155,13 @@ class DistributedDataParallel(torch.nn.Module):
         self.steps += 1
 
     def mean(self, values: Iterable[tuple[Any, float]]) -> float:
-        """The mean of (number, weight) pairs of all ranks, such as the loss and the samples of each shard: the same
-        on all ranks, on any number of them. Collective; a rank without shards gives none. NaN: nobody gave any."""
-        own = np.array([(v.item() if isinstance(v, torch.Tensor) else v, n) for v, n in values], float).reshape(-1, 2)
+        """The mean of (number, weight) pairs of all ranks, such as the loss and the samples of
+        each shard: the same on all ranks, on any number of them. Collective; a rank without
+        shards gives none. NaN: nobody gave any.
+        """
+        own = np.array(
+            [(v.item() if isinstance(v, torch.Tensor) else v, n) for v, n in values], float
+        ).reshape(-1, 2)
         most = int(self.comm.all_reduce(np.array([len(own)], np.int64), "max")[0])
         padded = np.zeros((most, 2))
         padded[: len(own)] = own
@@ -156,7 +169,9 @@ class DistributedDataParallel(torch.nn.Module):
         return math.fsum(numbers * weights) / total if (total := math.fsum(weights)) else math.nan
 
     def _pieces(self, batch: Any) -> tuple[int, Callable[[int, int], Any]]:
-        """(samples, function from a shard's first and last to its data); the shard size is known from here on."""
+        """(samples, function from a shard's first and last to its data); the shard size is known
+        from here on.
+        """
         made = self._shards
         if isinstance(batch, Batch) and isinstance(own := batch.dataset, Shared):
             if made.shard_size not in (None, own.shard_size):
@@ -170,9 +185,14 @@ class DistributedDataParallel(torch.nn.Module):
         strange = next((t for t in leaves if not isinstance(t, _LEAVES)), None)
         if strange is not None:
             name = type(strange).__name__
-            raise ConfigError(f"[torch] shards() of a batch with a {name}, which is not cut; give tensors (n, ...)")
+            raise ConfigError(
+                f"[torch] shards() of a batch with a {name}, which is not cut; give tensors (n, "
+                "...)"
+            )
         if not tensors or not len(tensors[0]):
-            raise ConfigError("[torch] shards() of a batch without samples; give tensors (samples, ...)")
+            raise ConfigError(
+                "[torch] shards() of a batch without samples; give tensors (samples, ...)"
+            )
         samples = len(tensors[0])
         made.shard_size = made.shard_size or default_shard_size(samples)
 
@@ -191,26 +211,33 @@ class DistributedDataParallel(torch.nn.Module):
         return norms.running.tobytes(), [int(b) for _, b in norms.counters]
 
     def _check_shard(self, places: list[torch.Tensor], before: dict[int, int]) -> None:
-        """Raises LoopError unless backward(), and nothing else, has written into `places` since `before`."""
+        """Raises LoopError unless backward(), and nothing else, has written into `places` since
+        `before`.
+        """
         for p, place in zip(self._own, places, strict=True):
             if p.grad is not place or place._version != self._versions[id(p)]:
                 raise LoopError(
-                    "[torch] gradients were changed inside the loop over shards(): call zero_grad() before it, clip "
+                    "[torch] gradients were changed inside the loop over shards(): call "
+                    "zero_grad() before it, clip "
                     "and step after it"
                 )
         if self._versions == before:
-            raise LoopError("[torch] a shard without backward(); call loss.backward() for each of shards()")
+            raise LoopError(
+                "[torch] a shard without backward(); call loss.backward() for each of shards()"
+            )
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """After a backward pass has added to a parameter's gradient."""
         if not self._versions and any(net._versions for net in _nets):
             raise LoopError(
-                "[torch] backward() inside of one net's shards() reaches the parameters of another: set "
+                "[torch] backward() inside of one net's shards() reaches the parameters of "
+                "another: set "
                 f"requires_grad_(False) on them meanwhile, or {TOGETHER}"
             )
         if not self._versions:
             raise LoopError(
-                "[torch] backward() outside of shards(): `for x, y in net.shards(batch): loss(net(x), y).backward()`"
+                "[torch] backward() outside of shards(): `for x, y in net.shards(batch): "
+                "loss(net(x), y).backward()`"
             )
         assert parameter.grad is not None
         self._versions[id(parameter)] = parameter.grad._version
@@ -226,7 +253,9 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 def _before(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
     for net in _nets:
         if net._open and _ids(optimizer) & {id(p) for p in net._own}:
-            raise LoopError("[torch] optimizer.step() before the loop over shards() has ended; step after it")
+            raise LoopError(
+                "[torch] optimizer.step() before the loop over shards() has ended; step after it"
+            )
 
 
 def _after(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:

@@ -1,7 +1,8 @@
 """`hvd.elastic`: a state that is committed, and a function that begins from the last commit.
 
-Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey launch`, perhaps
-with fewer. So a commit is a file beside the run, and no checkpoint; without `odyssey launch` it is kept in memory.
+Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey
+launch`, perhaps with fewer. So a commit is a file beside the run, and no checkpoint; without
+`odyssey launch` it is kept in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from . import horovod, objects
 
 
 class ObjectState:
-    """Values by name, as attributes: `state.epoch`. All of JSON's types, tensors, and what has a state_dict()."""
+    """Values by name, as attributes: `state.epoch`.
+
+    All of JSON's types, tensors, and what has a state_dict().
+    """
 
     def __init__(self, **values: Any) -> None:
         self._names = list(values)
@@ -32,7 +36,9 @@ class ObjectState:
         self.__dict__.update(values)
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
-        """Functions that are called when `run` has restored the state: the number of ranks may have changed."""
+        """Functions that are called when `run` has restored the state: the number of ranks may
+        have changed.
+        """
         self._callbacks += callbacks
 
     def on_reset(self) -> None:
@@ -42,7 +48,9 @@ class ObjectState:
 
     def _take(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self._names}
-        return {k: dict(v.state_dict()) if hasattr(v, "load_state_dict") else v for k, v in own.items()}
+        return {
+            k: dict(v.state_dict()) if hasattr(v, "load_state_dict") else v for k, v in own.items()
+        }
 
     def _give(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -67,7 +75,9 @@ class ObjectState:
         if path is not None and horovod.rank() == 0:
             text, arrays = resume.written(self._committed)
             data = b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays)])
-            files.write_whole(path, lambda file: file.write(hashlib.sha256(data).digest() + data), durable=False)
+            files.write_whole(
+                path, lambda file: file.write(hashlib.sha256(data).digest() + data), durable=False
+            )
 
     def check_host_updates(self) -> None:
         """Nothing: ranks come and go when the job is started anew."""
@@ -77,7 +87,9 @@ class ObjectState:
         path = _path()
         there = path is not None and horovod.rank() == 0 and path.exists()
         tree = _read(path) if there else objects.packed(self._take())
-        self._give(objects.unpacked(resume.spread(horovod.global_process_set._member("sync"), tree)))
+        self._give(
+            objects.unpacked(resume.spread(horovod.global_process_set._member("sync"), tree))
+        )
         self.save()
 
 
@@ -85,7 +97,9 @@ def _read(path: Path) -> Any:
     """The tree of a file that `commit` wrote. Raises DataError: it is damaged."""
     data = path.read_bytes()
     if hashlib.sha256(data[32:]).digest() != data[:32]:
-        raise DataError(f"[horovod] {path} is damaged (its SHA-256 differs); start in another --run-dir")
+        raise DataError(
+            f"[horovod] {path} is damaged (its SHA-256 differs); start in another --run-dir"
+        )
     start = 40 + int.from_bytes(data[32:40], "little")
     rest = io.BytesIO(data[start:])
 
@@ -106,7 +120,9 @@ State = ObjectState
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a state that begins with the last commit; when a rank is lost, `odyssey launch` starts all anew."""
+    """A function of a state that begins with the last commit; when a rank is lost, `odyssey
+    launch` starts all anew.
+    """
 
     @functools.wraps(function)
     def begun(state: ObjectState, *arguments: Any, **named: Any) -> Any:

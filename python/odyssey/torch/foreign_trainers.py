@@ -16,7 +16,8 @@ from ..distributed import DistributedConfig
 from ..errors import ConfigError
 from .trainer import DistributedTrainer
 
-#: Keys that mean what it is without them here: autocast is to bf16, and parameters that no shard reaches are known.
+#: Keys that mean what it is without them here: autocast is to bf16, and parameters that no shard
+#: reaches are known.
 NEEDLESS = ("scaler_growth_interval", "scaler_init_scale", "find_unused_parameters")
 
 
@@ -33,12 +34,14 @@ class PyTorchDDPTrainer(DistributedTrainer):
     """A DistributedTrainer from the arguments of other platforms' DDP trainers.
 
     Args:
-        num_gpus: workers that are meant to be; as many ranks as `odyssey launch -n` starts are there.
+        num_gpus: workers that are meant to be; as many ranks as `odyssey launch -n` starts are
+            there.
         optimizer: default torch.optim.Adam(lr=learning_rate).
         loss_fn: as DistributedTrainer's `loss`.
-        settings: keys of DistributedConfig, and arguments of DistributedTrainer. batch_size is that of one rank, of
-            data sets that fit() is given; mixed_precision is autocast to bf16; gradient_accumulation_steps are
-            batches of one rank that make a step, in one larger batch: shards bound its memory. NEEDLESS: not used.
+        settings: keys of DistributedConfig, and arguments of DistributedTrainer. batch_size is that
+            of one rank, of data sets that fit() is given; mixed_precision is autocast to bf16;
+            gradient_accumulation_steps are batches of one rank that make a step, in one larger
+            batch: shards bound its memory. NEEDLESS: not used.
     """
 
     _verbose = True
@@ -53,23 +56,35 @@ class PyTorchDDPTrainer(DistributedTrainer):
         **settings: Any,
     ) -> None:
         keys = [key for key in settings if key in DistributedConfig.KEYS]
-        self.config = config = DistributedConfig(num_gpus=num_gpus, **{key: settings.pop(key) for key in keys})
+        self.config = config = DistributedConfig(
+            num_gpus=num_gpus, **{key: settings.pop(key) for key in keys}
+        )
         self._passes = config.gradient_accumulation_steps
-        own = config.settings(k for k in keys if k not in (*NEEDLESS, "gradient_accumulation_steps"))
+        own = config.settings(
+            k for k in keys if k not in (*NEEDLESS, "gradient_accumulation_steps")
+        )
         precision = {"precision": "bf16"} if config.mixed_precision else {}
         optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=config.learning_rate)
         super().__init__(model, optimizer, loss_fn, **{**own, **precision, **settings})
         self.callbacks.append(GradientNorm())
         if config.workers(1) not in (1, self.comm.size):
             workers = config.workers(1)
-            self.say(f"[torch] num_gpus is {workers}, {self.comm.size} ranks run; start odyssey launch -n {workers}")
+            self.say(
+                f"[torch] num_gpus is {workers}, {self.comm.size} ranks run; start odyssey "
+                f"launch -n {workers}"
+            )
 
-    def fit(self, train_loader: Any, val_loader: Any = None, epochs: int | None = None, **options: Any) -> History:  # type: ignore[override]
-        """Trains; `train_loader` gives batches of one rank, of which as many as there are ranks make a step. What is
-        not given is as the constructor was told; loggers are those of both."""
+    def fit(
+        self, train_loader: Any, val_loader: Any = None, epochs: int | None = None, **options: Any
+    ) -> History:  # type: ignore[override]
+        """Trains; `train_loader` gives batches of one rank, of which as many as there are ranks
+        make a step. What is not given is as the constructor was told; loggers are those of
+        both.
+        """
         own = {**self.config.fit_options(), "verbose": self._verbose}
         given = [*own.pop("callbacks"), *options.pop("callbacks", ())]
-        epochs, val_loader = epochs or own.pop("epochs"), val_loader and self._global(val_loader, "validation")
+        epochs = epochs or own.pop("epochs")
+        val_loader = val_loader and self._global(val_loader, "validation")
         options = {**own, "epochs": epochs, "callbacks": given, **options}
         return super().fit(self._global(train_loader, "training"), val_loader, **options)
 
@@ -88,22 +103,35 @@ class PyTorchDDPTrainer(DistributedTrainer):
             given = sets.DataLoader(given, self.config.batch_size, **how)
         batches = self.comm.size * (self._passes if what == "training" else 1)
         parted = isinstance(getattr(given, "sampler", None), sets.DistributedSampler)
-        if (batches == 1 and not parted) or not isinstance(given, sets.DataLoader) or given.batch_size is None:
+        if (
+            (batches == 1 and not parted)
+            or not isinstance(given, sets.DataLoader)
+            or given.batch_size is None
+        ):
             return given
-        if not isinstance(given.sampler, sets.RandomSampler | sets.SequentialSampler | sets.DistributedSampler):
+        if not isinstance(
+            given.sampler, sets.RandomSampler | sets.SequentialSampler | sets.DistributedSampler
+        ):
             name = type(given.sampler).__name__
-            raise ConfigError(f"[torch] the loader's {name} is of one rank; give DistributedTrainer global batches")
+            raise ConfigError(
+                f"[torch] the loader's {name} is of one rank; give DistributedTrainer global "
+                "batches"
+            )
         size = given.batch_size * batches
         shuffle = getattr(given.sampler, "shuffle", isinstance(given.sampler, sets.RandomSampler))
         passes = f" x {self._passes} passes" if batches > self.comm.size else ""
-        self.say(f"[torch] {what} batch of {given.batch_size} x {self.comm.size} ranks{passes}: {size} samples a step")
+        self.say(
+            f"[torch] {what} batch of {given.batch_size} x {self.comm.size} ranks{passes}: "
+            f"{size} samples a step"
+        )
         kept = {name: getattr(given, name) for name in ("num_workers", "collate_fn", "drop_last")}
         return sets.DataLoader(given.dataset, size, shuffle=shuffle, **kept)
 
 
 class HorovodTrainer(PyTorchDDPTrainer):
-    """The same from the arguments of Horovod's trainers. compression: "none", "fp16", or an object of that name, such
-    as hvd.Compression.fp16. verbose: whether rank 0 prints."""
+    """The same from the arguments of Horovod's trainers. compression: "none", "fp16", or an
+    object of that name, such as hvd.Compression.fp16. verbose: whether rank 0 prints.
+    """
 
     def __init__(
         self,
@@ -126,4 +154,7 @@ class HorovodTrainer(PyTorchDDPTrainer):
 
     def metric_average(self, value: Any, name: str = "") -> float:
         """The mean of a number over all ranks; a collective call. `name` is not needed."""
-        return float(self.comm.all_reduce(np.array([float(value)], np.float64), "sum")[0]) / self.comm.size
+        return (
+            float(self.comm.all_reduce(np.array([float(value)], np.float64), "sum")[0])
+            / self.comm.size
+        )

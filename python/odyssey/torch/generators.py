@@ -1,8 +1,10 @@
-"""Generators that a loader's order is drawn from: their states, by where they are, kept and put back.
+"""Generators that a loader's order is drawn from: their states, by where they are, kept and put
+back.
 
-A sampler with a generator of its own goes on in it from epoch to epoch. For a training that goes on within an epoch, or
-begins the next one, in another process, they are set to what they were when that epoch began: then the order is the
-same again. torch's global generator is not among them: batches() of data.py seeds it anew for each epoch.
+A sampler with a generator of its own goes on in it from epoch to epoch. For a training that goes on
+within an epoch, or begins the next one, in another process, they are set to what they were when
+that epoch began: then the order is the same again. torch's global generator is not among them:
+batches() of data.py seeds it anew for each epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 
 from ..errors import CheckpointError
 
-States = dict[str, np.ndarray]  # of generators by where they are, such as "sampler.generator", as bytes
+# of generators by where they are, such as "sampler.generator", as bytes
+States = dict[str, np.ndarray]
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _HOLDERS = ("sampler", "batch_sampler", "data_source", "dataset")
 
@@ -50,12 +53,17 @@ def state_of(generator: Any) -> np.ndarray:
         state = generator.get_state(legacy=False)
     else:
         state = generator.bit_generator.state
-    text = json.dumps(state, default=lambda array: {"array": array.tolist(), "dtype": array.dtype.name})
+    text = json.dumps(
+        state, default=lambda array: {"array": array.tolist(), "dtype": array.dtype.name}
+    )
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def set_state(generator: Any, state: np.ndarray) -> None:
-    """Sets a generator to what state_of() gave. Raises ValueError, KeyError, TypeError, RuntimeError: it is of none."""
+    """Sets a generator to what state_of() gave.
+
+    Raises ValueError, KeyError, TypeError, RuntimeError: it is of none.
+    """
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.from_numpy(np.array(state)))
         return
@@ -74,16 +82,21 @@ def _array(found: dict[str, Any]) -> Any:
 
 
 class Orders:
-    """The generators of a fit()'s loaders. loader: gives the training's batches; validation: evaluations', or None."""
+    """The generators of a fit()'s loaders. loader: gives the training's batches; validation:
+    evaluations', or None.
+    """
 
     def __init__(self, loader: Any = None, validation: Any = None) -> None:
         found = {
-            f"{part}.{at}": g for part, one in (("train", loader), ("val", validation)) for at, g in generators(one)
+            f"{part}.{at}": g
+            for part, one in (("train", loader), ("val", validation))
+            for at, g in generators(one)
         }
         self._own = {at: g for at, g in found.items() if at.startswith("train.")}
         own = {id(g) for g in self._own.values()}
         self._all = {at: g for at, g in found.items() if at in self._own or id(g) not in own}
-        self._begun: tuple[int, States] | None = None  # the latest epoch, and the states it began with
+        # the latest epoch, and the states it began with
+        self._begun: tuple[int, States] | None = None
 
     def begin(self, epoch: int) -> None:
         """An epoch of the training begins, for the first time or again."""
@@ -94,7 +107,9 @@ class Orders:
             self._begun = epoch, {at: state_of(g) for at, g in self._own.items()}
 
     def state(self) -> States:
-        """Returns what a checkpoint keeps: the states now, and those that the latest epoch began with."""
+        """Returns what a checkpoint keeps: the states now, and those that the latest epoch began
+        with.
+        """
         found = {f"now/{at}": state_of(g) for at, g in self._all.items()}
         if self._begun is not None and self._own:
             epoch, states = self._begun
@@ -103,15 +118,29 @@ class Orders:
         return found
 
     def load(self, saved: States, name: str) -> None:
-        """Takes back what state() gave, if it gave any. Raises CheckpointError: it is of other generators."""
+        """Takes back what state() gave, if it gave any.
+
+        Raises CheckpointError: it is of other generators.
+        """
         if not saved:
             return
-        saved = {key: np.asarray(state) for key, state in saved.items()}  # those of a file are read when asked for
-        begun = {key.removeprefix("begun/"): state for key, state in saved.items() if key.startswith("begun/")}
+        # those of a file are read when asked for
+        saved = {key: np.asarray(state) for key, state in saved.items()}
+        begun = {
+            key.removeprefix("begun/"): state
+            for key, state in saved.items()
+            if key.startswith("begun/")
+        }
         try:
             for at, generator in self._all.items():
                 if f"now/{at}" in saved:
                     set_state(generator, saved[f"now/{at}"])
-            self._begun = (int(saved["epoch"][0]), begun) if begun.keys() == self._own.keys() and begun else None
+            self._begun = (
+                (int(saved["epoch"][0]), begun)
+                if begun.keys() == self._own.keys() and begun
+                else None
+            )
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as problem:
-            raise CheckpointError(f"[resume] {name}: the state of {at} is not taken: {problem}") from problem
+            raise CheckpointError(
+                f"[resume] {name}: the state of {at} is not taken: {problem}"
+            ) from problem

@@ -1,8 +1,8 @@
 """Ranks connected by PyTorch's Gloo, without MPI; extra `[torch]`.
 
-Processes find each other by a store that init_process_group was given (`meet`), or by the variables of env://
-(`connect`). Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of
-torch.distributed that the program makes for itself is left alone.
+Processes find each other by a store that init_process_group was given (`meet`), or by the variables
+of env:// (`connect`). Gloo moves bytes in threads of its own, so a rank that waits uses no core. A
+process group of torch.distributed that the program makes for itself is left alone.
 """
 
 from __future__ import annotations
@@ -26,39 +26,61 @@ try:
     import torch
     import torch.distributed as dist
 except ImportError as e:
-    raise ConfigError(f"[comm] backend gloo needs PyTorch ({e}); {install_extra('torch')}, or use mpi") from e
+    raise ConfigError(
+        f"[comm] backend gloo needs PyTorch ({e}); {install_extra('torch')}, or use mpi"
+    ) from e
 
 _OPS = {ReduceOp[name]: getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT")}
-_ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")}  # what Gloo can add
+# what Gloo can add
+_ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")}
 
 
 class GlooCommunicator(Staged):
-    """A communicator over two Gloo groups: one for headers, one for data. Sums are added in the order of the library;
-    integers that Gloo cannot add (16 bits, and unsigned of 32 and 64) are gathered and added here."""
+    """A communicator over two Gloo groups: one for headers, one for data.
+
+    Sums are added in the order of the library; integers that Gloo cannot add (16 bits, and unsigned
+    of 32 and 64) are gathered and added here.
+    """
 
     name = "gloo"
 
-    def __init__(self, store: Any, ranks: tuple[int, ...], me: int, of: GlooCommunicator | None = None) -> None:
+    def __init__(
+        self, store: Any, ranks: tuple[int, ...], me: int, of: GlooCommunicator | None = None
+    ) -> None:
         super().__init__()
-        self._store, self.ranks = store, ranks
-        self.rank, self.size = ranks.index(me), len(ranks)
-        # A group's name is its parent's, and how often that had a part of these ranks: the same for all members.
+        self._store = store
+        self.ranks = ranks
+        self.rank = ranks.index(me)
+        self.size = len(ranks)
+        # A group's name is its parent's, and how often that had a part of these ranks: the same for
+        # all members.
         self._parts: dict[tuple[int, ...], int] = {}
-        self._path = "odyssey" if of is None else f"{of._path}/{of._parts[ranks]}:{'.'.join(map(str, ranks))}"
-        self._data, self._head = self._connect("data"), self._connect("head")
+        self._path = (
+            "odyssey"
+            if of is None
+            else f"{of._path}/{of._parts[ranks]}:{'.'.join(map(str, ranks))}"
+        )
+        self._data = self._connect("data")
+        self._head = self._connect("head")
         self._lines: dict[tuple[str, int | None, int], ThreadPoolExecutor] = {}
         self._noted: set[int] = set()
         if of is None:
             found = np.zeros((self.size, 1), np.int64)
-            self._head.allgather([list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]).wait()
+            self._head.allgather(
+                [list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]
+            ).wait()
             self._nodes = found.reshape(-1).tolist()
             self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
             self._crowded = self._nodes.count(self._nodes[me]) > cores.cores()
             self._world_size = self.size
         else:
-            self._nodes, self.why, self._crowded, self._world_size = of._nodes, of.why, of._crowded, of._world_size
+            self._nodes = of._nodes
+            self.why = of.why
+            self._crowded = of._crowded
+            self._world_size = of._world_size
         here = [p for p in self.ranks if self._nodes[p] == self._nodes[me]]
-        self.local_rank, self.local_size = here.index(me), len(here)
+        self.local_rank = here.index(me)
+        self.local_size = len(here)
 
     def _connect(self, name: str) -> Any:
         # torch's own deadline comes after ours, which names the ranks
@@ -81,7 +103,9 @@ class GlooCommunicator(Staged):
         if not _done(work):
             return None
         headers = calls.unpack(heads, mine)
-        return Met(headers, headers[max(mine.root, 0)].tail, all(header.blocking for header in headers))
+        return Met(
+            headers, headers[max(mine.root, 0)].tail, all(header.blocking for header in headers)
+        )
 
     def _missing(self, handle: tuple) -> list[int]:
         """Ranks that wait long leave a note in the store; those without one did not come."""
@@ -91,25 +115,38 @@ class GlooCommunicator(Staged):
             if sequence not in self._noted:
                 self._noted.add(sequence)
                 self._store.set(f"{key}/{self.rank}", "here")
-            return [p for p in range(self.size) if p != self.rank and not self._store.check([f"{key}/{p}"])]
+            return [
+                p
+                for p in range(self.size)
+                if p != self.rank and not self._store.check([f"{key}/{p}"])
+            ]
         except RuntimeError:  # the process that holds the store has ended
             return []
 
     # --- data ---
 
     def _post(self, call: calls.Call, blocking: bool) -> Callable[[], bool]:
-        kind, send, out, n, group = call.kind, call.send, call.out, self.size, self._data
+        kind = call.kind
+        send = call.send
+        out = call.out
+        n = self.size
+        group = self._data
         bulk = send if send is not None else out
         if kind in ("barrier", "group") or (not bulk.size and kind != "all_to_all_v"):
             return lambda: True
         if call.op is not None:
             return self._combine(call)
         if kind == "broadcast":
-            return _when(group.broadcast([_bytes(out)], _options(dist.BroadcastOptions(), call.root)), out)
+            return _when(
+                group.broadcast([_bytes(out)], _options(dist.BroadcastOptions(), call.root)), out
+            )
         if kind == "all_gather":
-            return _when(group.allgather([list(_bytes(out).view(n, -1))], [_bytes(send)]), send, out)
+            return _when(
+                group.allgather([list(_bytes(out).view(n, -1))], [_bytes(send)]), send, out
+            )
         gives, takes = call.routes(self.rank, n)
-        given, taken = _in_line(bulk if send is None else send, gives), _in_line(bulk if out is None else out, takes)
+        given = _in_line(bulk if send is None else send, gives)
+        taken = _in_line(bulk if out is None else out, takes)
         sizes = [[bulk.itemsize * (b - a) for a, b in found] for found in (takes, gives)]
 
         def place() -> None:
@@ -121,8 +158,13 @@ class GlooCommunicator(Staged):
         return _when(group.alltoall_base(_bytes(taken), _bytes(given), *sizes), given, then=place)
 
     def _combine(self, call: calls.Call) -> Callable[[], bool]:
-        """Sums and the like, into an array of its own first; what Gloo cannot add is gathered and added here."""
-        kind, send, out, group = call.kind, call.send, call.out, self._data
+        """Sums and the like, into an array of its own first; what Gloo cannot add is gathered
+        and added here.
+        """
+        kind = call.kind
+        send = call.send
+        out = call.out
+        group = self._data
         every = send.copy()
         if send.dtype not in _ADDED:
             every = np.empty((self.size, send.size), send.dtype)
@@ -137,7 +179,9 @@ class GlooCommunicator(Staged):
         def put() -> None:
             if out is not None:
                 total = every if send.dtype in _ADDED else calls.tree_reduce(list(every), call.op)
-                part = total.reshape(self.size, -1)[self.rank] if kind == "reduce_scatter" else total
+                part = (
+                    total.reshape(self.size, -1)[self.rank] if kind == "reduce_scatter" else total
+                )
                 out.reshape(-1)[...] = part.reshape(-1)
 
         return _when(work, send, every, then=put)
@@ -145,17 +189,21 @@ class GlooCommunicator(Staged):
     def _posted(self, done: Callable[[], bool]) -> bool:
         return done()
 
-    # --- one to one: an envelope that says what follows, then the data; threads wait for them, in order ---
+    # --- one to one: an envelope that says what follows, then the data; threads wait for them, in order
 
     def _in_line(self, way: str, peer: int | None, tag: int, work: Callable[[], Any]) -> Future:
         line = self._lines.get((way, peer, tag))
         if line is None:
-            line = self._lines[way, peer, tag] = ThreadPoolExecutor(1, f"odyssey {way} {peer} {tag}")
+            line = self._lines[way, peer, tag] = ThreadPoolExecutor(
+                1, f"odyssey {way} {peer} {tag}"
+            )
         return line.submit(work)
 
     def _send(self, array: np.ndarray, dest: int, tag: int, envelope: calls.Header) -> _Message:
         def work() -> None:
-            self._data.send([torch.from_numpy(calls.pack_envelope(envelope))], dest, 2 * tag + 1).wait()
+            self._data.send(
+                [torch.from_numpy(calls.pack_envelope(envelope))], dest, 2 * tag + 1
+            ).wait()
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
 
@@ -163,17 +211,23 @@ class GlooCommunicator(Staged):
         message.future = self._in_line("send", dest, tag, work)
         return message
 
-    def _recv(self, out: np.ndarray, source: int | None, tag: int, envelope: calls.Header) -> _Message:
+    def _recv(
+        self, out: np.ndarray, source: int | None, tag: int, envelope: calls.Header
+    ) -> _Message:
         def work() -> np.ndarray:
             paper = np.zeros(calls.envelope_bytes(), np.uint8)
-            get, given = self._data.recv_anysource, (2 * tag + 1,)
+            get = self._data.recv_anysource
+            given = (2 * tag + 1,)
             if source is not None:
-                get, given = self._data.recv, (source, *given)
+                get = self._data.recv
+                given = (source, *given)
             found = get([torch.from_numpy(paper)], *given)
             found.wait()
             message.source = peer = found._source_rank() if source is None else source
             sent, text = calls.unpack_envelope(paper)
-            wrong = calls.check_envelope(sent, text, out, envelope, self.ranks[peer], self.ranks[self.rank])
+            wrong = calls.check_envelope(
+                sent, text, out, envelope, self.ranks[peer], self.ranks[self.rank]
+            )
             target = np.empty(sent[1], list(calls.CODES)[sent[0]]) if wrong else out
             if target.size:
                 self._data.recv([_bytes(target)], peer, 2 * tag).wait()
@@ -198,7 +252,9 @@ class GlooCommunicator(Staged):
             self._closed()
 
     def abort(self, code: int) -> None:
-        """Ends this process; the others see its connections close and end with an error of their own."""
+        """Ends this process; the others see its connections close and end with an error of their
+        own.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -212,7 +268,8 @@ class _Message(Message):
         if not self._complete and self.future.done():
             error = self.future.exception()
             if error is None:
-                self._result, self._complete = self.future.result(), True
+                self._result = self.future.result()
+                self._complete = True
             else:
                 self._fail(error if isinstance(error, CollectiveError) else _lost(error))
         return self._complete
@@ -220,7 +277,8 @@ class _Message(Message):
 
 def _in_line(array: np.ndarray, pieces: Sequence[calls.Run]) -> np.ndarray:
     """The pieces of the flat array one after the other: a view where they lie so, else a copy."""
-    flat, pieces = array.reshape(-1), [(a, b) for a, b in pieces if a < b] or [(0, 0)]
+    flat = array.reshape(-1)
+    pieces = [(a, b) for a, b in pieces if a < b] or [(0, 0)]
     if all(a[1] == b[0] for a, b in itertools.pairwise(pieces)):
         return flat[pieces[0][0] : pieces[-1][1]]
     return np.concatenate([flat[a:b] for a, b in pieces])
@@ -268,13 +326,16 @@ def _when(work: Any, *kept: Any, then: Callable[[], None] = lambda: None) -> Cal
 
 
 def meet(store: Any, rank: int, size: int, timeout: float | None = None) -> Communicator:
-    """All processes that share a store of torch.distributed, which are those of this run from now on. Raises
-    CollectiveError: some did not come within `timeout` seconds (ODYSSEY_TIMEOUT), which it names."""
+    """All processes that share a store of torch.distributed, which are those of this run from
+    now on. Raises CollectiveError: some did not come within `timeout` seconds
+    (ODYSSEY_TIMEOUT), which it names.
+    """
     return adopt(_together(store, rank, size, timeout), "they met in torch's store")
 
 
 def _together(store: Any, rank: int, size: int, timeout: float | None = None) -> GlooCommunicator:
-    # Each restart of torchrun and each meeting has names of its own: the store outlives the ranks and their groups.
+    # Each restart of torchrun and each meeting has names of its own: the store outlives the ranks
+    # and their groups.
     store = dist.PrefixStore(f"odyssey {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store = dist.PrefixStore(f"{store.add(f'meetings/{rank}', 1)}", store)
     limit = min(timeout or deadline(), 1e6)
@@ -285,8 +346,10 @@ def _together(store: Any, rank: int, size: int, timeout: float | None = None) ->
         if time.monotonic() > until:
             late = [p for p in range(size) if not store.check([here[p]])]
             raise CollectiveError(
-                f"[comm] waited {limit:g} s for {size} ranks to meet: {'rank' if len(late) == 1 else 'ranks'} "
-                f"{', '.join(map(str, late))} did not come; start all of them, with one address and port"
+                f"[comm] waited {limit:g} s for {size} ranks to meet: "
+                f"{'rank' if len(late) == 1 else 'ranks'} "
+                f"{', '.join(map(str, late))} did not come; start all of them, with one address "
+                "and port"
             )
         time.sleep(0.01)
     store.set_timeout(datetime.timedelta(seconds=limit))
@@ -298,7 +361,8 @@ def connect() -> GlooCommunicator:
     found = launcher.rendezvous() or launcher.launched()
     if found is None or not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         raise ConfigError(
-            "[comm] backend gloo finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; start them with "
+            "[comm] backend gloo finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT; start them with "
             "torchrun, or set these"
         )
     limit = datetime.timedelta(seconds=min(deadline(), 1e6))
@@ -310,6 +374,7 @@ def connect() -> GlooCommunicator:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         line = str(e).strip().splitlines()[0][:200]
         raise ConfigError(
-            f"[comm] gloo: rank {found.rank} of {found.size} does not meet the others at {where} ({line}); "
+            f"[comm] gloo: rank {found.rank} of {found.size} does not meet the others at {where} "
+            f"({line}); "
             "start all ranks, with an address and a free port of rank 0's machine"
         ) from None

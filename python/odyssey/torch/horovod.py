@@ -1,7 +1,7 @@
 """Horovod's PyTorch interface over `odyssey.comm`: `import odyssey.torch.horovod as hvd`.
 
-docs/migration.md has what differs from Horovod. Gradients go through the blocking calls that give a new tensor, as
-Horovod's do, but for minima, maxima and products, where its are wrong.
+docs/migration.md has what differs from Horovod. Gradients go through the blocking calls that give a
+new tensor, as Horovod's do, but for minima, maxima and products, where its are wrong.
 """
 
 from __future__ import annotations
@@ -26,17 +26,52 @@ from . import objects
 
 # isort: off
 from .process_sets import (  # noqa: F401, users take them from here
-    ProcessSet, add_process_set, ccl_built, cross_rank, cross_size, cuda_built, ddl_built, global_process_set,
-    gloo_built, gloo_enabled, init, is_homogeneous, is_initialized, local_rank, local_size, mpi_built, mpi_enabled,
-    mpi_threads_supported, named, nccl_built, rank, remove_process_set, rocm_built, shutdown, size, world,
-)  # fmt: skip
+    ProcessSet,
+    add_process_set,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    named,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    world,
+)
 # isort: on
 
 HorovodInternalError = CollectiveError
-Average, Sum, Min, Max, Product = ReduceOp.MEAN, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
+Average = ReduceOp.MEAN
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PROD
 Adasum = "adasum"
 _OPS = (*ReduceOp,)
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+)
 _DTYPES += (torch.int8, torch.uint8)
 
 
@@ -70,7 +105,7 @@ class Compression:
         dtype = torch.bfloat16
 
 
-# --- collectives: declared once; their other forms are made of that ---------------------------------------------------
+# --- collectives: declared once; their other forms are made of that -------------------------------
 
 
 def _reduction(op: Any, average: bool | None = None) -> ReduceOp:
@@ -102,13 +137,22 @@ def _waited(start: Callable[..., Work]) -> Callable[..., Any]:
 
 
 class _Taped(torch.autograd.Function):
-    """A call on torch's tape. back: makes the gradient of what it was given, of that of what it gave, its arguments,
-    and the rows that it was given, or those of each rank that came."""
+    """A call on torch's tape. back: makes the gradient of what it was given, of that of what it
+    gave, its arguments, and the rows that it was given, or those of each rank that came.
+    """
 
     @staticmethod
-    def forward(ctx: Any, start: Callable[..., Work], back: Callable[..., Any], how: Any, tensor: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        start: Callable[..., Work],
+        back: Callable[..., Any],
+        how: Any,
+        tensor: torch.Tensor,
+    ) -> Any:
         result = start(tensor.detach(), **how).wait()
-        ctx.back, ctx.how, ctx.rows = back, how, tensor.shape[:1]
+        ctx.back = back
+        ctx.how = how
+        ctx.rows = tensor.shape[:1]
         if isinstance(result, tuple):
             result, ctx.rows = result
             ctx.mark_non_differentiable(ctx.rows)
@@ -124,7 +168,9 @@ def _taped(name: str, start: Callable[..., Work], back: Callable[..., Any]) -> C
     signature = inspect.signature(start)
 
     @functools.wraps(start)
-    def call(*given: Any, compression: type[Compression.none] = Compression.none, **named: Any) -> Any:
+    def call(
+        *given: Any, compression: type[Compression.none] = Compression.none, **named: Any
+    ) -> Any:
         bound = signature.bind(*given, **named)
         bound.apply_defaults()
         sent, context = compression.compress(_tensor(bound.arguments.pop("tensor"), name))
@@ -135,10 +181,15 @@ def _taped(name: str, start: Callable[..., Work], back: Callable[..., Any]) -> C
 
 
 def _tensor(tensor: Any, what: str, rows: bool = False) -> torch.Tensor:
-    """The tensor that a call is given. ShapeError: it is none, or has no rows where they are needed."""
+    """The tensor that a call is given.
+
+    ShapeError: it is none, or has no rows where they are needed.
+    """
     if not isinstance(tensor, torch.Tensor) or (rows and not tensor.dim()):
         found = "a number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
-        raise ShapeError(f"[horovod] {what} of {found}; give a tensor{' with a first dimension' if rows else ''}")
+        raise ShapeError(
+            f"[horovod] {what} of {found}; give a tensor{' with a first dimension' if rows else ''}"
+        )
     return tensor
 
 
@@ -162,14 +213,26 @@ def _digest(shape: Iterable[int]) -> int:
 
 
 def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Sum) -> np.ndarray:
-    """For `join`, (ranks, 5): does it contribute, dtype, elements, operation, shape. CollectiveError: they differ."""
+    """For `join`, (ranks, 5): does it contribute, dtype, elements, operation, shape.
+
+    CollectiveError: they differ.
+    """
     mine = [0] * 5
     if tensor is not None:
-        mine = [1, _DTYPES.index(tensor.dtype), tensor.numel(), _OPS.index(op), _digest(tensor.shape)]
+        mine = [
+            1,
+            _DTYPES.index(tensor.dtype),
+            tensor.numel(),
+            _OPS.index(op),
+            _digest(tensor.shape),
+        ]
     everyone = comm.all_gather(np.array(mine, np.int64))
     active = np.flatnonzero(everyone[:, 0])
     for other in active[(everyone[active] != everyone[active[:1]]).any(axis=1)]:
-        told = [f"{_OPS[op].name} of {n} {_DTYPES[d]} on rank {r}" for r, (_, d, n, op, _) in enumerate(everyone)]
+        told = [
+            f"{_OPS[op].name} of {n} {_DTYPES[d]} on rank {r}"
+            for r, (_, d, n, op, _) in enumerate(everyone)
+        ]
         says = f"{told[active[0]]}, {told[other]}, or other shapes; give the same on all ranks"
         raise CollectiveError(f"[horovod] allreduce differs between ranks: {says}")
     return everyone
@@ -192,12 +255,16 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Work:
-    """Combines all ranks' tensors, in place; the mean of integers is rounded towards zero. name: taken and not used;
-    the order of calls counts. Raises ConfigError: Adasum, or a dtype that cannot be added."""
+    """Combines all ranks' tensors, in place; the mean of integers is rounded towards zero. name:
+    taken and not used; the order of calls counts. Raises ConfigError: Adasum, or a dtype that
+    cannot be added.
+    """
     with calling(process_set, "allreduce_") as comm:
         kind = _reduction(op, average)
         if _tensor(tensor, "allreduce").dtype not in _DTYPES:
-            raise ConfigError(f"[horovod] allreduce of {tensor.dtype}; convert it to a number of 8 to 64 bits")
+            raise ConfigError(
+                f"[horovod] allreduce of {tensor.dtype}; convert it to a number of 8 to 64 bits"
+            )
         divided = kind is Average and not tensor.is_floating_point()
         kind = Sum if divided else kind
         _scaled(tensor, prescale_factor)
@@ -216,7 +283,10 @@ def allreduce_async_(
 
 
 def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Work:
     """Overwrites `tensor` with that of `root_rank` (of all ranks)."""
     return dist.broadcast(tensor, root_rank, process_set, async_op=True)
@@ -232,21 +302,32 @@ def allgather_async(
 
 
 def _exchange(
-    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Work:
-    """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts. Returns what came, rank by rank;
-    with `splits`, (that, rows from each rank)."""
+    """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts.
+
+    Returns what came, rank by rank; with `splits`, (that, rows from each rank).
+    """
     with calling(process_set, "alltoall") as comm:
-        n, row = len(_tensor(tensor, "alltoall", rows=True)), _digest(tensor.shape[1:])
+        n = len(_tensor(tensor, "alltoall", rows=True))
+        row = _digest(tensor.shape[1:])
         if splits is None and n % comm.size:
             raise ShapeError(f"[horovod] alltoall of {n} rows on {comm.size} ranks; give splits=")
         send = [n // comm.size] * comm.size if splits is None else torch.as_tensor(splits).tolist()
         if [type(k) for k in send] != [int] * comm.size or min(send) < 0 or sum(send) != n:
-            raise ShapeError(f"[horovod] alltoall: splits={send} of {n} rows; give {comm.size} integers that add up")
+            raise ShapeError(
+                f"[horovod] alltoall: splits={send} of {n} rows; give {comm.size} integers that "
+                "add up"
+            )
         came = comm.all_to_all(np.array([[k, row] for k in send], np.int64))
     for other in np.flatnonzero(came[:, 1] != row):
         shape = tuple(tensor.shape[1:])
-        raise CollectiveError(f"[horovod] alltoall of rows of {shape}, others on rank {other}; give rows of one shape")
+        raise CollectiveError(
+            f"[horovod] alltoall of rows of {shape}, others on rank {other}; give rows of one shape"
+        )
     receive = came[:, 0].tolist()
     out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
     work = dist.all_to_all_single(out, tensor, receive, send, process_set, async_op=True)
@@ -267,7 +348,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Work:
-    """This rank's rows of the combination; where they do not divide by the ranks, the first ranks have one more."""
+    """This rank's rows of the combination; where they do not divide by the ranks, the first
+    ranks have one more.
+    """
     with calling(process_set, "reducescatter") as comm:
         rows, more = divmod(len(_tensor(tensor, "reducescatter", rows=True)), comm.size)
     lo = comm.rank * rows + min(comm.rank, more)
@@ -276,14 +359,24 @@ def reducescatter_async(
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None = None, op: Any = Average, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Adds sparse tensors, or their mean: the entries of all ranks. Returns a function that gives them."""
+    """Adds sparse tensors, or their mean: the entries of all ranks.
+
+    Returns a function that gives them.
+    """
     with calling(process_set, "sparse_allreduce"):
         if (kind := _reduction(op)) not in (Sum, Average) or not tensor.is_sparse:
-            raise ConfigError("[horovod] sparse_allreduce adds sparse tensors, or their mean; use allreduce")
+            raise ConfigError(
+                "[horovod] sparse_allreduce adds sparse tensors, or their mean; use allreduce"
+            )
     mine = tensor.detach().coalesce()
-    places, values = (allgather_async(t, name, process_set).wait() for t in (mine.indices().t(), mine.values()))
+    places, values = (
+        allgather_async(t, name, process_set).wait() for t in (mine.indices().t(), mine.values())
+    )
     scaled = values / process_set.size() if kind is Average else values
     return lambda: torch.sparse_coo_tensor(places.t(), scaled, tensor.shape, check_invariants=False)
 
@@ -300,7 +393,9 @@ allreduce_async, broadcast_async = map(_of_a_copy, (allreduce_async_, broadcast_
 def _linear(how: dict[str, Any]) -> ReduceOp:
     if (kind := _reduction(how["op"], how.get("average"))) in (Sum, Average):
         return kind
-    raise ConfigError(f"[horovod] op={kind.name} has no gradient here; give tensor.detach(), or Sum or Average")
+    raise ConfigError(
+        f"[horovod] op={kind.name} has no gradient here; give tensor.detach(), or Sum or Average"
+    )
 
 
 def _mean(gradient: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
@@ -331,36 +426,48 @@ def _returned(gradient: torch.Tensor, how: dict[str, Any], rows: Any) -> torch.T
     return _exchange(gradient, rows, None, how["process_set"]).wait()[0]
 
 
-# Gradients are Horovod's, which takes the mean of the ranks' for some calls, and their sum for others.
+# Gradients are Horovod's, which takes the mean of the ranks' for some calls, and their sum for
+# others.
 allreduce = _taped("allreduce", allreduce_async, _reduced)
 broadcast = _taped("broadcast", broadcast_async, _sent)
 allgather = _taped("allgather", allgather_async, _gathered)
 alltoall = _taped("alltoall", _exchange, _returned)
 reducescatter = _taped("reducescatter", reducescatter_async, _scattered)
-grouped_allreduce, grouped_allreduce_ = _grouped(allreduce), _grouped(allreduce_)
-grouped_allreduce_async, grouped_allreduce_async_ = _grouped(allreduce_async), _grouped(allreduce_async_)
-grouped_allgather, grouped_reducescatter = _grouped(allgather), _grouped(reducescatter)
+grouped_allreduce = _grouped(allreduce)
+grouped_allreduce_ = _grouped(allreduce_)
+grouped_allreduce_async = _grouped(allreduce_async)
+grouped_allreduce_async_ = _grouped(allreduce_async_)
+grouped_allgather = _grouped(allgather)
+grouped_reducescatter = _grouped(reducescatter)
 
 
 def join(device: int = -1) -> int:
-    """Takes part in the others' allreduce calls, with zeros, until all ranks have joined; the last rank that did. Means
-    are over all ranks, those that have joined included. What the others may call meanwhile is allreduce and the steps
-    of a DistributedOptimizer; another call is an error."""
-    comm, rounds = world("join"), 0
+    """Takes part in the others' allreduce calls, with zeros, until all ranks have joined; the
+    last rank that did. Means are over all ranks, those that have joined included. What the
+    others may call meanwhile is allreduce and the steps of a DistributedOptimizer; another
+    call is an error.
+    """
+    comm = world("join")
+    rounds = 0
     while comm.size > 1:
         everyone = _announce(comm, None)
         active = np.flatnonzero(everyone[:, 0])
         if not len(active):
             break
         _, dtype, elements, op, _ = everyone[active[0]]
-        dist.all_reduce(torch.zeros(int(elements), dtype=_DTYPES[dtype]), _OPS[op], global_process_set)
+        dist.all_reduce(
+            torch.zeros(int(elements), dtype=_DTYPES[dtype]), _OPS[op], global_process_set
+        )
         rounds += 1
     waited = comm.all_gather(np.array([rounds]))[:, 0]
     return int(np.flatnonzero(waited == waited.min())[-1])
 
 
 def broadcast_parameters(
-    params: Any, root_rank: int = 0, prefix: str | None = None, process_set: ProcessSet = global_process_set
+    params: Any,
+    root_rank: int = 0,
+    prefix: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrites a state_dict's, or named_parameters', tensors with those of `root_rank`."""
     for _, p in params.items() if isinstance(params, dict) else list(params):
@@ -378,19 +485,27 @@ def broadcast_object(
 ) -> Any:
     """The object of `root_rank`: numbers, texts, None, lists, tuples, dictionaries and tensors.
 
-    allow_pickle: send anything else by pickle, which runs what the sender says; Horovod always does.
-    Raises ConfigError: something else is in it, and allow_pickle is False.
+    allow_pickle: send anything else by pickle, which runs what the sender says; Horovod always
+    does. Raises ConfigError: something else is in it, and allow_pickle is False.
     """
-    comm, root = process_set._member("broadcast_object"), process_set._place("broadcast_object from rank", root_rank)
+    comm = process_set._member("broadcast_object")
+    root = process_set._place("broadcast_object from rank", root_rank)
     sent = spread(comm, objects.packed(obj, allow_pickle) if comm.rank == root else None, root)
     return obj if comm.rank == root else objects.unpacked(sent, allow_pickle)
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, allow_pickle: bool = False
+    obj: Any,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    allow_pickle: bool = False,
 ) -> list[Any]:
     """The objects of all ranks, as `broadcast_object` sends them."""
-    return [broadcast_object(obj, r, name, process_set, allow_pickle=allow_pickle) for r in process_set.ranks]
+    return [
+        broadcast_object(obj, r, name, process_set, allow_pickle=allow_pickle)
+        for r in process_set.ranks
+    ]
 
 
 def broadcast_optimizer_state(
@@ -406,7 +521,9 @@ def broadcast_optimizer_state(
 
 
 class _Distributed:
-    """Methods that `DistributedOptimizer` adds to the class of the user's optimizer, as Horovod does."""
+    """Methods that `DistributedOptimizer` adds to the class of the user's optimizer, as Horovod
+    does.
+    """
 
     _passes = 0  # backward passes since the last step
     _synchronized = _skip = False
@@ -419,31 +536,44 @@ class _Distributed:
         self._passes += 1
         if self._passes > self.backward_passes_per_step and self._process_set.size() > 1:
             raise ConfigError(
-                f"[horovod] {self._passes} backward passes before step(), and backward_passes_per_step is "
+                f"[horovod] {self._passes} backward passes before step(), and "
+                "backward_passes_per_step is "
                 f"{self.backward_passes_per_step}; give the number of passes"
             )
 
     def synchronize(self) -> None:
-        """Replaces the gradients by those of all ranks, combined; a rank without one contributes zeros."""
-        ranks, predivide = self._process_set.size(), self._predivide
+        """Replaces the gradients by those of all ranks, combined; a rank without one contributes
+        zeros.
+        """
+        ranks = self._process_set.size()
+        predivide = self._predivide
         for p in self._parameters:
             if p.grad is not None and p.grad.is_sparse:
                 sent = p.grad.to_dense() if self._dense else None
-                p.grad = sparse_allreduce_async(p.grad, None, self._op, self._process_set)() if sent is None else sent
+                p.grad = (
+                    sparse_allreduce_async(p.grad, None, self._op, self._process_set)()
+                    if sent is None
+                    else sent
+                )
             elif p.grad is None and ranks > 1:
                 p.grad = torch.zeros_like(p)
         dense = [p.grad for p in self._parameters if ranks > 1 and not p.grad.is_sparse]
         for dtype in dict.fromkeys(g.dtype for g in dense):
             grads = [g for g in dense if g.dtype is dtype]
             flat = torch.cat([g.reshape(-1) for g in grads])
-            sent, context = self._compression.compress(flat.div_(predivide) if predivide != 1.0 else flat)
+            sent, context = self._compression.compress(
+                flat.div_(predivide) if predivide != 1.0 else flat
+            )
             kind = Sum if predivide != 1.0 else self._op
-            flat = self._compression.decompress(allreduce_(sent, op=kind, process_set=self._process_set), context)
+            flat = self._compression.decompress(
+                allreduce_(sent, op=kind, process_set=self._process_set), context
+            )
             if predivide != 1.0:
                 flat = flat * (predivide / ranks)
             for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 g.copy_(part.view(g.shape))
-        self._synchronized, self._passes = True, 0
+        self._synchronized = True
+        self._passes = 0
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -458,7 +588,10 @@ class _Distributed:
         """`synchronize()`, then the optimizer's own step."""
         if not self._skip:
             if self._synchronized:
-                text = "optimizer.step() called without optimizer.skip_synchronize() context after synchronize()"
+                text = (
+                    "optimizer.step() called without optimizer.skip_synchronize() context "
+                    "after synchronize()"
+                )
                 warnings.warn(f"{text}: gradients are combined twice", stacklevel=2)
             self.synchronize()
         self._synchronized = False
@@ -467,7 +600,10 @@ class _Distributed:
     def zero_grad(self, *arguments: Any, **named: Any) -> None:
         """The optimizer's own; between synchronize() and step() it would lose the gradients."""
         if self._synchronized:
-            raise ConfigError("[horovod] optimizer.zero_grad() between synchronize() and step(); call step() first")
+            raise ConfigError(
+                "[horovod] optimizer.zero_grad() between synchronize() and step(); call step() "
+                "first"
+            )
         self._passes = 0
         super(self.__class__, self).zero_grad(*arguments, **named)
 
@@ -484,10 +620,12 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, of a class that is a subclass of its own, whose steps are taken with all ranks' gradients.
+    """The optimizer, of a class that is a subclass of its own, whose steps are taken with all
+    ranks' gradients.
 
-    num_groups, groups: taken and not used; gradients go in one piece. Other arguments are Horovod's.
-    Raises ConfigError: Adasum, parameters without a name or named twice, or a predivide factor without Average.
+    num_groups, groups: taken and not used; gradients go in one piece. Other arguments are
+    Horovod's. Raises ConfigError: Adasum, parameters without a name or named twice, or a predivide
+    factor without Average.
     """
     kind = _reduction(op)
     if gradient_predivide_factor != 1.0 and kind is not Average:
@@ -499,7 +637,10 @@ def DistributedOptimizer(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lost = [p for p in parameters if id(p) not in known]
     if named and lost:
-        raise ConfigError(f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; name all")
+        raise ConfigError(
+            f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; "
+            "name all"
+        )
     if not process_set.included():  # these ranks train apart from each other, as Horovod's do
         return optimizer
     process_set._member("DistributedOptimizer")
@@ -507,17 +648,24 @@ def DistributedOptimizer(
     made: Any = optimizer
     made.__class__ = type(type(optimizer).__name__, (type(optimizer),), own)
     made._parameters = [p for p in parameters if p.requires_grad]
-    made._compression, made._op, made._predivide = compression, kind, gradient_predivide_factor
-    made._dense, made._process_set = sparse_as_dense, process_set
+    made._compression = compression
+    made._op = kind
+    made._predivide = gradient_predivide_factor
+    made._dense = sparse_as_dense
+    made._process_set = process_set
     made.backward_passes_per_step = backward_passes_per_step
     for p in made._parameters[:1]:
         p.register_post_accumulate_grad_hook(made._passed)
     return made
 
 
-_TIMELINE = "fit(trace=FILE) of a trainer, and `odyssey trace RUN` of a run, draw when each rank did what"
+_TIMELINE = (
+    "fit(trace=FILE) of a trainer, and `odyssey trace RUN` of a run, draw when each rank did what"
+)
 _ELSEWHERE = dict.fromkeys(("start_timeline", "stop_timeline"), _TIMELINE)
-_ELSEWHERE["SyncBatchNorm"] = "torch.nn.BatchNorm in odyssey.torch.DistributedDataParallel is the same on any ranks"
+_ELSEWHERE["SyncBatchNorm"] = (
+    "torch.nn.BatchNorm in odyssey.torch.DistributedDataParallel is the same on any ranks"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""Batches and outputs as Hugging Face has them: batches that are dicts, outputs that hold a loss and logits."""
+"""Batches and outputs as Hugging Face has them: batches that are dicts, outputs that hold a loss
+and logits.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ from ..errors import ConfigError
 
 
 def is_whole(x: Any, y: Any) -> bool:
-    """Returns whether the inputs are a whole batch, a dict that holds the targets as well: then there are no others."""
+    """Returns whether the inputs are a whole batch, a dict that holds the targets as well: then
+    there are no others.
+    """
     return isinstance(x, dict) and isinstance(y, tuple) and not y
 
 
 def field(out: Any, name: str) -> Any:
-    """An attribute of an output, or an entry where the output is a dict; None where it has neither."""
+    """An attribute of an output, or an entry where the output is a dict; None where it has
+    neither.
+    """
     return out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
 
 
@@ -25,7 +31,8 @@ def loss(out: Any) -> Any:
     found = field(out, "loss")
     if found is None:
         raise ConfigError(
-            f"[torch] the batch is a dict and the output, a {type(out).__name__}, has no loss; give batches with the "
+            f"[torch] the batch is a dict and the output, a {type(out).__name__}, has no loss; "
+            "give batches with the "
             "labels that the model computes it from, or the trainer loss=lambda output, batch: ..."
         )
     return found
@@ -38,14 +45,18 @@ def predictions(out: Any) -> Any:
 
 
 def compared(out: Any, y: Any) -> tuple[Any, Any]:
-    """Returns what metrics compare: output and target; of a batch that is a dict the logits and the labels, both of
-    shape (B,) where the model gives one number per sample. Raises ConfigError: there are none."""
+    """Returns what metrics compare: output and target; of a batch that is a dict the logits and
+    the labels, both of shape (B,) where the model gives one number per sample. Raises
+    ConfigError: there are none.
+    """
     if not isinstance(y, dict):
         return out, y
-    found, labels = field(out, "logits"), y.get("labels")
+    found = field(out, "logits")
+    labels = y.get("labels")
     if found is None or labels is None:
         raise ConfigError(
-            "[torch] metrics by name compare the output's logits with batch['labels'], and these are not there; give "
+            "[torch] metrics by name compare the output's logits with batch['labels'], and these "
+            "are not there; give "
             "metrics={name: function of (output, batch)}"
         )
     return (found.squeeze(-1) if found.shape == (*labels.shape, 1) else found), labels

@@ -1,7 +1,9 @@
-"""The places of tensors in arrays, and tensors that share memory, which move to such places together.
+"""The places of tensors in arrays, and tensors that share memory, which move to such places
+together.
 
-A buffer such as `register_buffer("w", p.detach())` changes with its parameter in a plain PyTorch loop, so it does here.
-Parameters that have elements in common are refused: their gradients are added up apart, and ranks may own one of them.
+A buffer such as `register_buffer("w", p.detach())` changes with its parameter in a plain PyTorch
+loop, so it does here. Parameters that have elements in common are refused: their gradients are
+added up apart, and ranks may own one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """Where each tensor starts, in floats, and the floats of all."""
-    at, size = [], 0
+    at = []
+    size = 0
     for t in tensors:
         at.append(size)
         size += -(-t.numel() // ALIGN) * ALIGN
@@ -29,7 +32,9 @@ def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
-    """The place of a tensor in an array, with its shape and strides; it counts its own changes (`_version`)."""
+    """The place of a tensor in an array, with its shape and strides; it counts its own changes
+    (`_version`).
+    """
     return torch.from_numpy(flat[at : at + like.numel()]).as_strided(like.shape, like.stride())
 
 
@@ -44,7 +49,8 @@ class Alias:
 
     def follow(self) -> None:
         """Moves the tensor to where its owner is now, which has kept its strides."""
-        owner, like = self.owner.detach(), self.tensor
+        owner = self.owner.detach()
+        like = self.tensor
         like.data = owner.as_strided(like.shape, like.stride(), owner.storage_offset() + self.at)
 
 
@@ -79,20 +85,24 @@ class Places:
         return []
 
     def aliases(self, others: Iterable[tuple[str, torch.Tensor]], kind: str) -> list[Alias]:
-        """Finds which of some tensors lie in the memory of an owner. kind: what owners are. Raises ConfigError: one
-        cannot lie there any more once the owners have moved."""
+        """Finds which of some tensors lie in the memory of an owner. kind: what owners are.
+
+        Raises ConfigError: one cannot lie there any more once the owners have moved.
+        """
         found = []
         for name, t in others:
             owners = self.sharing(t)
             if not owners:
                 continue
             owner = owners[0][1]
-            (start, end), (first, last) = _bytes_of(t), _bytes_of(owner)
+            (start, end) = _bytes_of(t)
+            (first, last) = _bytes_of(owner)
             kept = len(owners) == 1 and _is_dense(owner) and owner.dtype == t.dtype
             if not kept or start < first or end > last or (start - first) % t.element_size():
                 names = " and ".join(name for name, _ in owners)
                 raise ConfigError(
-                    f"[torch] {name} shares memory with the {kind} {names}, which move to memory of their own; make it "
+                    f"[torch] {name} shares memory with the {kind} {names}, which move to memory "
+                    "of their own; make it "
                     "a view of one whole float32 tensor, or compute it in forward()"
                 )
             found.append(Alias(name, t, owner, (start - first) // t.element_size()))
@@ -100,12 +110,15 @@ class Places:
 
 
 def of_parameters(module: nn.Module, parameters: Named, buffers: Named) -> list[Alias]:
-    """Returns the buffers, and tensors that are attributes of modules, in the memory of parameters. Raises ConfigError:
-    one of these cannot stay there, or two parameters share memory."""
+    """Returns the buffers, and tensors that are attributes of modules, in the memory of parameters.
+
+    Raises ConfigError: one of these cannot stay there, or two parameters share memory.
+    """
     places = Places(parameters)
     for first, second in places.pairs():
         raise ConfigError(
-            f"[torch] the parameters {first} and {second} share memory, and each needs a place of its own; use one "
+            f"[torch] the parameters {first} and {second} share memory, and each needs a place "
+            "of its own; use one "
             "nn.Parameter in both modules, or compute one tensor from the other in forward()"
         )
     return places.aliases([*buffers, *attributes(module)], "parameters")
@@ -126,7 +139,9 @@ def _has_memory(t: torch.Tensor) -> bool:
 
 
 def _is_dense(t: torch.Tensor) -> bool:
-    """True if elements are side by side, each at its own place; then a tensor keeps its strides where it is moved."""
+    """True if elements are side by side, each at its own place; then a tensor keeps its strides
+    where it is moved.
+    """
     return bool(torch.ops.aten.is_non_overlapping_and_dense(t))
 
 

@@ -1,8 +1,10 @@
-"""Buffers of a module while it is trained: what normalisations keep of their inputs, and all others.
+"""Buffers of a module while it is trained: what normalisations keep of their inputs, and all
+others.
 
-A normalisation's rule is known, so shards change its buffers apart and their values are merged. Running statistics are
-views of one array for that. A program may write into them between steps, or put other tensors in their place: the next
-step begins with what is there then, as in a plain PyTorch loop.
+A normalisation's rule is known, so shards change its buffers apart and their values are merged.
+Running statistics are views of one array for that. A program may write into them between steps, or
+put other tensors in their place: the next step begins with what is there then, as in a plain
+PyTorch loop.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ Named = list[tuple[str, torch.Tensor]]
 class Norms:
     """The buffers of a module; running statistics are moved to one array, their values stay.
 
-    statistics: float buffers of normalisations (name, tensor), views of `running`. counters: integer buffers of
-    normalisations. kept, counts: the values of both before a step. others: buffers that a shard must leave as they are.
-    written: by name, a fingerprint of all that a program wrote into statistics and counters between steps; ranks
-    compare it, because the next step merges the values. parameters: their names and tensors, whose memory no statistics
-    may share. Raises ConfigError: a buffer cannot be trained with; the message names it.
+    statistics: float buffers of normalisations (name, tensor), views of `running`. counters:
+    integer buffers of normalisations. kept, counts: the values of both before a step. others:
+    buffers that a shard must leave as they are. written: by name, a fingerprint of all that a
+    program wrote into statistics and counters between steps; ranks compare it, because the next
+    step merges the values. parameters: their names and tensors, whose memory no statistics may
+    share. Raises ConfigError: a buffer cannot be trained with; the message names it.
     """
 
     def __init__(self, module: nn.Module, parameters: Named) -> None:
@@ -37,18 +40,25 @@ class Norms:
         of_norms = _of_norms(module)
         buffers = list(module.named_buffers())
         self.aliases: list[Alias] = []  # of statistics
-        self.statistics: Named = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
+        self.statistics: Named = [
+            (n, b) for n, b in buffers if n in of_norms and b.is_floating_point()
+        ]
         places = Places(parameters)
         for name, b in self.statistics:
             if places.sharing(b):
-                raise ConfigError(f"[torch] {name} shares memory with a parameter, and both change; clone one of them")
+                raise ConfigError(
+                    f"[torch] {name} shares memory with a parameter, and both change; clone one "
+                    "of them"
+                )
         if Places(self.statistics).pairs():
             self._part_aliases()
         rest = [(name, b) for name, b in buffers if name not in of_norms]
         self.aliases += Places(self.statistics).aliases([*rest, *attributes(module)], "statistics")
         self._shapes = [b.shape for _, b in self.statistics]
         self._places, self.floats = aligned_sizes([b for _, b in self.statistics])
-        self.running, self.kept = (native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2))
+        self.running, self.kept = (
+            native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2)
+        )
         self._move()
         for alias in self.aliases:
             alias.follow()
@@ -78,7 +88,9 @@ class Norms:
         buffers = list(self.module.named_buffers())
         of_norms = _of_norms(self.module)
         moved = {id(b) for _, b in self.statistics} | {id(alias.tensor) for alias in self.aliases}
-        self.counters = [(name, b) for name, b in buffers if name in of_norms and id(b) not in moved]
+        self.counters = [
+            (name, b) for name, b in buffers if name in of_norms and id(b) not in moved
+        ]
         rest = [(name, b) for name, b in buffers if name not in of_norms and id(b) not in moved]
         counters = Places(self.counters)
         self.others = [(name, b) for name, b in rest if not counters.sharing(b)]
@@ -92,10 +104,13 @@ class Norms:
         return {name: t.data_ptr() for name, t in tensors}
 
     def _find_replaced(self) -> None:
-        """Takes tensors that a program has put in the place of buffers. Raises ConfigError: a normalisation's buffer
-        cannot be merged as before."""
+        """Takes tensors that a program has put in the place of buffers.
+
+        Raises ConfigError: a normalisation's buffer cannot be merged as before.
+        """
         same = all(
-            len(now) == len(then) and all(map(operator.is_, now.values(), then.values())) for now, then in self._held
+            len(now) == len(then) and all(map(operator.is_, now.values(), then.values()))
+            for now, then in self._held
         )
         if same and self._addresses == self._addresses_now():
             return
@@ -104,7 +119,8 @@ class Norms:
         for name in sorted({*self._names, *now}):
             if problem := self._problem(name, now.get(name)):
                 raise ConfigError(
-                    f"[torch] the buffer {name} {problem} since the trainer was made; change values in place "
+                    f"[torch] the buffer {name} {problem} since the trainer was made; change "
+                    "values in place "
                     "(load_state_dict, b.copy_), or make a new trainer of the module"
                 )
         self.statistics = [(name, now[name]) for name, _ in self.statistics]
@@ -112,12 +128,16 @@ class Norms:
         self._list()
 
     def _problem(self, name: str, b: torch.Tensor | None) -> str | None:
-        """Says why a buffer cannot take the place of the one that a normalisation had; None: it can."""
+        """Says why a buffer cannot take the place of the one that a normalisation had; None: it
+        can.
+        """
         if b is None:
             return "is gone"
         if name not in self._names:
             return "is new"
-        shapes = {name: shape for (name, _), shape in zip(self.statistics, self._shapes, strict=True)}
+        shapes = {
+            name: shape for (name, _), shape in zip(self.statistics, self._shapes, strict=True)
+        }
         aliases = {alias.name: alias.tensor for alias in self.aliases}
         aliased = {id(alias.owner) for alias in self.aliases}
         shared = aliases | {name: t for name, t in self.statistics if id(t) in aliased}
@@ -130,11 +150,15 @@ class Norms:
         return None
 
     def take_over(self) -> None:
-        """Has what a program has written since `keep` as the values before the next step. Raises ConfigError: a buffer
-        cannot be merged any more."""
+        """Has what a program has written since `keep` as the values before the next step.
+
+        Raises ConfigError: a buffer cannot be merged any more.
+        """
         self._find_replaced()
         counts = [int(b) for _, b in self.counters]
-        if counts == self.counts and np.array_equal(self.running.view(np.uint32), self.kept.view(np.uint32)):
+        if counts == self.counts and np.array_equal(
+            self.running.view(np.uint32), self.kept.view(np.uint32)
+        ):
             return
         for (name, _), at, shape in zip(self.statistics, self._places, self._shapes, strict=True):
             values = self.running[at : at + shape.numel()].tobytes()
@@ -162,7 +186,9 @@ class Norms:
             b.fill_(count)
 
     def settle(self, merged: torch.Tensor | None, counts: list[int]) -> None:
-        """Gives statistics and counters the values after a step. merged: of all statistics; None if there are none."""
+        """Gives statistics and counters the values after a step. merged: of all statistics; None
+        if there are none.
+        """
         if merged is not None:
             self.running[:] = merged.numpy()
         for (_, b), count in zip(self.counters, counts, strict=True):
@@ -172,6 +198,10 @@ class Norms:
 
 def _of_norms(module: nn.Module) -> set[str]:
     """The names of buffers that a normalisation keeps of its inputs: their rule is known."""
-    norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._NormBase)]
+    norms = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+    ]
     kept = ("running_mean", "running_var", "num_batches_tracked")
     return {f"{name}.{buffer}" if name else buffer for name in norms for buffer in kept}

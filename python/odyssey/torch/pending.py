@@ -1,8 +1,10 @@
-"""Calls of a process group that are under way: a line of them, in the order in which they were made, and torch's Works.
+"""Calls of a process group that are under way: a line of them, in the order in which they were
+made, and torch's Works.
 
-One thread per group carries them out; who waits for one carries out those before it himself, where the thread is not
-at it. While a call waits for other ranks, or adds, the thread is in native code or asleep, without Python's lock. So
-groups do not hold up each other, whatever order their calls have on other ranks. What it is not: a transport.
+One thread per group carries them out; who waits for one carries out those before it himself, where
+the thread is not at it. While a call waits for other ranks, or adds, the thread is in native code
+or asleep, without Python's lock. So groups do not hold up each other, whatever order their calls
+have on other ranks. What it is not: a transport.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from torch.futures import Future
 
 from ..comm import Communicator, calls
 
-failed: list[BaseException] = []  # the latest error of a call under way: torch gives on its text alone, here and there
+# the latest error of a call under way: torch gives on its text alone, here and there
+failed: list[BaseException] = []
 
 
 class PendingCalls:
-    """The calls of a group that are under way. timeout: seconds that each waits; None: ODYSSEY_TIMEOUT."""
+    """The calls of a group that are under way. timeout: seconds that each waits; None:
+    ODYSSEY_TIMEOUT.
+    """
 
     def __init__(self, comm: Communicator, timeout: float | None) -> None:
-        self.comm, self.timeout = comm, timeout
+        self.comm = comm
+        self.timeout = timeout
         comm.timeout = timeout
         self._calls: deque[Pending] = deque()
         self._running = threading.Lock()  # held by who carries out a call
@@ -35,9 +41,15 @@ class PendingCalls:
         self._thread: threading.Thread | None = None
 
     def run(
-        self, work: Callable[[], Any], value: Any = None, later: bool = True, timeout: float | None = None
+        self,
+        work: Callable[[], Any],
+        value: Any = None,
+        later: bool = True,
+        timeout: float | None = None,
     ) -> Pending | None:
-        """Has a call carried out after those before it: its Work, whose result is `value`; None if it is over."""
+        """Has a call carried out after those before it: its Work, whose result is `value`; None
+        if it is over.
+        """
         call = Pending(self, work, value, timeout)
         self._calls.append(call)
         if later:
@@ -48,7 +60,9 @@ class PendingCalls:
 
     def _call_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="odyssey collectives", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="odyssey collectives", daemon=True
+            )
             self._thread.start()
         self._wake.put(True)
 
@@ -58,7 +72,9 @@ class PendingCalls:
                 pass
 
     def step(self, wait: bool = False) -> bool:
-        """Carries out the next call; False: there is none, or another thread is at one and is not waited for."""
+        """Carries out the next call; False: there is none, or another thread is at one and is
+        not waited for.
+        """
         if not self._running.acquire(blocking=wait):
             return False
         try:
@@ -95,9 +111,14 @@ def within(comm: Communicator, timeout: Any) -> Iterator[None]:
 class Pending(dist.Work):
     """The Work of a collective call."""
 
-    def __init__(self, line: PendingCalls, work: Callable[[], Any], value: Any, timeout: float | None) -> None:
+    def __init__(
+        self, line: PendingCalls, work: Callable[[], Any], value: Any, timeout: float | None
+    ) -> None:
         super().__init__()
-        self._line, self._work, self._value, self._timeout = line, work, value, timeout
+        self._line = line
+        self._work = work
+        self._value = value
+        self._timeout = timeout
         self._at = calls.caller_location(2)
         self._error: BaseException | None = None
         self._over = False
@@ -107,16 +128,20 @@ class Pending(dist.Work):
 
     def carry_out(self) -> None:
         """Makes the call, and keeps what comes of it; called once, by the line."""
-        comm, timeout = self._line.comm, self._line.timeout
-        comm.timeout, calls.made.at = self._timeout or timeout, self._at
+        comm = self._line.comm
+        timeout = self._line.timeout
+        comm.timeout = self._timeout or timeout
+        calls.made.at = self._at
         try:
             self._work()
         except BaseException as error:  # raised where it is waited for
             self._error = error
             failed[:] = [error]
         finally:
-            comm.timeout, calls.made.at = timeout, None
-        self._over, self._work = True, None
+            comm.timeout = timeout
+            calls.made.at = None
+        self._over = True
+        self._work = None
         self._latch.release()
         self._tell()
 
@@ -131,7 +156,8 @@ class Pending(dist.Work):
                 while not self._over and self._line.step():
                     pass
                 if not self._over:
-                    self._line._call_thread()  # who is at it may have looked for more before this came
+                    # who is at it may have looked for more before this came
+                    self._line._call_thread()
                     with self._latch:
                         pass
         self._outcome()

@@ -14,12 +14,16 @@ from ..errors import ConfigError
 
 
 class ProcessSet(ProcessGroup):
-    """Some of the ranks, for `process_set=`; usable once `init(process_sets=)` or `add_process_set` has made it."""
+    """Some of the ranks, for `process_set=`; usable once `init(process_sets=)` or
+    `add_process_set` has made it.
+    """
 
     process_set_id: int | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks, self.comm = sorted({int(r) for r in ranks}), None  # type: ignore[assignment]
+        # type: ignore[assignment]
+        self.ranks = sorted({int(r) for r in ranks})
+        self.comm = None
 
     def included(self) -> bool:
         """Returns whether this process is one of them."""
@@ -27,7 +31,11 @@ class ProcessSet(ProcessGroup):
 
     def _member(self, what: str) -> Communicator:
         if self.process_set_id is None:
-            call = "hvd.init()" if self is global_process_set else "hvd.add_process_set() of the process set"
+            call = (
+                "hvd.init()"
+                if self is global_process_set
+                else "hvd.add_process_set() of the process set"
+            )
             raise ConfigError(f"[horovod] {what} before {call}; call it first, on all ranks")
         return super()._member(what)
 
@@ -37,12 +45,19 @@ _number = itertools.count(1)
 
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet | list[int]] | None = None) -> None:
-    """Meets the other ranks. comm: None, or the list of all ranks; other subsets are process sets."""
+    """Meets the other ranks. comm: None, or the list of all ranks; other subsets are process
+    sets.
+    """
     met = World()
     if comm is not None and list(comm) != list(met.ranks):
-        raise ConfigError("[horovod] init(comm=...) takes all ranks or None; use process_sets= for some of them")
+        raise ConfigError(
+            "[horovod] init(comm=...) takes all ranks or None; use process_sets= for some of them"
+        )
     every = global_process_set
-    every.ranks, every.comm, every.process_set_id = list(met.ranks), met.comm, 0  # type: ignore[assignment]
+    # type: ignore[assignment]
+    every.ranks = list(met.ranks)
+    every.comm = met.comm
+    every.process_set_id = 0
     for given in process_sets or ():
         add_process_set(given)
 
@@ -76,7 +91,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def named(name: str, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a function its name and docstring, and returns it."""
-    function.__name__, function.__doc__ = name, text
+    function.__name__ = name
+    function.__doc__ = text
     return function
 
 
@@ -96,9 +112,13 @@ cross_size = _asked("cross_size", "Number of machines.", lambda c: -(-c.size // 
 
 def is_homogeneous() -> bool:
     """Returns whether all machines have as many ranks; asks them."""
-    return len(set(world("is_homogeneous").all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
+    return (
+        len(set(world("is_homogeneous").all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
+    )
 
 
-mpi_built = mpi_enabled = mpi_threads_supported = named("mpi_built", "True: ranks meet by MPI.", lambda: True)
+mpi_built = mpi_enabled = mpi_threads_supported = named(
+    "mpi_built", "True: ranks meet by MPI.", lambda: True
+)
 gloo_built = named("gloo_built", "False: no other way of Horovod's is here.", lambda: False)
 gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo_built

@@ -1,7 +1,8 @@
 """Ray: the ranks of a training as actors, on one machine or a cluster; needs the extra `[ray]`.
 
-Each actor is a rank: it is given the variables of env:// and connects to the others by backend gloo. Functions and
-results travel by Ray's own serialization. What it is not: `odyssey launch`; a job that lost a rank ends.
+Each actor is a rank: it is given the variables of env:// and connects to the others by backend
+gloo. Functions and results travel by Ray's own serialization. What it is not: `odyssey launch`; a
+job that lost a rank ends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class _Rank:
         """This machine, and a port of it that is free now."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def run(self, variables: dict[str, str], function: Callable[..., Any], arguments: tuple, named: dict) -> Any:
+    def run(
+        self, variables: dict[str, str], function: Callable[..., Any], arguments: tuple, named: dict
+    ) -> Any:
         """The function's result, on this rank; the ranks part when all have it."""
         from .. import comm
 
@@ -48,31 +51,42 @@ def launch(
     environment: dict[str, str] | None = None,
     **named: Any,
 ) -> list[Any]:
-    """Runs function(*arguments, **named) on `num_workers` ranks, each an actor of Ray; their results by rank.
+    """Runs function(*arguments, **named) on `num_workers` ranks, each an actor of Ray; their
+    results by rank.
 
-    Uses the Ray that is there (RAY_ADDRESS, or ray.init() before), or starts one of this machine. The function,
-    its arguments and results are serialized by Ray, so a model that it trains is a copy: return its weights.
+    Uses the Ray that is there (RAY_ADDRESS, or ray.init() before), or starts one of this machine.
+    The function, its arguments and results are serialized by Ray, so a model that it trains is a
+    copy: return its weights.
 
-    cpus_per_worker: cores that Ray is to keep free for each rank.
-    environment: variables of the ranks.
-    Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores. LaunchError: a rank failed; the
-    message is its own. The others are ended.
+    cpus_per_worker: cores that Ray is to keep free for each rank. environment: variables of the
+    ranks. Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores.
+    LaunchError: a rank failed; the message is its own. The others are ended.
     """
     check_integer("[ray] num_workers", num_workers, 1)
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
-    need, there = num_workers * cpus_per_worker, ray.cluster_resources().get("CPU", 0)
+    need = num_workers * cpus_per_worker
+    there = ray.cluster_resources().get("CPU", 0)
     if need > there:
         raise ConfigError(
-            f"[ray] {num_workers} workers of {cpus_per_worker:g} cores are asked for, and Ray has {there:g}; give "
+            f"[ray] {num_workers} workers of {cpus_per_worker:g} cores are asked for, and Ray "
+            f"has {there:g}; give "
             "fewer num_workers, or cpus_per_worker=0.5"
         )
     actor = ray.remote(num_cpus=cpus_per_worker, max_restarts=0)(_Rank)
     ranks = [actor.remote() for _ in range(num_workers)]
     try:
         host, port = ray.get(ranks[0].address.remote())
-        base = {**(environment or {}), "WORLD_SIZE": str(num_workers), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        calls = [r.run.remote({**base, "RANK": str(i)}, function, arguments, named) for i, r in enumerate(ranks)]
+        base = {
+            **(environment or {}),
+            "WORLD_SIZE": str(num_workers),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        calls = [
+            r.run.remote({**base, "RANK": str(i)}, function, arguments, named)
+            for i, r in enumerate(ranks)
+        ]
         try:
             waiting = calls
             while waiting:
@@ -97,7 +111,9 @@ def _failure(calls: list[Any]) -> LaunchError:
         except ray.exceptions.RayError as e:
             cause = getattr(e, "cause", None) or e
             said = str(cause).strip().partition("\n")[0]
-            found.append((isinstance(cause, CollectiveError), rank, f"{type(cause).__name__}: {said}"))
+            found.append(
+                (isinstance(cause, CollectiveError), rank, f"{type(cause).__name__}: {said}")
+            )
     _, rank, said = min(found)
     return LaunchError(f"[ray] rank {rank} failed: {said}")
 
@@ -105,18 +121,22 @@ def _failure(calls: list[Any]) -> LaunchError:
 def serve(*_: Any, **named: Any) -> None:
     """Refused: models are not served here."""
     raise ConfigError(
-        "[ray] Ray Serve is not there; `odyssey export` writes an ONNX file that servers take, `odyssey predict` "
-        "computes a data set, and odyssey.load() gives the model to a Ray Serve deployment of your own"
+        "[ray] Ray Serve is not there; `odyssey export` writes an ONNX file that servers take, "
+        "`odyssey predict` "
+        "computes a data set, and odyssey.load() gives the model to a Ray Serve deployment of "
+        "your own"
     )
 
 
 class RayTrainer:
-    """PyTorchDDPTrainer with ranks as actors of Ray: `RayTrainer(model, {"lr": 1e-3, "num_workers": 4}).fit(loader)`.
+    """PyTorchDDPTrainer with ranks as actors of Ray: `RayTrainer(model, {"lr": 1e-3,
+    "num_workers": 4}).fit(loader)`.
 
     Args:
         model: a torch.nn.Module; fit() gives it the weights of the trained one.
-        config: `lr`, `num_workers` (default 1: in this process) and arguments of odyssey.torch.PyTorchDDPTrainer
-            (batch_size, epochs, ...). Other keys, such as those of a search that the model was made from, are not used.
+        config: `lr`, `num_workers` (default 1: in this process) and arguments of
+            odyssey.torch.PyTorchDDPTrainer (batch_size, epochs, ...). Other keys, such as those of
+            a search that the model was made from, are not used.
         optimizer: a function of the parameters that gives a torch optimizer; default Adam.
         cpus_per_worker: cores for each rank.
     """
@@ -134,10 +154,12 @@ class RayTrainer:
 
         known = {*DistributedConfig.KEYS, *declared(Training), "loss_fn"}
         given = dict(config or {})
-        self.num_workers, self.cpus_per_worker = int(given.pop("num_workers", 1)), cpus_per_worker
+        self.num_workers = int(given.pop("num_workers", 1))
+        self.cpus_per_worker = cpus_per_worker
         given = {"learning_rate" if name == "lr" else name: value for name, value in given.items()}
         self.settings = {name: value for name, value in given.items() if name in known}
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self.history = History()
 
     def fit(self, train_loader: Any, val_loader: Any = None, **options: Any) -> History:
@@ -146,7 +168,9 @@ class RayTrainer:
         if self.num_workers == 1:
             self.history, _ = _fit(*made)
         else:
-            results = launch(_fit, *made, num_workers=self.num_workers, cpus_per_worker=self.cpus_per_worker)
+            results = launch(
+                _fit, *made, num_workers=self.num_workers, cpus_per_worker=self.cpus_per_worker
+            )
             self.history, weights = results[0]
             self.model.load_state_dict(weights)
         return self.history
@@ -164,11 +188,18 @@ def from_settings(model: Any, optimizer: Any = None, **given: Any) -> RayTrainer
     given.pop("backend", None)
     from ..distributed import DistributedConfig
 
-    return RayTrainer(model, {"num_workers": DistributedConfig(**given).workers(1), **given}, optimizer=optimizer)
+    return RayTrainer(
+        model, {"num_workers": DistributedConfig(**given).workers(1), **given}, optimizer=optimizer
+    )
 
 
 def _fit(
-    model: Any, settings: dict[str, Any], optimizer: Any, train_loader: Any, val_loader: Any, options: dict[str, Any]
+    model: Any,
+    settings: dict[str, Any],
+    optimizer: Any,
+    train_loader: Any,
+    val_loader: Any,
+    options: dict[str, Any],
 ) -> tuple[History, dict[str, Any]]:
     """RayTrainer.fit() on a rank: the history, and the weights that it ends with (on rank 0)."""
     from . import PyTorchDDPTrainer

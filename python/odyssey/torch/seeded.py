@@ -1,8 +1,9 @@
 """Samples of a data set that may draw random numbers: those of a sample are f(seed, epoch, index).
 
-torch's, NumPy's and Python's generators are saved once per shard. A data set that has not drawn in its first shard is
-read without seeding and the generators are compared after each: a shard in which a sample did draw is read once more,
-seeded, as all are from then on. Not for generators that a data set has of its own (a loader's: generators.py).
+torch's, NumPy's and Python's generators are saved once per shard. A data set that has not drawn in
+its first shard is read without seeding and the generators are compared after each: a shard in which
+a sample did draw is read once more, seeded, as all are from then on. Not for generators that a data
+set has of its own (a loader's: generators.py).
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ Key = tuple[int, int]  # of a sample: epoch, index
 
 
 class Seeded(torch.utils.data.Dataset):
-    """A data set by (epoch, index), a shard at a time; the generators are afterwards what they were before."""
+    """A data set by (epoch, index), a shard at a time; the generators are afterwards what they
+    were before.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+        self.dataset = dataset
+        self.seed = seed
         self._draws: bool | None = None  # whether it is known to draw; None: nothing has been read
 
     def __getitems__(self, wanted: Sequence[Key]) -> list[Any]:
         """The samples of one shard."""
-        before, same = states(), False
+        before = states()
+        same = False
         try:
             if self._draws is False:
                 made = [self.dataset[index] for _, index in wanted]
@@ -58,16 +63,20 @@ class Seeded(torch.utils.data.Dataset):
 
 
 class TensorRows:
-    """A TensorDataset, or subset of one: the rows of a shard at once, as torch would stack them one by one."""
+    """A TensorDataset, or subset of one: the rows of a shard at once, as torch would stack them
+    one by one.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __call__(self, wanted: Sequence[Key]) -> list[torch.Tensor]:
         """The tensors of one shard."""
-        dataset, indices = self.dataset, [index for _, index in wanted]
+        dataset = self.dataset
+        indices = [index for _, index in wanted]
         while isinstance(dataset, torch.utils.data.Subset):
-            dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
+            indices = [dataset.indices[i] for i in indices]
+            dataset = dataset.dataset
         at = torch.tensor(indices)
         return [t.index_select(0, at) for t in dataset.tensors]
 
@@ -80,9 +89,13 @@ class TensorRows:
 
 
 def states() -> list[tuple[Any, Any, Any]]:
-    """Returns, of torch's, NumPy's and Python's generator, what tells two states apart, the state, what sets it."""
-    own, python = generator.get_state(), random.getstate()
-    numbers = python[1]  # of which each draw moves the last, a place in the others; all are new after 624 draws
+    """Returns, of torch's, NumPy's and Python's generator, what tells two states apart, the
+    state, what sets it.
+    """
+    own = generator.get_state()
+    python = random.getstate()
+    # of which each draw moves the last, a place in the others; all are new after 624 draws
+    numbers = python[1]
     return [
         (own.numpy().tobytes(), own, generator.set_state),
         (*_numpy_state(), np.random.set_state),
@@ -104,14 +117,18 @@ _seen: tuple[Any, Any] = b"", None  # the latest state of NumPy's generator that
 
 
 def _numpy_state() -> tuple[Any, Any]:
-    """Returns what tells its state apart, and the state, which takes 60 us to read: anew where its memory changed."""
+    """Returns what tells its state apart, and the state, which takes 60 us to read: anew where
+    its memory changed.
+    """
     global _seen
     bits = np.random.get_bit_generator()
     if type(bits) is not np.random.MT19937:
         state = np.random.get_state(legacy=False)
         return repr(state), state
-    words = native.copied(bits.ctypes.state_address, 4 * 625)  # a Mersenne twister has 624, and its place in them
-    if _seen[0] != (words, 0, 0.0):  # with half of a pair of normal numbers left, drawing may leave its memory as it is
+    # a Mersenne twister has 624, and its place in them
+    words = native.copied(bits.ctypes.state_address, 4 * 625)
+    # with half of a pair of normal numbers left, drawing may leave its memory as it is
+    if _seen[0] != (words, 0, 0.0):
         state = np.random.get_state()
         _seen = (words, *state[3:]), state
     return _seen

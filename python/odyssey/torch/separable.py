@@ -1,11 +1,12 @@
 """Check of a loss: is that of a batch a mean over its samples, which shards may compute apart?
 
-A weighted mean and its gradient are the weighted means of its parts' values and gradients, with weights that add up to
-1: those of class weights, `ignore_index` and masks too, whatever they are. A loss that compares samples with each other
-(contrastive, ranking, decorrelation, a balance of experts) or is a function of a mean has no such weights. Looked at
-are the halves of one shard in eval mode, in which samples do not meet in normalisations and nothing is drawn. All of it
-is computed in float32, also what autocast or forward() itself would round to bfloat16 or float16: that rounding is as
-large as what is looked for. Everything is afterwards as it was.
+A weighted mean and its gradient are the weighted means of its parts' values and gradients, with
+weights that add up to 1: those of class weights, `ignore_index` and masks too, whatever they are. A
+loss that compares samples with each other (contrastive, ranking, decorrelation, a balance of
+experts) or is a function of a mean has no such weights. Looked at are the halves of one shard in
+eval mode, in which samples do not meet in normalisations and nothing is drawn. All of it is
+computed in float32, also what autocast or forward() itself would round to bfloat16 or float16: that
+rounding is as large as what is looked for. Everything is afterwards as it was.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ TOTAL = 1e-5  # of all gradients and the value together, what no weights explain
 def looked_at(
     owners: list[nn.Module], loss: Callable[[Any], torch.Tensor], batch: Any, copies: bool = True
 ) -> tuple[str, list[float]]:
-    """Returns what a loss is, "mean", "sum" or "neither" of its samples, and its values of all and of both halves.
-    "unknown": the samples cannot be taken apart, or forward() draws in eval mode too. owners: modules that `loss` of a
-    batch calls, the one with the parameters first. batch: a tree, samples in rows. copies: parameters are put back."""
-    taken, size = [], 0
+    """Returns what a loss is, "mean", "sum" or "neither" of its samples, and its values of all
+    and of both halves. "unknown": the samples cannot be taken apart, or forward() draws in
+    eval mode too. owners: modules that `loss` of a batch calls, the one with the parameters
+    first. batch: a tree, samples in rows. copies: parameters are put back.
+    """
+    taken = []
+    size = 0
     for p in sorted((p for p in owners[0].parameters() if p.requires_grad), key=torch.numel):
         size += p.numel()
         if size <= FLOATS or not taken:
@@ -46,17 +50,33 @@ def looked_at(
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
     n = len(tensors[0]) if tensors and tensors[0].dim() else 0
     norms = [m for m in owners[0].modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if n < 2 or any(not t.dim() or len(t) != n for t in tensors) or any(m.running_mean is None for m in norms):
+    if (
+        n < 2
+        or any(not t.dim() or len(t) != n for t in tensors)
+        or any(m.running_mean is None for m in norms)
+    ):
         return "unknown", []
     values: list[float] = []
     gradients: list[list[torch.Tensor]] = []
-    with _as_before(owners, copies), in_mode(owners[0], False), warnings.catch_warnings(), torch.enable_grad():
+    with (
+        _as_before(owners, copies),
+        in_mode(owners[0], False),
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+    ):
         warnings.simplefilter("ignore")
         before = keys(states())
         try:
-            with getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"), _in_float32():
+            with (
+                getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"),
+                _in_float32(),
+            ):
                 for lo, hi in ((0, n), (0, n // 2), (n // 2, n)):
-                    value = loss(pytree.tree_map_only(torch.Tensor, lambda t, a=lo, b=hi: t[a:b].clone(), batch))
+                    value = loss(
+                        pytree.tree_map_only(
+                            torch.Tensor, lambda t, a=lo, b=hi: t[a:b].clone(), batch
+                        )
+                    )
                     found = torch.autograd.grad(value, taken, materialize_grads=True)
                     values.append(float(value.detach()))
                     gradients.append([g.reshape(-1) for g in found])
@@ -75,7 +95,8 @@ def _kind(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
     if not 0 < largest < math.inf:
         return "unknown"
     highest = max(map(abs, values))
-    if highest > 0 and all(map(math.isfinite, values)):  # a half in which no sample counts may have no value
+    # a half in which no sample counts may have no value
+    if highest > 0 and all(map(math.isfinite, values)):
         for tensors, value in zip(parts, values, strict=True):  # as much as all gradients
             tensors.append(torch.tensor([value / highest * largest], dtype=torch.float64))
     g, a, b = (torch.cat(tensors) for tensors in parts)
@@ -118,7 +139,8 @@ class _Wide(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if _is_narrow(kwargs.get("dtype")):
             kwargs["dtype"] = torch.float32
-        if not any(argument.alias_info for argument in func._schema.arguments):  # views and results stay what they are
+        # views and results stay what they are
+        if not any(argument.alias_info for argument in func._schema.arguments):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -139,10 +161,14 @@ def _in_float32() -> Iterator[None]:
 def _as_before(owners: list[nn.Module], copies: bool) -> Iterator[None]:
     """Generators, parameters, buffers and attributes of modules are afterwards what they were."""
     drawn = states()
-    tensors = [t for owner in owners for t in (*(owner.parameters() if copies else ()), *owner.buffers())]
+    tensors = [
+        t for owner in owners for t in (*(owner.parameters() if copies else ()), *owner.buffers())
+    ]
     values = [(t, t._version, t.detach().clone()) for t in tensors]
     own: list[Any] = [vars(m) for owner in owners for m in owner.modules()]
-    inside = [c for attributes in own for c in attributes.values() if isinstance(c, (dict, list, set))]
+    inside = [
+        c for attributes in own for c in attributes.values() if isinstance(c, (dict, list, set))
+    ]
     held = [(container, container.copy()) for container in (*own, *inside)]
     try:
         yield

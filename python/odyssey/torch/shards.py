@@ -1,8 +1,9 @@
-"""The shards of a global batch, run by torch one after the other; their sums along the tree of parallel/plan.py.
+"""The shards of a global batch, run by torch one after the other; their sums along the tree of
+parallel/plan.py.
 
-A shard sees nothing of the others: its random numbers are seeded by (seed, step, shard), running statistics begin with
-their values before the step, and its gradients go straight into a buffer of the reduction, for shared memory into that.
-Behind the gradients travel:
+A shard sees nothing of the others: its random numbers are seeded by (seed, step, shard), running
+statistics begin with their values before the step, and its gradients go straight into a buffer of
+the reduction, for shared memory into that. Behind the gradients travel:
 
     statistics      n_s times the running statistics of shard s, and whether it changed them
     14 sums         loss, samples, metrics
@@ -39,7 +40,9 @@ generator = torch.random.default_generator
 
 
 def seed_of(*numbers: int) -> int:
-    """A seed of torch's generator from numbers of 64 bits: the same for the same, unrelated for others."""
+    """A seed of torch's generator from numbers of 64 bits: the same for the same, unrelated for
+    others.
+    """
     data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
@@ -61,8 +64,12 @@ def described(arena: ModuleArena) -> dict[str, Any]:
     return {
         "parameters": [[name, list(p.shape), p.requires_grad] for name, p in arena.named],
         "layers": [[name, type(m).__name__, m.extra_repr()] for name, m in modules],
-        "channels-last parameters": [n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()],
-        "torch.compile": any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for _, m in modules),
+        "channels-last parameters": [
+            n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()
+        ],
+        "torch.compile": any(
+            type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for _, m in modules
+        ),
     }
 
 
@@ -83,7 +90,9 @@ class Prepared:
 
 @dataclasses.dataclass
 class BatchSums:
-    """Over the samples of a global batch, on every rank. reached: by trained parameter, whether a shard did."""
+    """Over the samples of a global batch, on every rank. reached: by trained parameter, whether
+    a shard did.
+    """
 
     loss: float
     samples: float
@@ -93,7 +102,9 @@ class BatchSums:
 
 @dataclasses.dataclass
 class Share:
-    """The samples of a batch that this rank's shards have, as `Shards.share` says; loaders read the shard size here."""
+    """The samples of a batch that this rank's shards have, as `Shards.share` says; loaders read
+    the shard size here.
+    """
 
     shards: Shards
     train: bool
@@ -107,12 +118,15 @@ def _traffic(reduction: Reduction) -> np.ndarray:
 
 
 class Shards:
-    """See the head of this file. For this process, it sets what torch's bits depend on.
+    """See the head of this file.
 
-    module: on the CPU, parameters of float32, which move into `arena`. shard_size: samples per shard; may be set until
-    the first batch. threads: of torch. deterministic: "error", or "warn": what cannot be held is told by `tell`, with a
-    line. mean: backward() is of a shard's mean, not of its sum. gradient: the mean over the samples of the last batch;
-    `arena.gradients` are its parts. Raises ConfigError: a parameter, module or setting that cannot be held.
+    For this process, it sets what torch's bits depend on.
+
+    module: on the CPU, parameters of float32, which move into `arena`. shard_size: samples per
+    shard; may be set until the first batch. threads: of torch. deterministic: "error", or "warn":
+    what cannot be held is told by `tell`, with a line. mean: backward() is of a shard's mean, not
+    of its sum. gradient: the mean over the samples of the last batch; `arena.gradients` are its
+    parts. Raises ConfigError: a parameter, module or setting that cannot be held.
     """
 
     def __init__(
@@ -129,18 +143,27 @@ class Shards:
         mean: bool = False,
     ) -> None:
         if deterministic not in ("error", "warn"):
-            raise ConfigError(f"[torch] deterministic is {deterministic!r}; choose from error, warn")
+            raise ConfigError(
+                f"[torch] deterministic is {deterministic!r}; choose from error, warn"
+            )
         torch.set_num_threads(threads)
         if not torch.are_deterministic_algorithms_enabled():
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
         self.arena = arena = ModuleArena(module)
-        self.comm, self.strategy, self.shard_size, self.seed = comm, strategy, shard_size, seed
-        self.mean, self.strict, self.tell = mean, deterministic == "error", tell
-        self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
+        self.comm = comm
+        self.strategy = strategy
+        self.shard_size = shard_size
+        self.seed = seed
+        self.mean = mean
+        self.strict = deterministic == "error"
+        self.tell = tell
+        # of each rank; empty: equal shares
+        self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
-        self._sent = np.zeros(3, np.int64)  # as `traffic` says, beside what those of `_prepared` have
+        # as `traffic` says, beside what those of `_prepared` have
+        self._sent = np.zeros(3, np.int64)
         self._told: set[str] = set()
         self._count = 0  # shards of the batch that has begun
         self._lay_out()
@@ -158,12 +181,16 @@ class Shards:
         self._places = np.cumsum(sizes).tolist()
 
     def arrange(self, trained: Collection[str]) -> None:
-        """Makes places for the gradients of the parameters of these names; those of other batches are forgotten, so the
-        next one is a collective call. Raises ConfigError: a compression keeps what has no place any more."""
+        """Makes places for the gradients of the parameters of these names; those of other
+        batches are forgotten, so the next one is a collective call. Raises ConfigError: a
+        compression keeps what has no place any more.
+        """
         if self.memory:
             raise ConfigError(
-                f"[torch] compression={self.strategy.compression!r} with parameters that are unfrozen while it runs, "
-                "as it keeps what was not sent of the others; use compression='none', or make a new trainer"
+                f"[torch] compression={self.strategy.compression!r} with parameters that are "
+                "unfrozen while it runs, "
+                "as it keeps what was not sent of the others; use compression='none', or make a "
+                "new trainer"
             )
         self._sent[:] = self.traffic()
         self._prepared.clear()
@@ -171,7 +198,9 @@ class Shards:
         self._lay_out()
 
     def agree(self, same: dict[str, Any]) -> None:
-        """Compares the module, what torch is told and `same` between ranks, and gives all of them rank 0's values."""
+        """Compares the module, what torch is told and `same` between ranks, and gives all of
+        them rank 0's values.
+        """
         agreement.compare(self.comm, {**environment(), **described(self.arena), **same})
         self.arena.send(self.comm)
 
@@ -187,8 +216,12 @@ class Shards:
                 self._sent += _traffic(self._prepared.pop(moved).reduction)
             plan = planning.make(shards, self.comm.rank, self.comm.size, 1, 1, counts)
             floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
-            shapes = tuple((at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False))
-            content = strategies.Content(arena.size, shapes, samples, self.memory) if train else None
+            shapes = tuple(
+                (at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False)
+            )
+            content = (
+                strategies.Content(arena.size, shapes, samples, self.memory) if train else None
+            )
             reduction = strategies.make(self.strategy, self.comm, plan, floats, 1, content=content)
             buffers = [reduction.buffers[i] for i in range(plan.buffers)]
             self._prepared[key] = Prepared(
@@ -201,8 +234,12 @@ class Shards:
         return self._prepared[key]
 
     def traffic(self) -> tuple[int, int, int]:
-        """Bytes that this rank has sent so far, what that were without compression, and what went to other machines."""
-        sent, plain, wire = sum((_traffic(p.reduction) for p in self._prepared.values()), self._sent).tolist()
+        """Bytes that this rank has sent so far, what that were without compression, and what
+        went to other machines.
+        """
+        sent, plain, wire = sum(
+            (_traffic(p.reduction) for p in self._prepared.values()), self._sent
+        ).tolist()
         return sent, plain, wire
 
     def kept_parameters(self) -> list[fingerprint.Run]:
@@ -219,10 +256,16 @@ class Shards:
         """The shards of a batch that this rank runs."""
         assert self.shard_size is not None
         shards = planning.shard_count(samples, self.shard_size)
-        return range(*planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[self.comm.rank])
+        return range(
+            *planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[
+                self.comm.rank
+            ]
+        )
 
     def share(self, samples: int, train: bool = True) -> tuple[int, int]:
-        """The samples from this rank's first shard to its last, (first, one past the last); one if it has no shard."""
+        """The samples from this rank's first shard to its last, (first, one past the last); one
+        if it has no shard.
+        """
         own = self.own(samples, train)
         if not own:
             return 0, min(1, samples)
@@ -230,7 +273,9 @@ class Shards:
         return own[0] * size, min((own[-1] + 1) * size, samples)
 
     def phase(self, run: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Parameters may be used in the block, with ZeRO 3 a collective call. run: it has the shards of a step."""
+        """Parameters may be used in the block, with ZeRO 3 a collective call. run: it has the
+        shards of a step.
+        """
         return contextlib.nullcontext()
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
@@ -238,12 +283,17 @@ class Shards:
         return contextlib.nullcontext()
 
     def holding(self) -> contextlib.AbstractContextManager[set[int] | None]:
-        """The parameters that this rank keeps are there in the block; their ids, or None: it has all."""
+        """The parameters that this rank keeps are there in the block; their ids, or None: it has
+        all.
+        """
         return contextlib.nullcontext()
 
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
-        """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
-        backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
+        """This rank's shards of a batch, as (first sample, one past the last).
+
+        Between two of them a caller runs one: backward() of the sum of its losses, and `count`.
+        Then `sums`, on all ranks.
+        """
         part = self.begin(samples, train)
         if part.error is not None:
             raise part.error
@@ -251,8 +301,10 @@ class Shards:
             yield from shards
 
     def begin(self, samples: int, train: bool = True) -> StepOutcome:
-        """Begins a batch: what is made for it, and this rank's part, which may have failed already. A collective call
-        the first time."""
+        """Begins a batch: what is made for it, and this rank's part, which may have failed already.
+
+        A collective call the first time.
+        """
         prepared = self.prepared(samples, train)
         part = StepOutcome(prepared.reduction, (self._places[2] if train else 0) + 1)
         self._begun = prepared, train, part
@@ -275,15 +327,19 @@ class Shards:
 
     @contextlib.contextmanager
     def _nothing_else_changes(self, train: bool) -> Iterator[None]:
-        """The generator, statistics and counters are afterwards what they were, also if a shard failed or was left; so
-        must parameters be, and buffers that nothing merges."""
+        """The generator, statistics and counters are afterwards what they were, also if a shard
+        failed or was left; so must parameters be, and buffers that nothing merges.
+        """
         arena = self.arena
         if train:
             arena.check()
         fixed = [(name, t, t._version) for name, t in (*self.norms.others, *arena.named)]
         for name, p in arena.named[arena.trained :]:
             if train and p.requires_grad:
-                raise ConfigError(f"[torch] {name} was frozen and is not any more; make a new trainer of the module")
+                raise ConfigError(
+                    f"[torch] {name} was frozen and is not any more; make a new trainer of the "
+                    "module"
+                )
         drawn = generator.get_state()
         try:
             yield
@@ -297,9 +353,14 @@ class Shards:
             same = t._version == version and (what == "parameter" or now.get(name) is t)
             if same or name in self._told:
                 continue
-            text = f"[torch] forward() changes the {what} {name}, which no rule merges: ranks would go apart"
+            text = (
+                f"[torch] forward() changes the {what} {name}, which no rule merges: ranks "
+                "would go apart"
+            )
             if self.strict:
-                raise ConfigError(f"{text}; compute it from parameters, or use deterministic='warn'")
+                raise ConfigError(
+                    f"{text}; compute it from parameters, or use deterministic='warn'"
+                )
             self._told.add(name)
             self.tell(f"{text}; its bits will not come again")
 
@@ -309,7 +370,8 @@ class Shards:
         """One shard, whose sums go into `flat`. gradients: places among them."""
         _, train, _ = self._begun
         size = self.shard_size or samples
-        lo, hi = shard * size, min((shard + 1) * size, samples)
+        lo = shard * size
+        hi = min((shard + 1) * size, samples)
         flat.zero_()
         self._sums = [0.0] * (SUMS - 1)
         versions = self._enter(gradients) if train else []
@@ -323,7 +385,9 @@ class Shards:
         flat.numpy()[at : at + len(tail)] = tail
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
-        """The shards of a batch that has begun, for a pass before theirs that draws the same and leaves nothing."""
+        """The shards of a batch that has begun, for a pass before theirs that draws the same and
+        leaves nothing.
+        """
         _, train, _ = self._begun
         with self.drawing(step, train):
             for shard in self.own(samples, train):
@@ -336,7 +400,9 @@ class Shards:
 
     @contextlib.contextmanager
     def drawing(self, step: int, train: bool) -> Iterator[None]:
-        """Has torch's generator seeded for what all ranks do alike; afterwards it is what it was."""
+        """Has torch's generator seeded for what all ranks do alike; afterwards it is what it
+        was.
+        """
         drawn = generator.get_state()
         generator.manual_seed(seed_of(self.seed, step, ALL, train))
         try:
@@ -360,25 +426,34 @@ class Shards:
         for (name, p), place, version in zip(self.arena.named, gradients, versions, strict=False):
             if p.grad is not place:
                 raise LoopError(
-                    f"[torch] the gradient of {name} was replaced while a shard was run: call zero_grad() before the "
+                    f"[torch] the gradient of {name} was replaced while a shard was run: call "
+                    "zero_grad() before the "
                     "shards, clip and step after them"
                 )
             reach.append(float(place._version != version))
         return reach
 
     def _leave(self, flat: torch.Tensor, n: int) -> list[float]:
-        """The statistics that a shard made go behind its gradients; by how much it raised the counters."""
-        norms, (statistics, changed) = self.norms, self._places[:2]
+        """The statistics that a shard made go behind its gradients; by how much it raised the
+        counters.
+        """
+        norms = self.norms
+        (statistics, changed) = self._places[:2]
         if self.mean:
             flat[:statistics].mul_(n)
         if norms.floats:
             torch.mul(self.running, float(n), out=flat[statistics : statistics + norms.floats])
             flat[changed : changed + norms.floats] = (self.running != self.kept).float()
-        return [float(int(b) - count) for (_, b), count in zip(norms.counters, norms.counts, strict=True)]
+        return [
+            float(int(b) - count)
+            for (_, b), count in zip(norms.counters, norms.counts, strict=True)
+        ]
 
     def sums(self) -> BatchSums:
-        """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call.
-        Raises what a rank's part failed with: on all ranks; nothing was changed."""
+        """Completes the sums over all ranks, and the mean gradient; `settle` is for after them.
+
+        A collective call. Raises what a rank's part failed with: on all ranks; nothing was changed.
+        """
         _, train, part = self._begun
         result = self._complete()
         arena = self.arena
@@ -413,7 +488,9 @@ class Shards:
         torch.div(result[: self._places[0]], samples, out=self.gradient)
 
     def settle(self, taken: bool = True) -> None:
-        """The buffers of normalisations become those after the step, or those before it where it was not taken."""
+        """The buffers of normalisations become those after the step, or those before it where it
+        was not taken.
+        """
         if not taken:
             self.norms.put_back()
         elif self.norms.floats or self._counts:

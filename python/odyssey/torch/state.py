@@ -1,5 +1,5 @@
-"""The state of a training of a torch module: named tensors that know nothing of ranks, put back on any number of them;
-and what decides its bits, compared between ranks and with checkpoints.
+"""The state of a training of a torch module: named tensors that know nothing of ranks, put back
+on any number of them; and what decides its bits, compared between ranks and with checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from .shards import Shards, described, environment
 
 
 class TrainerState(Sharing):
-    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says what each method does."""
+    """The part of a DistributedTrainer that is about its state; checkpoints/trainable.py says
+    what each method does.
+    """
 
     strategy: Strategy
     module: nn.Module
@@ -52,29 +54,46 @@ class TrainerState(Sharing):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """The module with all of its parameters, for what a program or callback does with them; a collective call with
-        zero=3, where ranks have them in parts. What it writes into them must be the same on all ranks."""
+        """The module with all of its parameters, for what a program or callback does with them;
+        a collective call with zero=3, where ranks have them in parts. What it writes into
+        them must be the same on all ranks.
+        """
         with self.shards.whole():
             yield self.module
 
     def memory(self) -> dict[str, int]:
-        """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer. With zero 2 and
-        3 at most, where backward passes reach parameters in the reverse of their order."""
+        """Bytes that training takes on this rank: parameters, gradients and their reduction,
+        optimizer. With zero 2 and 3 at most, where backward passes reach parameters in the
+        reverse of their order.
+        """
         parameters, gradients = self.shards.nbytes
-        state = [v for some in self.optimizer.state.values() for v in some.values() if isinstance(v, torch.Tensor)]
-        return {"parameters": parameters, "gradients": gradients, "optimizer": sum(v.nbytes for v in state)}
+        state = [
+            v
+            for some in self.optimizer.state.values()
+            for v in some.values()
+            if isinstance(v, torch.Tensor)
+        ]
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": sum(v.nbytes for v in state),
+        }
 
     def _description(self) -> dict[str, Any]:
         """The training as it was given: what must be alike on all ranks, and when it goes on."""
         names = {id(p): name for name, p in self.arena.named}
-        groups = [[[names[id(p)] for p in group["params"]], _hyper(group)] for group in self.optimizer.param_groups]
+        groups = [
+            [[names[id(p)] for p in group["params"]], _hyper(group)]
+            for group in self.optimizer.param_groups
+        ]
         scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
         return as_json(
             {
                 **described(self.arena),
                 "optimizer": [type(self.optimizer).__name__, groups],
                 "scheduler": [type(self.scheduler).__name__, self.per_epoch, scheduler],
-                "loss": getattr(self.loss, "__name__", type(self.loss).__name__) + ", gathered" * self.gather,
+                "loss": getattr(self.loss, "__name__", type(self.loss).__name__)
+                + ", gathered" * self.gather,
                 "deterministic algorithms": self.deterministic,
             }
         )
@@ -94,37 +113,58 @@ class TrainerState(Sharing):
 
     @functools.cached_property
     def _prints(self) -> tuple[fingerprint.Runs, fingerprint.Runs]:
-        arena, lo = self.arena, self.arena.end(self.arena.held.start)
+        arena = self.arena
+        lo = self.arena.end(self.arena.held.start)
         weights = self.shards.kept_parameters()
         if arena.norms.floats and not (self.partial and self.comm.rank):
             weights.append((arena.norms.running.ctypes.data, arena.norms.floats, arena.extent))
-        return fingerprint.Runs([(arena.grads.ctypes.data, arena.grads.size, lo)]), fingerprint.Runs(weights)
+        return fingerprint.Runs(
+            [(arena.grads.ctypes.data, arena.grads.size, lo)]
+        ), fingerprint.Runs(weights)
 
     def fingerprints(self) -> tuple[int, int]:
-        """Returns those of the mean gradients of the last step, and of parameters and running statistics."""
+        """Returns those of the mean gradients of the last step, and of parameters and running
+        statistics.
+        """
         gradients, weights = self._prints
         return gradients(), weights()
 
     def check_replicas(self) -> None:
         arena = self.arena
-        own = [fingerprint.of(array) for array in (arena.params, arena.norms.running)]  # with zero=3 the latter alone
+        # with zero=3 the latter alone
+        own = [fingerprint.of(array) for array in (arena.params, arena.norms.running)]
         check_replicas(self.comm, self.steps, {"weights": fingerprint.hash_of(own)})
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters and buffers by name, copies; tied parameters once. Collective with zero=3."""
         with self.shards.whole():
-            return {name: t.detach().numpy().copy() for name, t in (*self.arena.named, *self.arena.buffers)}
+            return {
+                name: t.detach().numpy().copy()
+                for name, t in (*self.arena.named, *self.arena.buffers)
+            }
 
     def last_gradients(self) -> dict[str, np.ndarray]:
-        """The last step's mean gradients by their names, as the optimizer saw them; collective with zero 2 and 3."""
-        held = [(self.arena.named[i][0], g) for i, g in zip(self.arena.held, self.arena.gradients, strict=True)]
+        """The last step's mean gradients by their names, as the optimizer saw them; collective
+        with zero 2 and 3.
+        """
+        held = [
+            (self.arena.named[i][0], g)
+            for i, g in zip(self.arena.held, self.arena.gradients, strict=True)
+        ]
         found = {name: g.numpy().copy() for name, g in held}
         if not self.partial:
             return found
-        return {k: v for rank in range(self.comm.size) for k, v in resume.spread(self.comm, found, rank).items()}
+        return {
+            k: v
+            for rank in range(self.comm.size)
+            for k, v in resume.spread(self.comm, found, rank).items()
+        }
 
     def weights_sha256(self) -> str:
-        """SHA-256 over parameters and buffers: one value of a training on any ranks. Collective with zero=3."""
+        """SHA-256 over parameters and buffers: one value of a training on any ranks.
+
+        Collective with zero=3.
+        """
         digest = hashlib.sha256()
         with self.shards.whole():
             for _, t in sorted([*self.arena.named, *self.arena.buffers], key=lambda pair: pair[0]):
@@ -132,7 +172,9 @@ class TrainerState(Sharing):
         return digest.hexdigest()
 
     def named_state(self) -> dict[str, np.ndarray]:
-        """Parameters as "weight NAME", buffers as "buffer NAME", "optimizer STATE of NAME"; collective with zero."""
+        """Parameters as "weight NAME", buffers as "buffer NAME", "optimizer STATE of NAME";
+        collective with zero.
+        """
         with self.shards.whole():
             arrays = {f"weight {n}": p.detach().numpy().copy() for n, p in self.arena.named}
         arrays.update((f"buffer {n}", b.detach().numpy().copy()) for n, b in self.arena.buffers)
@@ -144,9 +186,15 @@ class TrainerState(Sharing):
     # --- what may change while it runs ---
 
     def standing(self) -> dict[str, Any]:
-        groups = {f"group {i} of the optimizer": _hyper(g) for i, g in enumerate(self.optimizer.param_groups)}
+        groups = {
+            f"group {i} of the optimizer": _hyper(g)
+            for i, g in enumerate(self.optimizer.param_groups)
+        }
         written = self.arena.norms.written.items()
-        prints = {f"the fingerprint of values written into {name} between steps": value for name, value in written}
+        prints = {
+            f"the fingerprint of values written into {name} between steps": value
+            for name, value in written
+        }
         return {**groups, "clip_norm": self.clip_norm, **self._built.values(), **prints}
 
     def check_alike(self) -> None:
@@ -161,7 +209,9 @@ class TrainerState(Sharing):
         return [name for name, _ in self.arena.named[: self.arena.trained]]
 
     def _arrange(self, trained: list[str]) -> None:
-        """Has places for the gradients of these; a collective call with zero, where others own them then."""
+        """Has places for the gradients of these; a collective call with zero, where others own
+        them then.
+        """
         state = self._optimizer_state() if self.zero else {}
         self.shards.arrange(trained)
         for name in ("_prints", "_runs"):
@@ -183,12 +233,15 @@ class TrainerState(Sharing):
     @functools.cached_property
     def _runs(self) -> list[range]:
         """The trained parameters that each rank updates: with zero=1 a run of them, else all."""
-        trained, ranks = self.arena.trained, self.comm.size
+        trained = self.arena.trained
+        ranks = self.comm.size
         return self.arena.shares(0, trained, ranks) if self.zero else [range(trained)] * ranks
 
     @property
     def owned(self) -> range:
-        """Returns the parameters that this rank updates; its optimizer may have state of others, and never uses it."""
+        """Returns the parameters that this rank updates; its optimizer may have state of others,
+        and never uses it.
+        """
         return self._runs[self.comm.rank]
 
     @property
@@ -206,7 +259,9 @@ class TrainerState(Sharing):
         return self.zero > 0 and self.comm.size > 1
 
     def _optimizer_state(self, parts: bool = False) -> dict[str, Any]:
-        """Arrays and numbers as "STATE/NAME", whole, or of the arrays this rank's; a collective call with zero=1."""
+        """Arrays and numbers as "STATE/NAME", whole, or of the arrays this rank's; a collective
+        call with zero=1.
+        """
         found: dict[str, Any] = {}
         for name, p in self._kept:
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -216,13 +271,18 @@ class TrainerState(Sharing):
                     found[f"{key}/{name}"] = value
                 elif value is not None:
                     raise ConfigError(
-                        f"[torch] {type(self.optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}; "
+                        f"[torch] {type(self.optimizer).__name__} keeps {key} of {name} as a "
+                        f"{type(value).__name__}; "
                         "checkpoints hold tensors and numbers"
                     )
         if not self.in_parts:
             return found
         whole: dict[str, Any] = {}
-        sent = {key: value for key, value in found.items() if not (parts and isinstance(value, np.ndarray))}
+        sent = {
+            key: value
+            for key, value in found.items()
+            if not (parts and isinstance(value, np.ndarray))
+        }
         for rank in range(self.comm.size):
             whole.update(resume.spread(self.comm, sent, rank))
         whole.update(found)
@@ -231,7 +291,9 @@ class TrainerState(Sharing):
 
     @property
     def state_bytes(self) -> int:
-        """About the bytes of a checkpoint: parameters, and two arrays as large for the optimizer."""
+        """About the bytes of a checkpoint: parameters, and two arrays as large for the
+        optimizer.
+        """
         return 12 * self.arena.extent + 4 * self.arena.norms.floats
 
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
@@ -240,7 +302,11 @@ class TrainerState(Sharing):
         self._built.share(self.comm)
         parameters = self._parameters(parts)
         if self.comm.rank != 0:
-            return Snapshot(self.steps, {"parameters": parameters, "optimizer": arrays}) if parts else None
+            return (
+                Snapshot(self.steps, {"parameters": parameters, "optimizer": arrays})
+                if parts
+                else None
+            )
         names = {id(p): name for name, p in self.arena.named}
         arrays = {
             "parameters": parameters,
@@ -255,15 +321,24 @@ class TrainerState(Sharing):
                 "configuration": self.configuration(),
                 "optimizer": {
                     "groups": [_hyper(group) for group in self.optimizer.param_groups],
-                    "names": [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups],
-                    "numbers": {key: v for key, v in optimizer.items() if not isinstance(v, np.ndarray)},
+                    "names": [
+                        [names[id(p)] for p in group["params"]]
+                        for group in self.optimizer.param_groups
+                    ],
+                    "numbers": {
+                        key: v for key, v in optimizer.items() if not isinstance(v, np.ndarray)
+                    },
                 },
-                "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+                "scheduler": None
+                if self.scheduler is None
+                else _plain(self.scheduler.state_dict()),
                 "scheduled": self._scheduled,
                 "changed": {
                     "clip_norm": self.clip_norm,
                     "modules": self._built.changed(),
-                    "trained": [] if set(self._trained) == set(self._first) else sorted(self._trained),
+                    "trained": []
+                    if set(self._trained) == set(self._first)
+                    else sorted(self._trained),
                 },
                 "ranks": self.comm.size,
                 "layout": f"{self.comm.size} ranks, zero {self.zero}",
@@ -272,15 +347,28 @@ class TrainerState(Sharing):
         )
 
     def _parameters(self, parts: bool) -> dict[str, np.ndarray]:
-        """The parameters for a checkpoint: all, or `parts`: of each rank what no other has. Collective with zero=3."""
+        """The parameters for a checkpoint: all, or `parts`: of each rank what no other has.
+
+        Collective with zero=3.
+        """
         with self.shards.holding() if parts else self.shards.whole() as mine:
-            own = [(n, p) for n, p in self.arena.named if (self.comm.rank == 0 if mine is None else id(p) in mine)]
+            own = [
+                (n, p)
+                for n, p in self.arena.named
+                if (self.comm.rank == 0 if mine is None else id(p) in mine)
+            ]
             arrays = {name: p.detach().numpy() for name, p in own}
-            return arrays if parts or not self.partial else {name: a.copy() for name, a in arrays.items()}
+            return (
+                arrays
+                if parts or not self.partial
+                else {name: a.copy() for name, a in arrays.items()}
+            )
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        values, arrays = snapshot.values, snapshot.arrays
-        saved, now = values.get("configuration"), self.configuration()
+        values = snapshot.values
+        arrays = snapshot.arrays
+        saved = values.get("configuration")
+        now = self.configuration()
         if not isinstance(saved, dict) or "torch version" not in saved:
             raise ConfigError(f"[resume] {name} is not of a PyTorch module; name another directory")
         size = saved.get("shard size") if self.shard_size is None else self.shard_size
@@ -289,24 +377,35 @@ class TrainerState(Sharing):
         resume.check(saved, now, name)
         tensors = self._weights_of(snapshot, name)
         try:
-            norm, modules = self.clip_norm, None
+            norm = self.clip_norm
+            modules = None
             if changed := values.get("changed"):  # 0.2.0 kept none: settings are left as they are
-                norm, modules, trained = changed["clip_norm"], changed["modules"], changed["trained"] or self._first
+                norm = changed["clip_norm"]
+                modules = changed["modules"]
+                trained = changed["trained"] or self._first
                 if set(trained) != set(self._trained):
                     self.optimizer.state.clear()  # it is replaced below
                     self._arrange(list(trained))
-            groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
+            groups = values["optimizer"]["groups"]
+            numbers = values["optimizer"]["numbers"]
             if "names" in values["optimizer"]:
                 self._regroup(groups, values["optimizer"]["names"])
             with self.shards.holding():  # strides of states are those of parameters
                 state = self._state_of({**arrays.get("optimizer", {}), **numbers})
-            scheduler, scheduled = values["scheduler"], int(values["scheduled"])
-            hyper = [_merged(_hyper(g), new) for g, new in zip(self.optimizer.param_groups, groups, strict=True)]
+            scheduler = values["scheduler"]
+            scheduled = int(values["scheduled"])
+            hyper = [
+                _merged(_hyper(g), new)
+                for g, new in zip(self.optimizer.param_groups, groups, strict=True)
+            ]
         except (KeyError, TypeError, ValueError) as problem:
-            raise CheckpointError(f"[resume] {name}: its optimizer is not complete: {problem}") from problem
+            raise CheckpointError(
+                f"[resume] {name}: its optimizer is not complete: {problem}"
+            ) from problem
         if now["reduction"] != "tree" and values.get("ranks") != self.comm.size:
             self.say(
-                f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run now: with this "
+                f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run "
+                "now: with this "
                 "reduction the bits depend on it, so the training goes on with others"
             )
         self._take(tensors)
@@ -321,21 +420,31 @@ class TrainerState(Sharing):
             self._built.restore(modules, name)
         self.clip_norm = None if norm is None else float(norm)
         self._orders.load(arrays.get("generators", {}), name)
-        self.shard_size, self.steps = size, snapshot.step
+        self.shard_size = size
+        self.steps = snapshot.step
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
         self._take(self._weights_of(snapshot, name))
 
     def _weights_of(self, snapshot: Snapshot, name: str) -> list[tuple[torch.Tensor, Any]]:
-        """Each parameter and buffer with its value in a snapshot. Raises CheckpointError: one is missing."""
+        """Each parameter and buffer with its value in a snapshot.
+
+        Raises CheckpointError: one is missing.
+        """
         return [
-            (t, resume.tensor(snapshot.arrays.get(stem, {}), n, tuple(t.shape), t.detach().numpy().dtype, name))
+            (
+                t,
+                resume.tensor(
+                    snapshot.arrays.get(stem, {}), n, tuple(t.shape), t.detach().numpy().dtype, name
+                ),
+            )
             for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))
             for n, t in named
         ]
 
     def _take(self, values: list[tuple[torch.Tensor, Any]]) -> None:
-        shared = {id(alias.tensor) for alias in (*self.arena.aliases, *self.arena.norms.aliases)}  # owners are taken
+        # owners are taken
+        shared = {id(alias.tensor) for alias in (*self.arena.aliases, *self.arena.norms.aliases)}
         with torch.no_grad(), self.shards.holding() as mine:
             for t, value in values:
                 if id(t) in shared:
@@ -346,16 +455,22 @@ class TrainerState(Sharing):
         self.arena.norms.written.clear()
 
     def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]]) -> None:
-        """Gives the optimizer the groups that were added to it before a checkpoint, and no others."""
-        own, parameters = self.optimizer.param_groups, dict(self.arena.named)
+        """Gives the optimizer the groups that were added to it before a checkpoint, and no
+        others.
+        """
+        own = self.optimizer.param_groups
+        parameters = dict(self.arena.named)
         del own[len(groups) :]
         for hyper, wanted in zip(groups[len(own) :], names[len(own) :], strict=True):
             made = _merged(self.optimizer.defaults, hyper)  # whose tuples are tuples
-            self.optimizer.add_param_group({**made, "params": [parameters[name] for name in wanted]})
+            self.optimizer.add_param_group(
+                {**made, "params": [parameters[name] for name in wanted]}
+            )
 
     def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The optimizer's state by parameter, of what this rank keeps."""
-        mine, known = dict(self._kept), {name for name, _ in self.arena.named[: self.arena.trained]}
+        mine = dict(self._kept)
+        known = {name for name, _ in self.arena.named[: self.arena.trained]}
         state: dict[Any, dict[str, Any]] = {}
         for key, value in given.items():
             what, _, name = key.partition("/")
@@ -366,7 +481,11 @@ class TrainerState(Sharing):
             p = mine[name]
             if not isinstance(value, (int, float)):
                 like = torch.from_numpy(np.array(value))
-                value = torch.empty_like(p, dtype=like.dtype).copy_(like) if like.shape == p.shape else like
+                value = (
+                    torch.empty_like(p, dtype=like.dtype).copy_(like)
+                    if like.shape == p.shape
+                    else like
+                )
             state.setdefault(p, {})[what] = value
         return state
 

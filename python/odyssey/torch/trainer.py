@@ -1,6 +1,8 @@
-"""DistributedTrainer of a PyTorch module: a step is torch's, what is between shards and around steps is odyssey's.
+"""DistributedTrainer of a PyTorch module: a step is torch's, what is between shards and around
+steps is odyssey's.
 
-The state is state.py's, the shards of a batch are shards.py's. docs/pytorch.md says what is held and what is not.
+The state is state.py's, the shards of a batch are shards.py's. docs/pytorch.md says what is held
+and what is not.
 """
 
 from __future__ import annotations
@@ -39,38 +41,46 @@ from .whole_batch_loss import Outputs, WholeBatchLoss
 from .zero import Spread
 
 OURS = (
-    "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling conv_algorithm offload"
+    "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling "
+    "conv_algorithm offload"
 ).split()
 
 
 class DistributedTrainer(TrainerState):
-    """Trains a torch.nn.Module with a torch optimizer on all ranks, with the same bits whatever their number.
+    """Trains a torch.nn.Module with a torch optimizer on all ranks, with the same bits whatever
+    their number.
 
     Args:
-        module: of float32 parameters on the CPU. In training it is used in the modes (train, eval) its parts are in.
+        module: of float32 parameters on the CPU. In training it is used in the modes (train, eval)
+            its parts are in.
         optimizer: a torch.optim optimizer over its parameters.
-        loss: called as loss(module(x), y) on the samples of a shard; gives their mean, or their sum where its
-            `reduction` is "sum". Default nn.CrossEntropyLoss(). Of batches that are dicts, as Hugging Face's loaders
-            give them: loss(module(**batch), batch), default the output's `loss`.
+        loss: called as loss(module(x), y) on the samples of a shard; gives their mean, or their sum
+            where its `reduction` is "sum". Default nn.CrossEntropyLoss(). Of batches that are
+            dicts, as Hugging Face's loaders give them: loss(module(**batch), batch), default the
+            output's `loss`.
         scheduler: a torch scheduler of this optimizer; its step() is called here.
         scheduler_interval: "step": after each optimizer step; "epoch": after each epoch.
-        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5", "mae", "mse"; or a
-            list of such names (metrics.py); default accuracy, where targets are classes. Of batches that are dicts:
-            functions of (output, batch); names compare the output's `logits` with batch["labels"].
-        shard_size: samples per shard, which torch runs as one batch: part of what is computed. Default: 32 from a
-            global batch of 128 on, 16 from 32 on, one shard below.
+        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5",
+            "mae", "mse"; or a list of such names (metrics.py); default accuracy, where targets are
+            classes. Of batches that are dicts: functions of (output, batch); names compare the
+            output's `logits` with batch["labels"].
+        shard_size: samples per shard, which torch runs as one batch: part of what is computed.
+            Default: 32 from a global batch of 128 on, 16 from 32 on, one shard below.
         threads: of torch, in every rank: part of what is computed, so never the number of cores.
-        deterministic: "error": an operation without a deterministic form ends the training, and so does a buffer that
-            nothing merges; "warn": it is told, and bits are not promised.
-        gather: for a loss that compares samples with each other (contrastive, ranking): it is given the outputs and
-            targets of the whole batch, whose shards run twice: for their outputs, then for the gradients of these.
-        mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
-        settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps, zero (of
-            its parameters alone a rank keeps 1: the optimizer's state, 2: gradients too, 3: values too), nonfinite,
-            check_every, reduction, servers, ranks_per_node, compression, compression_ratio, compression_warmup_steps,
-            powersgd_rank.
+        deterministic: "error": an operation without a deterministic form ends the training, and so
+            does a buffer that nothing merges; "warn": it is told, and bits are not promised.
+        gather: for a loss that compares samples with each other (contrastive, ranking): it is given
+            the outputs and targets of the whole batch, whose shards run twice: for their outputs,
+            then for the gradients of these.
+        mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only. settings:
+        by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps,
+        zero (of
+            its parameters alone a rank keeps 1: the optimizer's state, 2: gradients too, 3: values
+            too), nonfinite, check_every, reduction, servers, ranks_per_node, compression,
+            compression_ratio, compression_warmup_steps, powersgd_rank.
 
-    Raises ConfigError: something is not allowed, or cannot be held; the message names it. Or the ranks differ.
+    Raises ConfigError: something is not allowed, or cannot be held; the message names it. Or the
+    ranks differ.
     """
 
     @callbacks.joined
@@ -100,19 +110,31 @@ class DistributedTrainer(TrainerState):
         self._set(made, comm or communication.world(backend), progress)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
-            raise ConfigError(f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)")
+            raise ConfigError(
+                f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)"
+            )
         self.strategy = declaration.part(Strategy, made)
-        self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.module = module
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.per_epoch = scheduler_interval == "epoch"
         self._scheduled = 0  # epochs that a scheduler of epochs has seen
         self._orders = Orders()
-        self.gather, self._looked_at = gather, False
-        self.loss, self._own_loss = nn.CrossEntropyLoss() if loss is None else loss, loss is not None
+        self.gather = gather
+        self._looked_at = False
+        self.loss = nn.CrossEntropyLoss() if loss is None else loss
+        self._own_loss = loss is not None
         self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
         self.metrics = metric_sums.chosen(metrics)
-        self.threads, self.deterministic, self.zero = threads, deterministic, made.zero
+        self.threads = threads
+        self.deterministic = deterministic
+        self.zero = made.zero
         self.workers = self.replicas = self.comm.size
-        held: dict[str, Any] = {"threads": threads, "deterministic": deterministic, "tell": self.say}
+        held: dict[str, Any] = {
+            "threads": threads,
+            "deterministic": deterministic,
+            "tell": self.say,
+        }
         held.update(shard_size=made.shard_size, seed=made.seed)
         if made.zero > 1 and self.comm.size > 1:
             held.update(zero=made.zero, autocast=made.precision == "bf16")
@@ -123,11 +145,19 @@ class DistributedTrainer(TrainerState):
         self.arena = self.shards.arena
         if not module.training:
             module.train()
-        own = {"comm": self.comm, "workers": 1, "threads": 1, "reduction": self.strategy, "mesh": self.mesh}
-        self.layout = declaration.part(Layout, made, **own)  # a rank runs its shards one after the other
+        own = {
+            "comm": self.comm,
+            "workers": 1,
+            "threads": 1,
+            "reduction": self.strategy,
+            "mesh": self.mesh,
+        }
+        # a rank runs its shards one after the other
+        self.layout = declaration.part(Layout, made, **own)
         self.shards.counts = self.layout.counts
         self._given = self._description()
-        self._built, self._first = ModuleSettings(module, self.loss, deterministic == "error"), self._trained
+        self._built = ModuleSettings(module, self.loss, deterministic == "error")
+        self._first = self._trained
         self._compare_settings({"zero": self.zero})
         self.shards.agree(self._given)
         if self.partial:  # some make the state of all parameters at once
@@ -139,11 +169,16 @@ class DistributedTrainer(TrainerState):
         self._share_out(len(batch.indices))
         if self.layout.rebalance and isinstance(batch.dataset, Shared):
             raise ConfigError(
-                "[torch] rebalance=True with odyssey.torch.DataLoader, which reads equal shares of the shards on all "
+                "[torch] rebalance=True with odyssey.torch.DataLoader, which reads equal shares "
+                "of the shards on all "
                 "ranks; use odyssey.data.DataLoader, or leave it out"
             )
         self._move_shards(len(batch.indices))
-        while self.scheduler is not None and self.per_epoch and self._scheduled < self.context.cursor.epoch:
+        while (
+            self.scheduler is not None
+            and self.per_epoch
+            and self._scheduled < self.context.cursor.epoch
+        ):
             self.scheduler.step()  # to the epoch that this step is of
             self._scheduled += 1
         self._built.check_structure()
@@ -152,7 +187,9 @@ class DistributedTrainer(TrainerState):
         self._watch.batch(batch, self.steps)
         sums = self._run(batch, self.steps)
         if not self.partial:
-            self._look_at_route([self.shards.prepared(len(batch.indices)).reduction], len(batch.indices))
+            self._look_at_route(
+                [self.shards.prepared(len(batch.indices)).reduction], len(batch.indices)
+            )
         with slot.span("optimizer"):
             taken = self._commit(sums)
         if taken:
@@ -168,7 +205,9 @@ class DistributedTrainer(TrainerState):
 
     def _measured(self, sums: BatchSums) -> dict[str, float]:
         found = zip(self.metrics.items(), sums.metrics, strict=False)
-        return {name: v for (name, metric), v in found if metric is not metric_sums.accuracy or v >= 0}
+        return {
+            name: v for (name, metric), v in found if metric is not metric_sums.accuracy or v >= 0
+        }
 
     @property
     def rate(self) -> float:
@@ -178,7 +217,10 @@ class DistributedTrainer(TrainerState):
     base_rate = rate
 
     def scale_rate(self, factor: float) -> None:
-        """Multiplies the learning rates of all groups. Raises ConfigError: a scheduler sets them."""
+        """Multiplies the learning rates of all groups.
+
+        Raises ConfigError: a scheduler sets them.
+        """
         if self.scheduler is not None:
             what = "a scheduler sets the learning rate; use either it or ReduceLROnPlateau"
             raise ConfigError(f"[torch] {what}").on_all_ranks()
@@ -197,7 +239,11 @@ class DistributedTrainer(TrainerState):
                 self._look_at_loss(batch, n)
         if several and self.gather:
             joined = self._joined(begun, batch, step, train)
-        with self.shards.phase(train), begun.tried(), contextlib.closing(self.shards.run(n, step)) as run:
+        with (
+            self.shards.phase(train),
+            begun.tried(),
+            contextlib.closing(self.shards.run(n, step)) as run,
+        ):
             for lo, hi in run if begun.error is None else ():
                 with self._built.looking(), in_a_line():
                     if joined is None:
@@ -214,7 +260,9 @@ class DistributedTrainer(TrainerState):
         if train:
             with slot.span("backward"):
                 (loss if weight == 1 else loss * weight).backward()
-        self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples))
+        self.shards.count(
+            float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples)
+        )
 
     def _output(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Returns what forward() makes of a shard, and what the loss compares it with."""
@@ -222,17 +270,32 @@ class DistributedTrainer(TrainerState):
             return self._forward(x), x if huggingface.is_whole(x, y) else y
 
     def _loss_of(self, out: Any, y: Any) -> torch.Tensor:
-        loss = self.loss(out, y) if self._own_loss or not isinstance(y, dict) else huggingface.loss(out)
+        loss = (
+            self.loss(out, y)
+            if self._own_loss or not isinstance(y, dict)
+            else huggingface.loss(out)
+        )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
+            raise ConfigError(
+                f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'"
+            )
         return loss
 
-    def _joined(self, begun: StepOutcome, batch: datasets.Batch, step: int, train: bool) -> WholeBatchLoss | None:
-        """The loss of all outputs of a batch, on ranks that have a shard; a collective call. Raises what a rank's part
-        failed with: on all ranks; nothing was changed."""
-        made, n = Outputs(), len(batch.indices)
-        with self.shards.phase(), begun.tried(), contextlib.closing(self.shards.preview(n, step)) as run:
+    def _joined(
+        self, begun: StepOutcome, batch: datasets.Batch, step: int, train: bool
+    ) -> WholeBatchLoss | None:
+        """The loss of all outputs of a batch, on ranks that have a shard; a collective call.
+
+        Raises what a rank's part failed with: on all ranks; nothing was changed.
+        """
+        made = Outputs()
+        n = len(batch.indices)
+        with (
+            self.shards.phase(),
+            begun.tried(),
+            contextlib.closing(self.shards.preview(n, step)) as run,
+        ):
             for lo, hi in run if begun.error is None else ():
                 with self._built.looking(), in_a_line():
                     made.add(lo, hi, *self._output(*part(batch, lo, hi)))
@@ -248,7 +311,9 @@ class DistributedTrainer(TrainerState):
                 joined = WholeBatchLoss(made, everyone or [], self._loss_of, scale)
         return joined
 
-    def _run_joined(self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool) -> None:
+    def _run_joined(
+        self, joined: WholeBatchLoss, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool
+    ) -> None:
         """The second pass of a shard."""
         out, y = self._output(x, y)
         if train:
@@ -258,9 +323,13 @@ class DistributedTrainer(TrainerState):
         self.shards.count(joined.loss * part_of, *metric_sums.sums(self.metrics, out, y, hi - lo))
 
     def _look_at_loss(self, batch: datasets.Batch, n: int) -> None:
-        """Says on rank 0 if the loss is no mean over samples, by its first shard; shards would change its meaning."""
-        size, own = self.shards.shard_size or n, self.shards.share(n, True)
-        if own[0] or own[1] < size:  # shards may be anywhere: this rank may not have read the first one
+        """Says on rank 0 if the loss is no mean over samples, by its first shard; shards would
+        change its meaning.
+        """
+        size = self.shards.shard_size or n
+        own = self.shards.share(n, True)
+        # shards may be anywhere: this rank may not have read the first one
+        if own[0] or own[1] < size:
             return
         self._looked_at = True
         if self.comm.rank or self.gather or size < 2:
@@ -274,12 +343,18 @@ class DistributedTrainer(TrainerState):
         whole, *halves = (f"{value:.5g}" for value in values)
         line = f"({whole} of the {size} samples of a shard, {' and '.join(halves)} of their halves"
         if kind == "sum":
-            line = f"a sum over samples {line}) and is taken as their mean: divide it by them, or set its `reduction`"
+            line = (
+                f"a sum over samples {line}) and is taken as their mean: divide it by them, "
+                "or set its `reduction`"
+            )
         else:
             line = (
-                f"no mean over samples {line}, and no weights make one of the other). In shards of {size} it is "
-                f"another loss than that of the batch of {n}: give shard_size={n}, where one rank has the batch, or "
-                "gather=True, where all have its outputs (docs/pytorch.md, losses that look across the batch)"
+                f"no mean over samples {line}, and no weights make one of the other). In shards "
+                f"of {size} it is "
+                f"another loss than that of the batch of {n}: give shard_size={n}, where one "
+                "rank has the batch, or "
+                "gather=True, where all have its outputs (docs/pytorch.md, losses that look "
+                "across the batch)"
             )
         self.say(f"[torch] the loss is {line}")
 
@@ -289,10 +364,16 @@ class DistributedTrainer(TrainerState):
         return self.module(*x) if isinstance(x, tuple) else self.module(x)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", dtype=torch.bfloat16) if self.precision == "bf16" else contextlib.nullcontext()
+        return (
+            torch.autocast("cpu", dtype=torch.bfloat16)
+            if self.precision == "bf16"
+            else contextlib.nullcontext()
+        )
 
     def _commit(self, sums: BatchSums) -> bool:
-        """Updates the parameters from the mean gradient, unless it is not finite: then nothing is changed."""
+        """Updates the parameters from the mean gradient, unless it is not finite: then nothing
+        is changed.
+        """
         gradient = self.shards.gradient
         finite = math.isfinite(sums.loss) and self._finite(gradient)
         if finite:
@@ -311,12 +392,18 @@ class DistributedTrainer(TrainerState):
         return finite
 
     def _finite(self, gradient: torch.Tensor) -> bool:
-        """Says whether all gradients are finite, whoever has which; a collective call with zero 2 and 3."""
+        """Says whether all gradients are finite, whoever has which; a collective call with zero
+        2 and 3.
+        """
         own = not gradient.numel() or all(math.isfinite(float(v)) for v in torch.aminmax(gradient))
-        return bool(self.comm.all_reduce(np.array([own], np.int32), "min")[0]) if self.partial else own
+        return (
+            bool(self.comm.all_reduce(np.array([own], np.int32), "min")[0]) if self.partial else own
+        )
 
     def _norm(self) -> float:
-        """The norm of the mean gradient, the same bits whoever has which part; a collective call with zero 2 and 3."""
+        """The norm of the mean gradient, the same bits whoever has which part; a collective call
+        with zero 2 and 3.
+        """
         gradient = self.shards.gradient
 
         def over(op: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -333,22 +420,32 @@ class DistributedTrainer(TrainerState):
 
     def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
         if torch.is_autocast_enabled("cpu"):
-            raise ConfigError("[torch] fit() within torch.autocast would keep old weights; use precision='bf16'")
+            raise ConfigError(
+                "[torch] fit() within torch.autocast would keep old weights; use precision='bf16'"
+            )
         if torch.get_num_threads() != self.threads:
             raise ConfigError(
-                f"[torch] torch has {torch.get_num_threads()} threads now, the trainer was made with {self.threads}; "
+                f"[torch] torch has {torch.get_num_threads()} threads now, the trainer was made "
+                f"with {self.threads}; "
                 "give it threads=, and leave torch.set_num_threads() out"
             )
-        if self.strategy.compression in ("topk", "powersgd") and (context.saving.folder or Run.current()):
+        if self.strategy.compression in ("topk", "powersgd") and (
+            context.saving.folder or Run.current()
+        ):
             raise ConfigError(
-                f"[torch] compression={self.strategy.compression!r} keeps on each rank what it has not sent, which "
-                "checkpoints of torch modules do not hold; use compression='bf16', or no checkpoints"
+                f"[torch] compression={self.strategy.compression!r} keeps on each rank what it "
+                "has not sent, which "
+                "checkpoints of torch modules do not hold; use compression='bf16', or no "
+                "checkpoints"
             )
         self._built.remember()
         self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
 
     def _take_size(self, loader: Any) -> None:
-        """The shard size of a loader that was given one is the trainer's, unless that has another. ConfigError."""
+        """The shard size of a loader that was given one is the trainer's, unless that has another.
+
+        ConfigError.
+        """
         if isinstance(loader, DataLoader) and loader.fixed_size:
             loader.follow(self.shard_size or loader.shard_size)
             self.shard_size = loader.shard_size
@@ -367,12 +464,16 @@ class DistributedTrainer(TrainerState):
         return Share(self.shards, training)
 
     def _repeats(self, sampler: Any) -> bool:
-        """Torch's own draw from its generator, which each epoch is seeded anew, or from theirs, which is put back."""
+        """Torch's own draw from its generator, which each epoch is seeded anew, or from theirs,
+        which is put back.
+        """
         own = type(sampler).__module__ == "torch.utils.data.sampler" or any(generators(sampler))
         return own or super()._repeats(sampler)
 
     def _evaluated(self, loader: Any, targets: bool = True) -> Iterator[datasets.Batch]:
-        """A data set or loader as batches whose shards are known; of our own loaders this rank reads its samples."""
+        """A data set or loader as batches whose shards are known; of our own loaders this rank
+        reads its samples.
+        """
         if isinstance(loader, torch.utils.data.Dataset):
             loader = DataLoader(loader, batch_size=256, comm=self.comm)
         loader = in_batches(loader)
@@ -380,7 +481,8 @@ class DistributedTrainer(TrainerState):
         if own_steps(loader) and len(loader.dataset):
             self._share_out(min(loader.batch_size, len(loader.dataset)))
             if isinstance(loader, DataLoader):
-                loader.set_epoch(0)  # samples that are drawn are the same each time, also after a resume
+                # samples that are drawn are the same each time, also after a resume
+                loader.set_epoch(0)
             yield from loader.steps(part=self._part(training=False))
             return
         for batch in batches(loader, 0, self.seed, 1, targets):
@@ -400,7 +502,9 @@ class DistributedTrainer(TrainerState):
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and metrics over a data set or loader, in eval mode."""
 
-        def sums(batch: datasets.Batch, number: int) -> tuple[float, float, dict[str, float], float]:
+        def sums(
+            batch: datasets.Batch, number: int
+        ) -> tuple[float, float, dict[str, float], float]:
             found = self._run(batch, number, train=False)
             metrics = self._measured(found)
             return found.loss, metrics.get("accuracy", 0.0), metrics, found.samples
@@ -409,11 +513,12 @@ class DistributedTrainer(TrainerState):
             return self._evaluation(self._evaluated(loader), sums)
 
     def predict(self, loader: Any) -> torch.Tensor:
-        """Returns what the module gives in eval mode for all samples, in order, whole on every rank.
+        """Returns what the module gives in eval mode for all samples, in order, whole on every
+        rank.
 
-        loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N, ...).
-        Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16": the outputs, or their `logits`. Raises
-        ConfigError: they are no tensors, or have several shapes.
+        loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N,
+        ...). Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16": the outputs, or
+        their `logits`. Raises ConfigError: they are no tensors, or have several shapes.
         """
         if isinstance(loader, torch.Tensor):
             loader = torch.utils.data.TensorDataset(loader)
@@ -424,13 +529,19 @@ class DistributedTrainer(TrainerState):
                 shards = self.shards(n := len(batch.indices), number, train=False)
                 with self.shards.phase(), contextlib.closing(shards):
                     for lo, hi in shards:
-                        rows[f"{count + lo}"] = self._predicted(part(batch, lo, hi, targets=False)[0], hi - lo)
+                        rows[f"{count + lo}"] = self._predicted(
+                            part(batch, lo, hi, targets=False)[0], hi - lo
+                        )
                 count += n
         if not count:
             raise ConfigError("[predict] the loader gave no batch; give it data")
-        whole = {k: v for rank in range(self.comm.size) for k, v in spread(self.comm, rows, rank).items()}
+        whole = {
+            k: v for rank in range(self.comm.size) for k, v in spread(self.comm, rows, rank).items()
+        }
         if len(shapes := sorted({a.shape[1:] for a in whole.values()})) > 1:
-            raise ConfigError(f"[predict] outputs have the shapes {shapes}; pad all batches to one length")
+            raise ConfigError(
+                f"[predict] outputs have the shapes {shapes}; pad all batches to one length"
+            )
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
     def _predicted(self, x: Any, samples: int) -> np.ndarray:
@@ -438,70 +549,128 @@ class DistributedTrainer(TrainerState):
             out = huggingface.predictions(self._forward(x))
         if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
             found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-            raise ConfigError(f"[torch] forward() of {samples} samples gives {found}; give a tensor ({samples}, ...)")
+            raise ConfigError(
+                f"[torch] forward() of {samples} samples gives {found}; give a tensor "
+                f"({samples}, ...)"
+            )
         return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
 
 
 @contextlib.contextmanager
 def in_a_line() -> Iterator[None]:
-    """An operation without a deterministic form, and BatchNorm of a shard of one sample, are errors of one line."""
+    """An operation without a deterministic form, and BatchNorm of a shard of one sample, are
+    errors of one line.
+    """
     try:
         yield
     except ValueError as problem:
         if "Expected more than 1 value per channel" not in str(problem):
             raise
         raise ConfigError(
-            "[torch] BatchNorm has one sample, as the last shard of a batch has one; use another batch size or "
+            "[torch] BatchNorm has one sample, as the last shard of a batch has one; use another "
+            "batch size or "
             "shard_size, or drop_last=True in the loader"
         ) from problem
     except RuntimeError as problem:
         if "use_deterministic_algorithms" not in str(problem):
             raise
         what = str(problem).partition(", but you set")[0]
-        raise ConfigError(f"[torch] {what}; use another operation, or deterministic='warn'") from problem
+        raise ConfigError(
+            f"[torch] {what}; use another operation, or deterministic='warn'"
+        ) from problem
 
 
-def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str) -> None:
+def _check(
+    made: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str
+) -> None:
     """ConfigError for what cannot be trained with, by name."""
-    for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+    for what, given, kind in (
+        ("module", module, nn.Module),
+        ("optimizer", optimizer, torch.optim.Optimizer),
+    ):
         check_kind("torch", what, given, kind, "torch's ")
-    name, own = type(optimizer).__name__, {id(p) for p in module.parameters()}
+    name = type(optimizer).__name__
+    own = {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}
     ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
-    optim, plateau = torch.optim, torch.optim.lr_scheduler.ReduceLROnPlateau
+    optim = torch.optim
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     groups = optimizer.param_groups
     apart = scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer
     foreign = any(id(p) not in own for group in groups for p in group["params"])
     for wrong, says in (
-        (isinstance(optimizer, optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
-        (isinstance(optimizer, optim.SparseAdam), "SparseAdam needs sparse gradients, which no tree adds; use Adam"),
-        (foreign, f"{name} has parameters that are not the module's; make it of module.parameters()"),
-        (any(isinstance(group["lr"], torch.Tensor) for group in groups), f"{name}'s lr is a tensor; give a number"),
-        (isinstance(scheduler, plateau), "ReduceLROnPlateau needs a figure at each step(); use another scheduler"),
-        (apart, f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer"),
+        (
+            isinstance(optimizer, optim.LBFGS),
+            "LBFGS runs the model several times in a step; use SGD or AdamW",
+        ),
+        (
+            isinstance(optimizer, optim.SparseAdam),
+            "SparseAdam needs sparse gradients, which no tree adds; use Adam",
+        ),
+        (
+            foreign,
+            f"{name} has parameters that are not the module's; make it of module.parameters()",
+        ),
+        (
+            any(isinstance(group["lr"], torch.Tensor) for group in groups),
+            f"{name}'s lr is a tensor; give a number",
+        ),
+        (
+            isinstance(scheduler, plateau),
+            "ReduceLROnPlateau needs a figure at each step(); use another scheduler",
+        ),
+        (
+            apart,
+            f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
+        ),
         (
             loss is not None and (isinstance(loss, type) or not callable(loss)),
-            f"loss is {loss!r}; give a function of (output, target) or an object such as nn.CrossEntropyLoss()",
+            f"loss is {loss!r}; give a function of (output, target) or an object such as "
+            "nn.CrossEntropyLoss()",
         ),
-        (interval not in ("step", "epoch"), f"scheduler_interval is {interval!r}; choose from step, epoch"),
-        (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),
-        (made.precision not in ("fp32", "bf16"), f"precision is {made.precision!r}; use 'fp32', or 'bf16': autocast"),
-        (made.device == "gpu", "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'"),
+        (
+            interval not in ("step", "epoch"),
+            f"scheduler_interval is {interval!r}; choose from step, epoch",
+        ),
+        (
+            ours,
+            f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out",
+        ),
+        (
+            made.precision not in ("fp32", "bf16"),
+            f"precision is {made.precision!r}; use 'fp32', or 'bf16': autocast",
+        ),
+        (
+            made.device == "gpu",
+            "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'",
+        ),
         (
             made.zero > 1 and (made.reduction != "tree" or made.compression),
-            f"zero={made.zero} has sums of its own along the tree; leave reduction and compression out, or use zero=1",
+            f"zero={made.zero} has sums of its own along the tree; leave reduction and "
+            "compression out, or use zero=1",
         ),
-        (made.zero > 1 and made.rebalance, f"zero={made.zero} takes shards in rounds of all ranks; rebalance=False"),
+        (
+            made.zero > 1 and made.rebalance,
+            f"zero={made.zero} takes shards in rounds of all ranks; rebalance=False",
+        ),
         (
             made.zero == 3
-            and any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for m in module.modules()),
-            "zero=3 looks at each operation, which torch.compile joins; use zero=2, or the module as it is",
+            and any(
+                type(m).__name__ == "OptimizedModule" or m._compiled_call_impl
+                for m in module.modules()
+            ),
+            "zero=3 looks at each operation, which torch.compile joins; use zero=2, or the "
+            "module as it is",
         ),
         (
             made.zero and not type(optimizer).__module__.startswith("torch.optim"),
-            f"zero={made.zero} with {name}: only torch.optim's optimizers are known to go by parameter; use zero=0",
+            f"zero={made.zero} with {name}: only torch.optim's optimizers are known to go by "
+            "parameter; use zero=0",
         ),
-        (made.reduction in MODES, f"reduction={made.reduction!r}: ranks take every step together here; use 'tree'"),
+        (
+            made.reduction in MODES,
+            f"reduction={made.reduction!r}: ranks take every step together here; use 'tree'",
+        ),
     ):
         if wrong:
             raise ConfigError(f"[torch] {says}")

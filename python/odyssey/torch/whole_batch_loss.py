@@ -1,8 +1,10 @@
-"""A loss over all outputs of a batch whose shards ran apart, on any ranks: two passes (GradCache, Gao et al. 2021).
+"""A loss over all outputs of a batch whose shards ran apart, on any ranks: two passes
+(GradCache, Gao et al. 2021).
 
-The first pass gives the outputs, which all ranks get, joined in the order of the samples. Each rank that has shards
-computes the same loss of them and its gradients; in the second pass a shard runs again, with the same random numbers,
-and these are propagated through it. What it is not: for losses inside of modules, which see the samples of a shard.
+The first pass gives the outputs, which all ranks get, joined in the order of the samples. Each rank
+that has shards computes the same loss of them and its gradients; in the second pass a shard runs
+again, with the same random numbers, and these are propagated through it. What it is not: for losses
+inside of modules, which see the samples of a shard.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from .objects import packed, unpacked
 
 
 class Outputs:
-    """Outputs of this rank's shards in the first pass. spec: the tree (output, targets), whose first `own` leaves are
-    the output's."""
+    """Outputs of this rank's shards in the first pass. spec: the tree (output, targets), whose
+    first `own` leaves are the output's.
+    """
 
     def __init__(self) -> None:
-        self.shards: dict[tuple[int, int], list[Any]] = {}  # leaves by (first sample, one past the last)
+        # leaves by (first sample, one past the last)
+        self.shards: dict[tuple[int, int], list[Any]] = {}
         self.spec: Any = None
         self.own = 0
 
@@ -35,24 +39,41 @@ class Outputs:
         self.shards[lo, hi] = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
 
     def exchanged(self, comm: Communicator, failed: bool) -> list[Any] | None:
-        """[first, one past the last, tensors] of all shards in order; None: a rank has failed. A collective call."""
-        mine = [[*at, [packed(t) for t in leaves if isinstance(t, torch.Tensor)]] for at, leaves in self.shards.items()]
+        """[first, one past the last, tensors] of all shards in order; None: a rank has failed.
+
+        A collective call.
+        """
+        mine = [
+            [*at, [packed(t) for t in leaves if isinstance(t, torch.Tensor)]]
+            for at, leaves in self.shards.items()
+        ]
         everyone = [spread(comm, [failed, mine], rank) for rank in range(comm.size)]
-        shards = [[lo, hi, [unpacked(t) for t in tensors]] for _, its in everyone for lo, hi, tensors in its]
-        return None if any(its for its, _ in everyone) else sorted(shards, key=lambda shard: shard[:2])
+        shards = [
+            [lo, hi, [unpacked(t) for t in tensors]]
+            for _, its in everyone
+            for lo, hi, tensors in its
+        ]
+        return (
+            None if any(its for its, _ in everyone) else sorted(shards, key=lambda shard: shard[:2])
+        )
 
 
 class WholeBatchLoss:
-    """The loss of all outputs of a batch, and its gradients of them. loss: of (output, targets). scale: what it is
-    multiplied with for the gradients; None: they are not needed. Raises ConfigError: the shards' outputs cannot be
-    joined."""
+    """The loss of all outputs of a batch, and its gradients of them. loss: of (output, targets).
+    scale: what it is multiplied with for the gradients; None: they are not needed. Raises
+    ConfigError: the shards' outputs cannot be joined.
+    """
 
-    def __init__(self, outputs: Outputs, shards: list[Any], loss: Callable[[Any, Any], Any], scale: Any) -> None:
+    def __init__(
+        self, outputs: Outputs, shards: list[Any], loss: Callable[[Any, Any], Any], scale: Any
+    ) -> None:
         self.outputs = outputs
         leaves = list(next(iter(outputs.shards.values())))
         places = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)]
         if len({len(tensors) for _, _, tensors in shards}) > 1:
-            raise ConfigError("[torch] gather=True: forward() gives other numbers of tensors for some shards")
+            raise ConfigError(
+                "[torch] gather=True: forward() gives other numbers of tensors for some shards"
+            )
         for k, i in enumerate(places):
             leaves[i] = _join([(hi - lo, tensors[k]) for lo, hi, tensors in shards])
         self._at = [i for i in places if i < outputs.own and leaves[i].is_floating_point()]
@@ -61,17 +82,25 @@ class WholeBatchLoss:
         value = loss(*pytree.tree_unflatten(leaves, outputs.spec))
         self.loss = float(value.detach())
         if scale is not None:
-            self._gradients = torch.autograd.grad(value * scale, [leaves[i] for i in self._at], allow_unused=True)
+            self._gradients = torch.autograd.grad(
+                value * scale, [leaves[i] for i in self._at], allow_unused=True
+            )
 
     def backward(self, lo: int, hi: int, out: Any) -> None:
-        """The second pass of a shard. Raises ConfigError: it is not what the first one gave, or has no gradient."""
-        now, before = pytree.tree_leaves(out), self.outputs.shards[lo, hi]
-        ends, gradients = [], []
+        """The second pass of a shard.
+
+        Raises ConfigError: it is not what the first one gave, or has no gradient.
+        """
+        now = pytree.tree_leaves(out)
+        before = self.outputs.shards[lo, hi]
+        ends = []
+        gradients = []
         for i, whole in zip(self._at, self._gradients, strict=True):
             t = now[i]
             if not torch.equal(t, before[i]) and not bool(t.isnan().any()):
                 raise ConfigError(
-                    "[torch] gather=True: forward() gives other outputs when it runs again on the same samples; draw "
+                    "[torch] gather=True: forward() gives other outputs when it runs again on "
+                    "the same samples; draw "
                     "from torch's generator alone, and keep nothing from call to call"
                 )
             if whole is None or not t.requires_grad or (not t.dim() and lo):
@@ -79,7 +108,10 @@ class WholeBatchLoss:
             ends.append(t)
             gradients.append(whole[lo:hi] if t.dim() else whole)
         if not ends and not lo:
-            raise ConfigError("[torch] gather=True: the loss does not depend on the outputs of forward(); leave it out")
+            raise ConfigError(
+                "[torch] gather=True: the loss does not depend on the outputs of forward(); "
+                "leave it out"
+            )
         if ends:
             torch.autograd.backward(ends, gradients)
 
@@ -92,7 +124,8 @@ def _join(parts: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
     shapes = sorted({tuple(t.shape[1:]) for _, t in parts})
     if len(shapes) > 1 or any(not t.dim() or len(t) != n for n, t in parts):
         raise ConfigError(
-            f"[torch] gather=True joins outputs and targets along their first axis, the samples; shards gave {shapes} "
+            "[torch] gather=True joins outputs and targets along their first axis, the samples; "
+            f"shards gave {shapes} "
             "behind it; give such tensors, and numbers that depend on parameters alone"
         )
     return torch.cat([t for _, t in parts])

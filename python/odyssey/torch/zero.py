@@ -1,15 +1,19 @@
-"""ZeRO 2 and 3 of a torch module (Rajbhandari et al. 2020): gradients, and parameters, that ranks have in parts.
+"""ZeRO 2 and 3 of a torch module (Rajbhandari et al. 2020): gradients, and parameters, that
+ranks have in parts.
 
-A rank owns a run of the parameters, whole ones, as torch's optimizers go by parameter. Buckets are runs of parameters
-of one owner. With stage 3 an operation that reads a parameter, in whatever module, forward or backward, has its bucket
-sent by the owner first (a dispatch mode sees every operation); the last SLOTS buckets stay.
+A rank owns a run of the parameters, whole ones, as torch's optimizers go by parameter. Buckets are
+runs of parameters of one owner. With stage 3 an operation that reads a parameter, in whatever
+module, forward or backward, has its bucket sent by the owner first (a dispatch mode sees every
+operation); the last SLOTS buckets stay.
 
-The shards of a step are taken in rounds, one by each rank: they follow each other in the tree of parallel/plan.py, so
-what is added after a round are sums of few nodes, not one of each rank. As soon as all ranks' backward passes have a
-bucket it is sent, each rank adding its range of it (and goes on meanwhile); after the last round owners get the mean.
+The shards of a step are taken in rounds, one by each rank: they follow each other in the tree of
+parallel/plan.py, so what is added after a round are sums of few nodes, not one of each rank. As
+soon as all ranks' backward passes have a bucket it is sent, each rank adding its range of it (and
+goes on meanwhile); after the last round owners get the mean.
 
-No rank knows what the others' shards do next: their branches may differ. So they meet: each says which bucket it needs,
-which it has gradients of, or that it is done, and all do what is said there, until all are done.
+No rank knows what the others' shards do next: their branches may differ. So they meet: each says
+which bucket it needs, which it has gradients of, or that it is done, and all do what is said there,
+until all are done.
 """
 
 from __future__ import annotations
@@ -34,18 +38,25 @@ from .shards import SUMS, Shards
 
 SLOTS = 2  # buckets of parameters of other ranks that are there at a time
 MOST = 25 << 18  # floats of a bucket, 25 MiB; at most a 32nd of the model, as for our own models
-DONE, READY = -1, -2  # said instead of a bucket that is needed
-#: Operations of eval mode inside of which autocast rounds: it is off where a dispatch mode calls them.
+# said instead of a bucket that is needed
+DONE = -1
+READY = -2
+#: Operations of eval mode inside of which autocast rounds: it is off where a dispatch mode calls
+#: them.
 FUSED = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 Nodes = list[tuple[int, np.ndarray]]  # sums of (number of shards), those of the most first
 
 
 class Bucket:
-    """Parameters `run` of the arena, of which `owner` keeps the values. cut: the range of its floats that each rank
-    adds; nodes: sums of this rank's. waits: trained parameters that the backward pass under way has not reached."""
+    """Parameters `run` of the arena, of which `owner` keeps the values. cut: the range of its
+    floats that each rank adds; nodes: sums of this rank's. waits: trained parameters that the
+    backward pass under way has not reached.
+    """
 
     def __init__(self, arena: ModuleArena, run: range, owner: int, ranks: int) -> None:
-        self.run, self.owner, self.at = run, owner, arena.at[run.start]
+        self.run = run
+        self.owner = owner
+        self.at = arena.at[run.start]
         self.floats = arena.end(run.stop) - self.at
         self.cut = planning.ranges(self.floats, ranks)
         tensors = [(arena.at[i] - self.at, arena.named[i][1]) for i in run]
@@ -71,7 +82,8 @@ class Bucket:
             self.flat.untyped_storage().resize_(0)
         except RuntimeError as problem:
             raise ConfigError(
-                "[torch] forward() makes NumPy arrays of parameters, whose memory zero=3 gives back; use zero=2, or "
+                "[torch] forward() makes NumPy arrays of parameters, whose memory zero=3 gives "
+                "back; use zero=2, or "
                 "torch's operations"
             ) from problem
 
@@ -117,14 +129,25 @@ class _OnUse(TorchDispatchMode):
 
 
 class Spread(Shards):
-    """Shards of a module whose gradients (zero=2), and parameters (zero=3), the ranks have in parts."""
+    """Shards of a module whose gradients (zero=2), and parameters (zero=3), the ranks have in
+    parts.
+    """
 
     def __init__(
-        self, module: torch.nn.Module, comm: Communicator, *given: Any, zero: int, autocast: bool, **held: Any
+        self,
+        module: torch.nn.Module,
+        comm: Communicator,
+        *given: Any,
+        zero: int,
+        autocast: bool,
+        **held: Any,
     ) -> None:
         self.autocast = autocast  # forward() runs in it
-        self.zero, self._together = zero, False  # together: all parameters are there
-        self._live: list[int] = []  # buckets that are there on all that asked, the one used last behind
+        # together: all parameters are there
+        self.zero = zero
+        self._together = False
+        # buckets that are there on all that asked, the one used last behind
+        self._live: list[int] = []
         self._under_way: tuple[Any, Bucket, np.ndarray, np.ndarray] | None = None
         self._rounds = self._round = self._count = 0
         super().__init__(module, comm, *given, **held)
@@ -132,42 +155,58 @@ class Spread(Shards):
             self._check_aliases()
             for part in module.modules():
                 part.register_state_dict_pre_hook(lambda *_: self._refuse("state_dict()"))
-                part._register_load_state_dict_pre_hook(lambda *_: self._refuse("load_state_dict()"))
+                part._register_load_state_dict_pre_hook(
+                    lambda *_: self._refuse("load_state_dict()")
+                )
 
     def _check_aliases(self) -> None:
-        """Raises ConfigError: a buffer shares memory with a parameter, whose memory comes and goes."""
+        """Raises ConfigError: a buffer shares memory with a parameter, whose memory comes and
+        goes.
+        """
         buffers = {id(b) for _, b in self.arena.buffers}
         for alias in self.arena.aliases:
             if id(alias.tensor) in buffers:
                 raise ConfigError(
-                    f"[torch] the buffer {alias.name} shares memory with a parameter, which zero=3 has in parts; use "
+                    f"[torch] the buffer {alias.name} shares memory with a parameter, which "
+                    "zero=3 has in parts; use "
                     "zero=2, or compute the buffer in forward()"
                 )
 
     def _lay_out(self) -> None:
-        arena, ranks = self.arena, self.comm.size
+        arena = self.arena
+        ranks = self.comm.size
         own = arena.shares(0, arena.trained, ranks)
         arena.hold(own[self.comm.rank])
         self.gradient = torch.from_numpy(arena.grads)
         norms = arena.norms
-        self._places = np.cumsum([0, norms.floats, norms.floats, SUMS, arena.trained, len(norms.counters)]).tolist()
-        self._tail, self._tails = torch.zeros(self._places[-1]), list[tuple[int, np.ndarray]]()
+        self._places = np.cumsum(
+            [0, norms.floats, norms.floats, SUMS, arena.trained, len(norms.counters)]
+        ).tolist()
+        self._tails = list[tuple[int, np.ndarray]]()
+        self._tail = torch.zeros(self._places[-1])
         most = max(ALIGN, min(MOST, arena.extent // 32))
-        self.owned = [self._cut(run, owner, most) for owner, run in enumerate(own)]  # trained, by owner
+        # trained, by owner
+        self.owned = [self._cut(run, owner, most) for owner, run in enumerate(own)]
         frozen = arena.shares(arena.trained, len(arena.named), ranks)
         self.summed = [b for some in self.owned for b in some]
-        self.buckets = self.summed + [b for owner, run in enumerate(frozen) for b in self._cut(run, owner, most)]
+        self.buckets = self.summed + [
+            b for owner, run in enumerate(frozen) for b in self._cut(run, owner, most)
+        ]
         self._number = {i: n for n, b in enumerate(self.buckets) for i in b.run}
         self._votes = np.zeros(1 + len(self.summed), np.int32)
         self._sums_sent: set[int] = set()
 
     def _cut(self, run: range, owner: int, most: int) -> list[Bucket]:
         """An owner's parameters as buckets of at most so many floats, or of one parameter."""
-        arena, starts = self.arena, list(run[:1])
+        arena = self.arena
+        starts = list(run[:1])
         for i in run[1:]:
             if arena.end(i + 1) - arena.at[starts[-1]] > most:
                 starts.append(i)
-        return [Bucket(arena, range(a, b), owner, self.comm.size) for a, b in itertools.pairwise([*starts, run.stop])]
+        return [
+            Bucket(arena, range(a, b), owner, self.comm.size)
+            for a, b in itertools.pairwise([*starts, run.stop])
+        ]
 
     # --- where parameters are, with stage 3 ---
 
@@ -186,8 +225,11 @@ class Spread(Shards):
         if self.zero == 3:
             for b in self.buckets:
                 b.keep(self.arena.params, b.owner == self.comm.rank)
-            # those of this rank too: ranks that ask for the same, one after the other, do not run ahead of each other
-            self._stored = {b.flat.untyped_storage()._cdata: n for n, b in enumerate(self.buckets) if b.floats}
+            # those of this rank too: ranks that ask for the same, one after the other, do not run
+            # ahead of each other
+            self._stored = {
+                b.flat.untyped_storage()._cdata: n for n, b in enumerate(self.buckets) if b.floats
+            }
             self.arena.params = np.empty(0, np.float32)
             self._rest()
 
@@ -212,7 +254,9 @@ class Spread(Shards):
         self.arena.check()
         for (name, p), version in zip(self.arena.named, self._versions, strict=True):
             if p._version != version:
-                raise ConfigError(f"[torch] {name} was written while ranks had parts: do it in trainer.gathered()")
+                raise ConfigError(
+                    f"[torch] {name} was written while ranks had parts: do it in trainer.gathered()"
+                )
 
     def _mine(self) -> list[Bucket]:
         return [b for b in self.buckets if b.owner == self.comm.rank]
@@ -258,7 +302,9 @@ class Spread(Shards):
 
     def _refuse(self, what: str) -> None:
         if self.zero == 3 and not self._together:
-            raise ConfigError(f"[torch] {what} with zero=3: in `with trainer.gathered():`, which all ranks enter")
+            raise ConfigError(
+                f"[torch] {what} with zero=3: in `with trainer.gathered():`, which all ranks enter"
+            )
 
     @contextlib.contextmanager
     def phase(self, run: bool = False) -> Iterator[None]:
@@ -314,7 +360,9 @@ class Spread(Shards):
         if not mine and b.flat.untyped_storage().nbytes() < 4 * b.floats:
             b.flat.untyped_storage().resize_(4 * b.floats)
         # with Tensor.numpy() it would be memory that cannot be given back
-        self.comm.broadcast(native.memory(b.flat.data_ptr(), 4 * b.floats).view(np.float32), root=b.owner)
+        self.comm.broadcast(
+            native.memory(b.flat.data_ptr(), 4 * b.floats).view(np.float32), root=b.owner
+        )
         self._sent[:2] += 4 * b.floats * (self.comm.size - 1) * mine
         if not mine and not wanted and n not in self._live:
             with contextlib.suppress(ConfigError):
@@ -330,14 +378,19 @@ class Spread(Shards):
             return super().begin(samples, train)
         if self._together:
             self.arena.check()
-            raise ConfigError("[torch] a step within trainer.gathered(); end the block first").on_all_ranks()
+            raise ConfigError(
+                "[torch] a step within trainer.gathered(); end the block first"
+            ).on_all_ranks()
         assert self.shard_size is not None
         self._count = planning.shard_count(samples, self.shard_size)
-        self._round, self._rounds, self._tails = 0, -(-self._count // self.comm.size), []
+        self._rounds = -(-self._count // self.comm.size)
+        self._round = 0
+        self._tails = []
         part = StepOutcome(self, self._places[2])  # type: ignore[arg-type]
         self._begun = None, train, part  # type: ignore[assignment]
         for b in self.summed:
-            b.nodes, b.grads = [], None
+            b.nodes = []
+            b.grads = None
         with part.tried():
             self.norms.take_over()
         return part
@@ -369,14 +422,18 @@ class Spread(Shards):
         return self._reach
 
     def _taker(self, i: int) -> Callable[[torch.Tensor], None]:
-        """Returns what takes the gradient of parameter i from a backward pass; a bucket that is whole may be sent."""
+        """Returns what takes the gradient of parameter i from a backward pass; a bucket that is
+        whole may be sent.
+        """
         n = self._number[i]
-        b, name = self.buckets[n], self.arena.named[i][0]
+        b = self.buckets[n]
+        name = self.arena.named[i][0]
 
         def take(p: torch.Tensor) -> None:
             if i not in b.waits:
                 raise ConfigError(
-                    f"[torch] backward() reaches {name} twice, as in checkpoint(use_reentrant=True), and zero="
+                    f"[torch] backward() reaches {name} twice, as in "
+                    "checkpoint(use_reentrant=True), and zero="
                     f"{self.zero} has sent its gradient; use_reentrant=False, or zero=1"
                 )
             assert p.grad is not None
@@ -391,7 +448,10 @@ class Spread(Shards):
         return take
 
     def _meet(self, says: int) -> bool:
-        """Ranks say what they need; all of it is done. Returns whether all are done. See the head of this file."""
+        """Ranks say what they need; all of it is done.
+
+        Returns whether all are done. See the head of this file.
+        """
         self._votes[0] = says
         votes = self.comm.all_gather(self._votes)
         for n in sorted({*votes[:, 0].tolist()} - {DONE, READY}):
@@ -404,14 +464,17 @@ class Spread(Shards):
     def _send(self, n: int) -> None:
         """Starts the sum of a bucket over the shards of this round."""
         self._finish()
-        b, (rank, ranks) = self.buckets[n], (self.comm.rank, self.comm.size)
+        b = self.buckets[n]
+        (rank, ranks) = (self.comm.rank, self.comm.size)
         sharing = min(ranks, self._count - self._round * ranks)
         own = b.cut[rank][1] - b.cut[rank][0]
         counts = [(hi - lo) * (rank < sharing) for lo, hi in b.cut]
         send = np.zeros(sum(counts), np.float32) if b.grads is None else b.grads.numpy()
         came = np.empty((sharing, own), np.float32)
         takes = [own * (r < sharing) for r in range(ranks)]
-        request = self.comm.all_to_all_v(send[: sum(counts)], counts, came.reshape(-1), takes, wait=False)
+        request = self.comm.all_to_all_v(
+            send[: sum(counts)], counts, came.reshape(-1), takes, wait=False
+        )
         self._under_way = request, b, came, send
         self._sent[:2] += 4 * (sum(counts) - counts[rank])
         self._sums_sent.add(n)
@@ -425,7 +488,9 @@ class Spread(Shards):
             request.wait()
             for leaf in came:
                 add(b.nodes, leaf)
-            b.nodes = [(size, node.copy() if node.base is not None else node) for size, node in b.nodes]
+            b.nodes = [
+                (size, node.copy() if node.base is not None else node) for size, node in b.nodes
+            ]
 
     def _close_round(self) -> None:
         """Ends a round, in which this rank has run its shard, had none, or failed."""
@@ -435,7 +500,9 @@ class Spread(Shards):
         while not self._meet(DONE):
             pass
         self._finish()
-        for leaf in self.comm.all_gather(self._tail.numpy())[: self._count - self._round * self.comm.size]:
+        for leaf in self.comm.all_gather(self._tail.numpy())[
+            : self._count - self._round * self.comm.size
+        ]:
             add(self._tails, leaf)
         self._round += 1
         self._votes[1:] = 0
@@ -446,7 +513,8 @@ class Spread(Shards):
 
     def _divide(self, result: torch.Tensor, samples: float) -> None:
         """Each owner gets the mean of its parameters, a bucket at a time."""
-        rank, lo = self.comm.rank, self.arena.end(self.arena.held.start)
+        rank = self.comm.rank
+        lo = self.arena.end(self.arena.held.start)
         for j in range(max(map(len, self.owned))):
             buckets = [some[j] if j < len(some) else None for some in self.owned]
             sums = [np.empty(0, np.float32) if b is None else folded(b.nodes) for b in buckets]
@@ -464,15 +532,21 @@ class Spread(Shards):
     def kept_parameters(self) -> list[fingerprint.Run]:
         if self.zero == 3:
             return [(b.flat.data_ptr(), b.floats, b.at) for b in self._mine() if b.floats]
-        arena, at = self.arena, self.arena.params.ctypes.data
+        arena = self.arena
+        at = self.arena.params.ctypes.data
         runs = [arena.held, range(arena.trained, len(arena.at))][: 1 + (self.comm.rank == 0)]
         ends = [(arena.end(run.start), arena.end(run.stop)) for run in runs]
         return [(at + 4 * lo, hi - lo, lo) for lo, hi in ends]
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        largest, rank = sorted((b.floats for b in self.buckets), reverse=True), self.comm.rank
-        params = sum(b.floats for b in self._mine()) + sum(largest[:SLOTS]) if self.zero == 3 else self.arena.extent
+        largest = sorted((b.floats for b in self.buckets), reverse=True)
+        rank = self.comm.rank
+        params = (
+            sum(b.floats for b in self._mine()) + sum(largest[:SLOTS])
+            if self.zero == 3
+            else self.arena.extent
+        )
         ranges = sum(b.cut[rank][1] - b.cut[rank][0] for b in self.summed)
         starts = range(self.comm.size, self._count + self.comm.size, self.comm.size)
         kept = max(min(at, self._count).bit_count() for at in starts) if self._count else 1

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ..base.lazy import attach
 
 if TYPE_CHECKING:
-    from .trainer_base import Sharing as Sharing  # so that the site's reference finds the methods of torch's trainer
+    # so that the site's reference finds the methods of torch's trainer
+    from .trainer_base import Sharing as Sharing
 
 __getattr__, __dir__, __all__ = attach(
     __name__,

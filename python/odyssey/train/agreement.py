@@ -6,7 +6,8 @@
     data sets   in memory: all their bytes                     when fit() or evaluate() begins               data_set
     batches     which samples, and what they are; rates ahead  at the first step, then every check_every     Watch
 
-All ranks find the same, so all end with the same error, and rank 0 speaks. Rank 0 is what the others are compared with.
+All ranks find the same, so all end with the same error, and rank 0 speaks. Rank 0 is what the
+others are compared with.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 CURE = (
-    "make samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, sample index), as "
+    "make samples with one seed (torch.manual_seed), or draw random numbers from (seed, epoch, "
+    "sample index), as "
     "transform= of DataLoader does and docs/determinism.md shows"
 )
 BLOCKS = 256  # of a data set, when a sample that differs is looked for
@@ -41,7 +43,9 @@ ALIKE = "give all ranks the same batches"
 
 
 def first_other(comm: Communicator, numbers: Sequence[int]) -> tuple[int | None, np.ndarray]:
-    """The first rank whose numbers (int64) are not those of rank 0, and all ranks' (ranks, n); a collective call."""
+    """The first rank whose numbers (int64) are not those of rank 0, and all ranks' (ranks, n); a
+    collective call.
+    """
     everyone = comm.all_gather(np.array(numbers, np.int64))
     other = np.flatnonzero((everyone != everyone[0]).any(axis=1))
     return int(other[0]) if len(other) else None, everyone
@@ -54,40 +58,55 @@ def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
 
 
 def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
-    """Returns what to say of the first setting that a rank has otherwise than a group's first; a collective call."""
+    """Returns what to say of the first setting that a rank has otherwise than a group's first; a
+    collective call.
+    """
     _, everyone = first_other(comm, [hash_of(v) for v in settings.values()])
     for name, column in zip(settings, everyone.T, strict=True):
         if (others := np.flatnonzero(column != column[0])).size:
-            other, first = comm.ranks[others[0]], comm.ranks[0]
-            return f"the {name} of rank {other} differs from that of rank {first}; start all ranks alike"
+            other = comm.ranks[others[0]]
+            first = comm.ranks[0]
+            return (
+                f"the {name} of rank {other} differs from that of rank {first}; start all "
+                "ranks alike"
+            )
     return None
 
 
 def compare(comm: Communicator, settings: dict[str, Any]) -> None:
-    """Raises ConfigError, on all ranks, if one rank's settings are not those of rank 0; a collective call."""
+    """Raises ConfigError, on all ranks, if one rank's settings are not those of rank 0; a
+    collective call.
+    """
     if comm.size > 1 and (said := difference(comm, settings)):
         raise ConfigError(f"[train] {said}").on_all_ranks()
 
 
 def parameters(comm: Communicator, arena: Arena) -> None:
-    """Raises ConfigError, on all ranks, if one rank's model has other parameters than that of rank 0; collective."""
+    """Raises ConfigError, on all ranks, if one rank's model has other parameters than that of
+    rank 0; collective.
+    """
     lines = [f"{name} {tuple(p.shape)}" for name, p in arena.named]
     if (found := _first_other_line(comm, lines)) is not None:
         other, at = found
-        raise _other_model(comm, other, f"parameter {at + 1}", lines[at] if at < len(lines) else "none")
+        raise _other_model(
+            comm, other, f"parameter {at + 1}", lines[at] if at < len(lines) else "none"
+        )
 
 
 def _other_model(comm: Communicator, other: int, what: str, mine: str) -> ConfigError:
     """Returns what to raise on all ranks where models differ; a collective call."""
     told = texts(comm, mine)
     return ConfigError(
-        f"[train] the model of rank {other} differs from that of rank 0 in {what}: {told[other]}; on rank 0 {told[0]}; "
+        f"[train] the model of rank {other} differs from that of rank 0 in {what}: "
+        f"{told[other]}; on rank 0 {told[0]}; "
         "start all ranks alike"
     ).on_all_ranks()
 
 
 def _first_other_line(comm: Communicator, lines: list[str]) -> tuple[int, int] | None:
-    """The first rank whose lines are not those of rank 0, and the first line that differs there; a collective call."""
+    """The first rank whose lines are not those of rank 0, and the first line that differs there;
+    a collective call.
+    """
     if comm.size == 1:
         return None
     other, _ = first_other(comm, [hash_of(lines)])
@@ -103,14 +122,19 @@ def _first_other_line(comm: Communicator, lines: list[str]) -> tuple[int, int] |
 
 
 def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> None:
-    """Compares what the ranks' models do with a shard of a batch, op by op; a collective call. Compared is what the
-    model records, the same on all ranks whatever part of it they run; where nothing is recorded (execution="eager"),
-    what it does with the first shard, which all ranks compute for that. Raises, on all ranks, ConfigError: naming the
-    first op that differs, its layer and a user's line; OdysseyError: a model cannot be run."""
+    """Compares what the ranks' models do with a shard of a batch, op by op; a collective call.
+
+    Compared is what the model records, the same on all ranks whatever part of it they run; where
+    nothing is recorded (execution="eager"), what it does with the first shard, which all ranks
+    compute for that. Raises, on all ranks, ConfigError: naming the first op that differs, its layer
+    and a user's line; OdysseyError: a model cannot be run.
+    """
     error: Exception | None = None
     listed = Listed()
     try:
-        recording = engine.programs.recording(engine.shard_size_of(len(batch.indices)), batch.dataset.form)
+        recording = engine.programs.recording(
+            engine.shard_size_of(len(batch.indices)), batch.dataset.form
+        )
         if recording is None:
             engine.trace(batch, step, listed.listen)
         else:
@@ -120,27 +144,34 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     failed = comm.all_gather(np.array([error is not None], np.int32))[:, 0]
     if failed.any():
         known = isinstance(error, OdysseyError)
-        text = texts(comm, "" if error is None else str(error) if known else f"{type(error).__name__}: {error}")
+        text = texts(
+            comm,
+            "" if error is None else str(error) if known else f"{type(error).__name__}: {error}",
+        )
         if isinstance(error, OdysseyError) and failed.all():
             raise error.on_all_ranks()
         if error is not None and not known:
             raise error  # a defect of the program, which a traceback shows
         raise ConfigError(
-            f"[train] the model runs on rank {np.argmin(failed)}, but not on rank {np.argmax(failed)}: "
+            f"[train] the model runs on rank {np.argmin(failed)}, but not on rank "
+            f"{np.argmax(failed)}: "
             f"{text[int(np.argmax(failed))]}"
         ).on_all_ranks()
     if (found := _first_other_line(comm, listed.lines())) is None:
         return
     other, at = found
     layers = Listed()
-    with contextlib.suppress(Exception), watched(engine.model) as here:  # it has run before: its error is not news
+    # it has run before: its error is not news
+    with contextlib.suppress(Exception), watched(engine.model) as here:
         engine.trace(batch, step, lambda executor: layers.listen(executor, here))
     raise _other_model(comm, other, f"op {at + 1}", said(listed.records, at, layers.where))
 
 
 def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
-    """Raises ConfigError, on all ranks, naming the first of some settings that a rank has otherwise than rank 0; a
-    collective call. groups: settings of an update, values of a model."""
+    """Raises ConfigError, on all ranks, naming the first of some settings that a rank has
+    otherwise than rank 0; a collective call. groups: settings of an update, values of a
+    model.
+    """
     settings = {name: value for group in groups for name, value in group.items()}
     names = sorted(settings)
     if (found := _first_other_line(comm, [f"{name} {settings[name]!r}" for name in names])) is None:
@@ -150,13 +181,16 @@ def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
     name = min(filter(None, (each[0], each[other])))  # one may have it, and the other not
     told = texts(comm, repr(settings[name]) if name in settings else "not there")
     raise ConfigError(
-        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; change it on all alike"
+        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; "
+        "change it on all alike"
     ).on_all_ranks()
 
 
 def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> None:
-    """Compares all bytes of a data set, at the speed of memory; a collective call. Raises ConfigError, DataError: on
-    all ranks, naming what differs and the first sample."""
+    """Compares all bytes of a data set, at the speed of memory; a collective call.
+
+    Raises ConfigError, DataError: on all ranks, naming what differs and the first sample.
+    """
     if comm.size == 1:
         return
     same = {
@@ -168,11 +202,17 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
         f"scale and shift of the {what} set": (data.scale.tobytes(), data.shift.tobytes()),
     }
     compare(comm, same)
-    lo, hi = 0, len(data)
+    lo = 0
+    hi = len(data)
     blocks = [(lo, hi)]
     while True:
-        mine = [sum(_of_words(x[a:b], k << 40) for k, x in enumerate(data.all_arrays)) for a, b in blocks]
-        other, everyone = first_other(comm, [fingerprint.signed(m & fingerprint.MASK) for m in mine])
+        mine = [
+            sum(_of_words(x[a:b], k << 40) for k, x in enumerate(data.all_arrays))
+            for a, b in blocks
+        ]
+        other, everyone = first_other(
+            comm, [fingerprint.signed(m & fingerprint.MASK) for m in mine]
+        )
         if other is None:
             return
         lo, hi = blocks[int(np.flatnonzero(everyone[other] != everyone[0])[0])]
@@ -181,32 +221,46 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
         edges = sorted(set(np.linspace(lo, hi, min(BLOCKS, hi - lo) + 1).astype(np.int64).tolist()))
         blocks = list(zip(edges, edges[1:], strict=False))
     raise DataError(
-        f"[data] sample {lo} of the {what} set of rank {other} differs from that of rank 0: every rank must be "
-        "given the whole set, the same; read the same files, and seed what is drawn alike on all ranks"
+        f"[data] sample {lo} of the {what} set of rank {other} differs from that of rank 0: "
+        "every rank must be "
+        "given the whole set, the same; read the same files, and seed what is drawn alike on all "
+        "ranks"
     ).on_all_ranks()
 
 
 def _of_words(array: np.ndarray, start: int = 0) -> int:
-    """The fingerprint of a C-contiguous array's bytes, as words of 4 of which the first is number `start`. One changed
-    byte changes it, for certain (fingerprint.py). Bytes of zero count nothing: compare sizes as well."""
+    """The fingerprint of a C-contiguous array's bytes, as words of 4 of which the first is
+    number `start`. One changed byte changes it, for certain (fingerprint.py). Bytes of zero
+    count nothing: compare sizes as well.
+    """
     flat = array.reshape(-1).view(np.uint8)
-    whole, aligned = flat.size // 4 * 4, flat.ctypes.data % 4 == 0  # not: such as a column of bytes out of a file
+    # not: such as a column of bytes out of a file
+    whole = flat.size // 4 * 4
+    aligned = flat.ctypes.data % 4 == 0
     rest = np.zeros(4, np.uint8)
     rest[: flat.size - whole] = flat[whole:]
-    parts, step = [fingerprint.of(rest.view(np.float32), start + whole // 4)], max(whole, 4) if aligned else CHUNK
+    parts = [fingerprint.of(rest.view(np.float32), start + whole // 4)]
+    step = max(whole, 4) if aligned else CHUNK
     for at in range(0, whole, step):
         piece = flat[at : min(at + step, whole)]
-        parts.append(fingerprint.of((piece if aligned else piece.copy()).view(np.float32), start + at // 4))
+        parts.append(
+            fingerprint.of((piece if aligned else piece.copy()).view(np.float32), start + at // 4)
+        )
     return fingerprint.add(parts)
 
 
 def of_batch(batch: Batch) -> int:
-    """The fingerprint of the samples and labels of a global batch, in their order, and of shape and type; 64 bits. It
-    is a sum over samples and a hash of shape and type, so whoever has some of the samples can take their share."""
-    n, data = len(batch.indices), batch.dataset
+    """The fingerprint of the samples and labels of a global batch, in their order, and of shape
+    and type; 64 bits. It is a sum over samples and a hash of shape and type, so whoever has
+    some of the samples can take their share.
+    """
+    n = len(batch.indices)
+    data = batch.dataset
     kind = data.images.dtype.name if data.normalised else data.form
     about = (n, data.sample_shape, kind, data.scale.tobytes(), data.shift.tobytes())
-    parts, at, step = [hash_of(about)], 0, max(1, CHUNK // max(a[0].nbytes for a in data.all_arrays))
+    parts = [hash_of(about)]
+    at = 0
+    step = max(1, CHUNK // max(a[0].nbytes for a in data.all_arrays))
     for lo in range(0, n, step):
         rows = _rows(data, batch.indices[lo : lo + step])
         parts.append(_of_words(rows, at))
@@ -215,18 +269,25 @@ def of_batch(batch: Batch) -> int:
 
 
 def last_batch(comm: Communicator, batch: Batch, step: int) -> None:
-    """Compares the samples of the batch of step `step`, read once more; collective. Raises DataError on all ranks."""
+    """Compares the samples of the batch of step `step`, read once more; collective.
+
+    Raises DataError on all ranks.
+    """
     other, _ = first_other(comm, [fingerprint.signed(of_batch(batch.whole()))])
     if other is not None:
         raise DataError(
-            f"[data] the samples of step {step}, read again, are not on rank {other} what they are on rank 0: every "
+            f"[data] the samples of step {step}, read again, are not on rank {other} what they "
+            "are on rank 0: every "
             f"rank must be given the same samples; {CURE}"
         ).on_all_ranks()
 
 
 def _rows(data: ArrayDataset, indices: np.ndarray) -> np.ndarray:
-    """Samples as they are in their data set: int32 (samples, words), each array filled up to whole words."""
-    n, parts = len(indices), []
+    """Samples as they are in their data set: int32 (samples, words), each array filled up to
+    whole words.
+    """
+    n = len(indices)
+    parts = []
     for a in data.all_arrays:
         rows = np.zeros((n, -(-a[0].nbytes // 4)), np.int32)
         rows.view(np.uint8)[:, : a[0].nbytes] = a[indices].reshape(n, -1).view(np.uint8)
@@ -237,38 +298,50 @@ def _rows(data: ArrayDataset, indices: np.ndarray) -> np.ndarray:
 class Watch:
     """Compares what the ranks are given, now and then: at the first step, and every `every` steps.
 
-    Compared are which samples the batches since the last time had, the samples of this batch unless the whole data set
-    was compared, and the learning rates of the steps until the next time. `every` is 0: at the first step only. `unit`:
-    what a message calls a step; those of an evaluation have no rates. whole: the data set that `data_set` compared, if
-    there is one. tell: where it is allowed that samples differ, this is called with a line about it, once. programs:
+    Compared are which samples the batches since the last time had, the samples of this batch unless
+    the whole data set was compared, and the learning rates of the steps until the next time.
+    `every` is 0: at the first step only. `unit`: what a message calls a step; those of an
+    evaluation have no rates. whole: the data set that `data_set` compared, if there is one. tell:
+    where it is allowed that samples differ, this is called with a line about it, once. programs:
     kinds of batches whose programs were compared.
     """
 
     def __init__(self, comm: Communicator, every: int, unit: str = "step") -> None:
-        self.comm, self.every, self.unit = comm, every, unit
+        self.comm = comm
+        self.every = every
+        self.unit = unit
         self.whole: ArrayDataset | None = None
         self.tell: Callable[[str], None] | None = None
         self._first = True
         self.programs: set[tuple[Any, ...]] = set()
         self._orders: list[np.ndarray] = []
 
-    def begin(self, whole: ArrayDataset | None = None, tell: Callable[[str], None] | None = None) -> None:
+    def begin(
+        self, whole: ArrayDataset | None = None, tell: Callable[[str], None] | None = None
+    ) -> None:
         """A fit() begins: its first step is looked at."""
-        self.whole, self.tell, self._first = whole, tell, True
+        self.whole = whole
+        self.tell = tell
+        self._first = True
         self._orders.clear()
 
     def batch(self, batch: Batch, step: int, rate: Callable[[int], float] | None = None) -> None:
-        """Before step `step` (from 0); a collective call where something is due. Raises ConfigError, DataError: on all
-        ranks: they differ."""
+        """Before step `step` (from 0); a collective call where something is due.
+
+        Raises ConfigError, DataError: on all ranks: they differ.
+        """
         if self.comm.size == 1:
             return
         if self._first or self.every:
             self._orders.append(batch.indices if batch.numbers is None else batch.numbers)
-        if not (self._first or (self.every and step % self.every == 0) or len(self._orders) > AHEAD):
+        if not (
+            self._first or (self.every and step % self.every == 0) or len(self._orders) > AHEAD
+        ):
             return
         self._first = False
         ahead = range(step, step + min(self.every or 1, AHEAD))
-        rates = [] if rate is None else resume.probed(rate, ahead)  # one that fails says so where it is needed
+        # one that fails says so where it is needed
+        rates = [] if rate is None else resume.probed(rate, ahead)
         order = self._order()
         known = self.whole is not None and batch.dataset is self.whole
         batch = batch if known else batch.whole()
@@ -285,29 +358,36 @@ class Watch:
         if shapes:
             said = texts(self.comm, f"{len(batch.indices)} samples of {batch.dataset.sample_shape}")
             raise DataError(
-                f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank 0; {ALIKE}"
+                f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank "
+                f"0; {ALIKE}"
             ).on_all_ranks()
         if orders:
             self._differ_in_order(order, other, step)
         if data:
             self._differ_in_samples(batch, other, step)
             return
-        everyone = self.comm.all_gather(np.array([-np.inf if r is None else r for r in rates], np.float64))
+        everyone = self.comm.all_gather(
+            np.array([-np.inf if r is None else r for r in rates], np.float64)
+        )
         at = int(np.flatnonzero(everyone[other].view(np.int64) != everyone[0].view(np.int64))[0])
         raise ConfigError(
-            f"[train] the learning rate of step {step + at + 1} is {everyone[other, at]:g} on rank {other}, and "
+            f"[train] the learning rate of step {step + at + 1} is {everyone[other, at]:g} on "
+            f"rank {other}, and "
             f"{everyone[0, at]:g} on rank 0; give all ranks the same schedule"
         ).on_all_ranks()
 
     def end(self) -> None:
-        """After the last step of an epoch: compares which samples the steps had that were not compared yet."""
+        """After the last step of an epoch: compares which samples the steps had that were not
+        compared yet.
+        """
         if self.comm.size == 1 or not self.every:
             return
         order = self._order()
         other, _ = first_other(self.comm, [len(order), fingerprint.signed(_of_words(order))])
         if other is not None:
             raise DataError(
-                f"[data] the last batches of rank {other} have other samples than those of rank 0; {ALIKE}"
+                f"[data] the last batches of rank {other} have other samples than those of rank "
+                f"0; {ALIKE}"
             ).on_all_ranks()
 
     def _at(self, step: int) -> str:
@@ -315,7 +395,9 @@ class Watch:
 
     def _order(self) -> np.ndarray:
         """The numbers of the samples since the last time, int64."""
-        order = np.concatenate([np.asarray(o, np.int64) for o in self._orders] or [np.empty(0, np.int64)])
+        order = np.concatenate(
+            [np.asarray(o, np.int64) for o in self._orders] or [np.empty(0, np.int64)]
+        )
         self._orders.clear()
         return order
 
@@ -323,7 +405,8 @@ class Watch:
         everyone = self.comm.all_gather(order)
         at = int(np.flatnonzero(everyone[other] != everyone[0])[0])
         raise DataError(
-            f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} where rank 0 is given "
+            f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} "
+            "where rank 0 is given "
             f"sample {everyone[0, at]}; {ALIKE}, such as a sampler with one seed"
         ).on_all_ranks()
 
@@ -332,10 +415,20 @@ class Watch:
         found = self.comm.all_gather(np.array(own, np.int64))
         wrong = np.flatnonzero(found[other] != found[0])
         at = int(wrong[0]) if len(wrong) else 0
-        number = f"sample {at} of the batch" if batch.numbers is None else f"sample {batch.numbers[at]}"
+        number = (
+            f"sample {at} of the batch" if batch.numbers is None else f"sample {batch.numbers[at]}"
+        )
         name = batch.dataset.name.partition(",")[0]
-        text = f"[data] at {self._at(step)} {number} of {name} is not on rank {other} what it is on rank 0"
+        text = (
+            f"[data] at {self._at(step)} {number} of {name} is not on rank {other} what it is "
+            "on rank 0"
+        )
         if self.tell is None:
-            raise DataError(f"{text}: every rank must be given the same samples; {CURE}").on_all_ranks()
-        self.tell(f"{text}; training goes on, as data may be nondeterministic, and its bits will not come again")
+            raise DataError(
+                f"{text}: every rank must be given the same samples; {CURE}"
+            ).on_all_ranks()
+        self.tell(
+            f"{text}; training goes on, as data may be nondeterministic, and its bits will not "
+            "come again"
+        )
         self.tell = lambda line: None  # it has been told

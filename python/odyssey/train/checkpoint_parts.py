@@ -1,4 +1,5 @@
-"""Checkpoints of which each rank writes the part that it has, in a file of its own (docs/checkpoints.md).
+"""Checkpoints of which each rank writes the part that it has, in a file of its own
+(docs/checkpoints.md).
 
 No rank has, or is sent, more than it trains with. How they are read, resume.shared says.
 """
@@ -19,14 +20,22 @@ if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
 
 
-def save(comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Sequence[str] = ()) -> bool:
-    """Writes a checkpoint of which each rank has a part (its pieces, and the arrays that it alone has); collective.
-    store: on rank 0. Returns False if not all ranks see its directory: nothing was written. Raises as Store.save."""
+def save(
+    comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Sequence[str] = ()
+) -> bool:
+    """Writes a checkpoint of which each rank has a part (its pieces, and the arrays that it
+    alone has); collective. store: on rank 0. Returns False if not all ranks see its
+    directory: nothing was written. Raises as Store.save.
+    """
     from ..checkpoints.manifest import file_of, file_text
     from ..checkpoints.snapshot import TensorSlice, plain_values
     from ..checkpoints.writer import write_file
 
-    own = [TensorSlice.of(stem, name, array) for stem, some in snapshot.arrays.items() for name, array in some.items()]
+    own = [
+        TensorSlice.of(stem, name, array)
+        for stem, some in snapshot.arrays.items()
+        for name, array in some.items()
+    ]
     own += snapshot.pieces
     folder = Path(by_first(comm, lambda: str(store.begin(snapshot.step))))
     entries = None
@@ -44,5 +53,10 @@ def save(comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Seq
             store.abandon(snapshot.step)
     files = (file_of(json.loads(text.tobytes())) for text in entries if text.size)
     values = snapshot.values
-    by_first(comm, lambda: str(store.finish(snapshot.step, plain_values(snapshot.step, values), list(files), marks)))
+    by_first(
+        comm,
+        lambda: str(
+            store.finish(snapshot.step, plain_values(snapshot.step, values), list(files), marks)
+        ),
+    )
     return True

@@ -21,7 +21,8 @@ def check_attempt(run: Run) -> None:
         raise DataError(
             f"[run] attempt {run.attempt} of {run.path} is over, attempt {number} writes now"
             if run.attempt
-            else f"[run] {run.path} is a run of odyssey launch; go on with the command that began it"
+            else f"[run] {run.path} is a run of odyssey launch; go on with the command that "
+            "began it"
         )
 
 
@@ -38,8 +39,10 @@ def incomplete() -> None:
 
 
 def _write_complete() -> None:
-    """At the end of the program: the record that says that its run is complete, if it ends in order. Not at the end of
-    a fit(): a program may have several. An exception, and an attempt that another has replaced, leave no record."""
+    """At the end of the program: the record that says that its run is complete, if it ends in
+    order. Not at the end of a fit(): a program may have several. An exception, and an attempt
+    that another has replaced, leave no record.
+    """
     found = _complete.pop("record", None)
     if found is None or getattr(sys, "last_type", None) is not None or exits.leaving()[0]:
         return

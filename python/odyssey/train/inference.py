@@ -1,4 +1,5 @@
-"""`odyssey verify --inference`: has a sample, or a token, the same outputs, bit for bit, however they are computed?
+"""`odyssey verify --inference`: has a sample, or a token, the same outputs, bit for bit, however
+they are computed?
 
 Wanted are those of all samples in one batch; `ways` compares others with them.
 """
@@ -58,14 +59,23 @@ def _way(name: str, compared: str, steps: Steps) -> Way:
 
 
 def ways(
-    load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int = 48, seed: int = 0, algorithm: str = "auto"
+    load: Callable[[], nn.Module],
+    data: Any,
+    loss: Any = None,
+    most: int = 48,
+    seed: int = 0,
+    algorithm: str = "auto",
 ) -> Iterator[Way]:
-    """Compares the ways, one by one. load: gives the model, with the same weights each time. data: samples, of which
-    `most` are taken. seed: of which, and of the batches. loss: of the training; None: the model's own. algorithm: its
-    conv_algorithm."""
+    """Compares the ways, one by one. load: gives the model, with the same weights each time.
+    data: samples, of which `most` are taken. seed: of which, and of the batches. loss: of the
+    training; None: the model's own. algorithm: its conv_algorithm.
+    """
     rng = np.random.default_rng(seed)
-    whole = next(iter(DataLoader(data, batch_size=most, sampler=rng.permutation(len(data))[:most].tolist())))
-    n, model = len(whole.indices), load().eval()
+    whole = next(
+        iter(DataLoader(data, batch_size=most, sampler=rng.permutation(len(data))[:most].tolist()))
+    )
+    model = load().eval()
+    n = len(whole.indices)
 
     def outputs(which: np.ndarray, shard: int) -> np.ndarray:
         batch = Batch(whole.dataset, whole.indices[which], 0, 0)
@@ -80,22 +90,42 @@ def ways(
     def batches() -> Steps:
         for size in (1, 2, 3, 4, 5, 15, 16, 17, *rng.integers(1, n + 1, 8).tolist()):
             which = rng.integers(0, n, size)
-            yield f"output in a batch of {size}", wanted[which], outputs(which, int(rng.integers(1, size + 1)))
+            yield (
+                f"output in a batch of {size}",
+                wanted[which],
+                outputs(which, int(rng.integers(1, size + 1))),
+            )
 
     yield _way("one by one", f"{n} samples", alone())
     yield _way("random batches", "16 batches, in random shards", batches())
-    plain = not any(isinstance(m, nn.BatchNorm1d) or (isinstance(m, nn.Dropout) and m.p > 0) for m in model.modules())
+    plain = not any(
+        isinstance(m, nn.BatchNorm1d) or (isinstance(m, nn.Dropout) and m.p > 0)
+        for m in model.modules()
+    )
     name = "forward pass of a training step" if plain else "forward pass of a training's evaluation"
-    yield _way(name, "shards of 1, 3, 16", _in_training(load, whole, wanted, loss, plain, algorithm))
+    yield _way(
+        name, "shards of 1, 3, 16", _in_training(load, whole, wanted, loss, plain, algorithm)
+    )
     if isinstance(model, nn.GPT):
         texts = whole.dataset.gather(whole.indices[:8])[0]
-        yield _way("texts that go on from a cache", f"{len(texts)} texts", _generated(model, texts, wanted, rng))
+        yield _way(
+            "texts that go on from a cache",
+            f"{len(texts)} texts",
+            _generated(model, texts, wanted, rng),
+        )
 
 
 def _in_training(
-    load: Callable[[], nn.Module], batch: Batch, wanted: np.ndarray, loss: Any, plain: bool, algorithm: str
+    load: Callable[[], nn.Module],
+    batch: Batch,
+    wanted: np.ndarray,
+    loss: Any,
+    plain: bool,
+    algorithm: str,
 ) -> Steps:
-    """Outputs of a step, or of an evaluation, as its loss sees them; then what the same gives when it is replayed."""
+    """Outputs of a step, or of an evaluation, as its loss sees them; then what the same gives
+    when it is replayed.
+    """
     for shard in (1, 3, 16):
         seen: list[np.ndarray] = []
 
@@ -107,7 +137,13 @@ def _in_training(
         for execution in ("eager", "replay"):
             model = load()
             own = loss or model.loss
-            how = {"execution": execution, "conv_algorithm": algorithm, "backend": "local", "threads": 1, "metrics": []}
+            how = {
+                "execution": execution,
+                "conv_algorithm": algorithm,
+                "backend": "local",
+                "threads": 1,
+                "metrics": [],
+            }
             how["loss"] = (lambda y, t, own=own: look(own, y, t)) if execution == "eager" else own
             trainer = DistributedTrainer(model, optim.SGD(lr=1e-3), shard_size=shard, **how)
             total = trainer.train_step(batch)[0] if plain else trainer.evaluate([batch]).loss
@@ -118,10 +154,15 @@ def _in_training(
         yield f"loss and weights of the replayed step in shards of {shard}", *ends
 
 
-def _generated(model: nn.GPT, texts: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> Steps:
-    """Texts cut at random places: the beginning at once, the rest token by token, with keys and values of a cache."""
+def _generated(
+    model: nn.GPT, texts: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
+) -> Steps:
+    """Texts cut at random places: the beginning at once, the rest token by token, with keys and
+    values of a cache.
+    """
     for i, ids in enumerate(texts):
-        cut, cache = int(rng.integers(1, len(ids))), model.empty_cache()
+        cut = int(rng.integers(1, len(ids)))
+        cache = model.empty_cache()
         ends = [0, cut, *range(cut + 1, len(ids) + 1)]
         for lo, hi in zip(ends, ends[1:], strict=False):
             with no_grad():

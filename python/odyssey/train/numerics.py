@@ -1,6 +1,8 @@
-"""Numbers that are wrong: what a training does when they are not finite, and how ranks find that their weights differ.
+"""Numbers that are wrong: what a training does when they are not finite, and how ranks find that
+their weights differ.
 
-Both decide only, by what all ranks know alike; taking a step back, leaving a batch out and ending are the trainer's.
+Both decide only, by what all ranks know alike; taking a step back, leaving a batch out and ending
+are the trainer's.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ from ..comm import Communicator
 from ..core.fingerprint import signed
 from ..errors import ConfigError, NumericsError
 
-SKIPS, ROLLBACKS = 10, 3  # in a row, to the same checkpoint; one more ends the training
+# in a row, to the same checkpoint; one more ends the training
+SKIPS = 10
+ROLLBACKS = 3
 
 
 class NonFinite:
-    """Policy for a loss or gradient that is NaN or infinite. The step was not applied in any case.
+    """Policy for a loss or gradient that is NaN or infinite.
+
+    The step was not applied in any case.
 
     policy, one of settings.recipes.NONFINITE:
-        "stop": it ends.
-        "skip": the step changes nothing and counts as a step; more than SKIPS of them in a row end the training.
-        "rollback": it goes back to its last checkpoint and leaves out the batch that did it; after more than ROLLBACKS
+        "stop": it ends. "skip": the step changes nothing and counts as a step; more than SKIPS of
+        them in a row end the training. "rollback": it goes back to its last checkpoint and leaves
+        out the batch that did it; after more than ROLLBACKS
             times to the same checkpoint it ends.
     """
 
@@ -35,12 +41,23 @@ class NonFinite:
         self._left_out: set[tuple[int, int]] = set()
 
     def found(
-        self, step: int, epoch: int, batch: int, checkpoint: int | None, what: str = "gradient", rate: float = 0.0
+        self,
+        step: int,
+        epoch: int,
+        batch: int,
+        checkpoint: int | None,
+        what: str = "gradient",
+        rate: float = 0.0,
     ) -> str:
-        """Returns what the user is told of step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is
-        not finite, where the training goes on as `policy` says. checkpoint: the step of the newest, None if there is
-        none. Raises NumericsError: the training ends."""
-        said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
+        """Returns what the user is told of step `step` (from 1) on batch `batch` of `epoch`
+        (from 0), whose `what` is not finite, where the training goes on as `policy` says.
+        checkpoint: the step of the newest, None if there is none. Raises NumericsError: the
+        training ends.
+        """
+        said = (
+            f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch "
+            f"{batch + 1}, rate {rate:g})"
+        )
         cure = "lower --lr, or warm up"
         if what == "loss":
             cure += "; a label or index out of range also causes this"
@@ -53,9 +70,14 @@ class NonFinite:
             self._row += 1
             return f"{said}; the step is skipped ({self._row} of at most {SKIPS} in a row)"
         if checkpoint is None:
-            raise NumericsError(f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every")
+            raise NumericsError(
+                f"{said} and there is no checkpoint to go back to; {cure}, or give "
+                "--checkpoint-every"
+            )
         if self._gone_back[checkpoint] >= ROLLBACKS:
-            raise NumericsError(f"{said}; it went back to step {checkpoint} {ROLLBACKS} times already; {cure}")
+            raise NumericsError(
+                f"{said}; it went back to step {checkpoint} {ROLLBACKS} times already; {cure}"
+            )
         self._gone_back[checkpoint] += 1
         self._left_out.add((epoch, batch))
         times = f"{self._gone_back[checkpoint]} of at most {ROLLBACKS} times"
@@ -78,22 +100,33 @@ class NonFinite:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, for a training that is resumed. Not after a rollback: the batch would come back. Raises
-        ConfigError: the state is none of this class; nothing was changed."""
+        """The inverse, for a training that is resumed.
+
+        Not after a rollback: the batch would come back. Raises ConfigError: the state is none of
+        this class; nothing was changed.
+        """
         try:
             row = int(state["row"])
             gone_back = Counter({int(step): int(count) for step, count in state["gone_back"]})
             left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
         except (KeyError, TypeError, ValueError) as problem:
-            raise ConfigError(f"[train] {state!r:.80} is no state of a policy for non-finite numbers") from problem
-        self._row, self._gone_back, self._left_out = row, gone_back, left_out
+            raise ConfigError(
+                f"[train] {state!r:.80} is no state of a policy for non-finite numbers"
+            ) from problem
+        self._row = row
+        self._gone_back = gone_back
+        self._left_out = left_out
 
 
-def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int], group: int = 0) -> None:
-    """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`. comm: the
-    world, so that all ranks learn of it. fingerprints: what it is ("weights") -> its 64 bits on this rank. group: ranks
-    with the same number are compared, which hold the same (with pipeline and tensor parallelism the replicas of one
-    share of the model). Raises NumericsError: on all ranks, naming those that differ."""
+def check_replicas(
+    comm: Communicator, step: int, fingerprints: Mapping[str, int], group: int = 0
+) -> None:
+    """Compares what must be the same on all ranks of a group after step `step`; a collective
+    call of `comm`. comm: the world, so that all ranks learn of it. fingerprints: what it is
+    ("weights") -> its 64 bits on this rank. group: ranks with the same number are compared,
+    which hold the same (with pipeline and tensor parallelism the replicas of one share of the
+    model). Raises NumericsError: on all ranks, naming those that differ.
+    """
     mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
     everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
     message = replicas_differ(step, list(fingerprints), everyone)
@@ -102,8 +135,9 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
 
 
 def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
-    """Returns what to say about the fingerprints of all ranks; None if replicas are the same. table: int64 (ranks, 1 +
-    names): the group of each rank, then its fingerprints."""
+    """Returns what to say about the fingerprints of all ranks; None if replicas are the same.
+    table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
+    """
     if (table == table[0]).all():
         return None  # by far the most frequent, and quickly seen
     for column, name in enumerate(names, 1):
@@ -114,7 +148,8 @@ def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str |
                 continue
             sets = [ranks[table[ranks, column] == value].tolist() for value in values]
             sets.sort(key=lambda s: (-len(s), s))
-            largest, others = sets[0], sorted(sum(sets[1:], []))
+            largest = sets[0]
+            others = sorted(sum(sets[1:], []))
             if len(sets[1]) < len(largest):
                 found = f"the {name} of {_ranks(others)} differ from those of {_ranks(largest)}"
             elif len(largest) > 1:
@@ -122,7 +157,8 @@ def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str |
             else:
                 found = f"the {name} of {_ranks(sorted(sum(sets, [])), ' and ')} differ"
             return (
-                f"[check] step {step}: {found}; they must be equal: a memory or hardware error, or a write into "
+                f"[check] step {step}: {found}; they must be equal: a memory or hardware error, "
+                "or a write into "
                 "parameters outside the optimizer. Go on from the last checkpoint (--resume auto)"
             )
     return None

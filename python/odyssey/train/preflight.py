@@ -1,6 +1,7 @@
 """Checks before a run begins: that the ranks fit together, and that this machine has room for them.
 
-`at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
+`at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same
+error or none does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .agreement import hash_of, texts
 #: Settings that may differ between ranks: places on their hosts, and what only rank 0 does.
 OWN = frozenset(name for name, s in declared(Settings).items() if not s.same)
 
-CHECKPOINTS = 2.2  # of the newest there must be room for: the old one, the new one, what surrounds them
+# of the newest there must be room for: the old one, the new one, what surrounds them
+CHECKPOINTS = 2.2
 
 _CORES = 1024  # that a mask tells apart
 _TEXT = 16 << 10  # bytes by which ranks explain a difference
@@ -61,13 +63,19 @@ def versions() -> dict[str, str]:
 
 
 def odd_one(rows: Sequence[Sequence[int]]) -> tuple[int, int, int] | None:
-    """The first column whose numbers are not all the same, a rank that has another one than most, one of these."""
+    """The first column whose numbers are not all the same, a rank that has another one than
+    most, one of these.
+    """
     for column in range(len(rows[0])):
         values = [row[column] for row in rows]
         if len(set(values)) > 1:
             counts = Counter(values)
             usual = max(counts, key=lambda value: (counts[value], value == values[0]))
-            return column, next(r for r, value in enumerate(values) if value != usual), values.index(usual)
+            return (
+                column,
+                next(r for r, value in enumerate(values) if value != usual),
+                values.index(usual),
+            )
     return None
 
 
@@ -80,7 +88,10 @@ class RankPlace(NamedTuple):
 
 
 def crowded(places: Sequence[RankPlace]) -> list[str]:
-    """A warning for each machine with more threads than cores; pure. Ranks bound to a core each are not crowded."""
+    """A warning for each machine with more threads than cores; pure.
+
+    Ranks bound to a core each are not crowded.
+    """
     warnings = []
     hosts: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
@@ -95,20 +106,28 @@ def crowded(places: Sequence[RankPlace]) -> list[str]:
             where = "this machine" if 0 in ranks else f"the machine of rank {ranks[0]}"
             do = ["lower --threads"] * (most > 1) + ["start fewer ranks"] * (len(ranks) > 1)
             warnings.append(
-                f"{count} thread{'s' * (threads > len(ranks))} on {where}, which has {cores} core{'s' * (cores > 1)}: "
+                f"{count} thread{'s' * (threads > len(ranks))} on {where}, which has {cores} "
+                f"core{'s' * (cores > 1)}: "
                 f"they take turns; {', or '.join(do)}"
             )
     return warnings
 
 
 def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
-    """A warning where checkpoints of so many bytes will be tight; pure. Raises OutputError: not even one fits."""
+    """A warning where checkpoints of so many bytes will be tight; pure.
+
+    Raises OutputError: not even one fits.
+    """
     if checkpoint <= 0 or free >= CHECKPOINTS * checkpoint:
         return []
-    said = f"{directory} has {free / MIB:,.1f} MiB left and a checkpoint takes {checkpoint / MIB:,.1f}"
+    said = (
+        f"{directory} has {free / MIB:,.1f} MiB left and a checkpoint takes {checkpoint / MIB:,.1f}"
+    )
     if free < checkpoint:
         raise OutputError(f"[preflight] {said}; make room, or name another directory")
-    return [f"{said}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make room"]
+    return [
+        f"{said}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make room"
+    ]
 
 
 def at_start(
@@ -118,11 +137,14 @@ def at_start(
     threads: int = 1,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step. settings: the
-    configuration; all but `OWN` must be the same on all ranks. threads: that this rank computes with. environment:
-    instead of that of the process. Returns warnings, the same on every rank: rank 0 shows them. Raises ConfigError: on
-    every rank alike: not as many ranks as were started, or a rank with another version or configuration; the rank and
-    the field are named."""
+    """Checks that the ranks of a run belong together.
+
+    Every rank calls it, once, before the first step. settings: the configuration; all but `OWN`
+    must be the same on all ranks. threads: that this rank computes with. environment: instead of
+    that of the process. Returns warnings, the same on every rank: rank 0 shows them. Raises
+    ConfigError: on every rank alike: not as many ranks as were started, or a rank with another
+    version or configuration; the rank and the field are named.
+    """
     expected = environment.get(EXPECTED_RANKS, "")
     if expected.isascii() and expected.isdigit() and int(expected) != comm.size:
         raise ConfigError(
@@ -131,7 +153,9 @@ def at_start(
         )
     if comm.size == 1:
         return crowded([RankPlace(0, threads, _mask())])
-    kept = json.dumps({k: v for k, v in (settings or {}).items() if k not in OWN}, sort_keys=True, default=str)
+    kept = json.dumps(
+        {k: v for k, v in (settings or {}).items() if k not in OWN}, sort_keys=True, default=str
+    )
     fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": kept}
     own = np.array([*map(hash_of, fields.values()), machine(), threads], np.int64)
     mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
@@ -140,19 +164,30 @@ def at_start(
     if (odd := odd_one(rows[:, :n].tolist())) is not None:
         raise _explained(comm, fields, *odd)
     masks = [int.from_bytes(row.tobytes(), "little") for row in rows[:, n + 2 :].astype("<u8")]
-    return crowded([RankPlace(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)])
+    return crowded(
+        [RankPlace(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)]
+    )
 
 
-def _explained(comm: Communicator, fields: Mapping[str, str], column: int, rank: int, other: int) -> ConfigError:
+def _explained(
+    comm: Communicator, fields: Mapping[str, str], column: int, rank: int, other: int
+) -> ConfigError:
     """Returns what differs, in words: every rank sends its value. All ranks come here together."""
     name, value = list(fields.items())[column]
     said = texts(comm, value, _TEXT)
     if name != "configuration":
-        advice = "start all ranks by one command" if name == "attempt" else "install the same on every host"
+        advice = (
+            "start all ranks by one command"
+            if name == "attempt"
+            else "install the same on every host"
+        )
         a, b = (printable(said[r], limit=60) or "none" for r in (rank, other))
-        return ConfigError(f"[preflight] rank {rank} has {name} {a}, rank {other} has {b}; {advice}")
+        return ConfigError(
+            f"[preflight] rank {rank} has {name} {a}, rank {other} has {b}; {advice}"
+        )
     try:
-        ours, theirs = json.loads(said[rank]), json.loads(said[other])
+        ours = json.loads(said[rank])
+        theirs = json.loads(said[other])
         key = next(key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key))
         a, b = (printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs))
         what = f"{key} = {a}, and rank {other} {key} = {b}"
@@ -163,13 +198,16 @@ def _explained(comm: Communicator, fields: Mapping[str, str], column: int, rank:
 
 def _mask() -> int:
     """The cores of this process as bits; 0 where that is not known."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
+    cores = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
+    )
     return sum(1 << core for core in cores) if max(cores, default=0) < _CORES else 0
 
 
 def free(directory: Path) -> int:
-    """Bytes that are free where `directory` is or will be; very many where that cannot be seen: the others wait for
-    this rank, and who writes there will say what is wrong."""
+    """Bytes that are free where `directory` is or will be; very many where that cannot be seen:
+    the others wait for this rank, and who writes there will say what is wrong.
+    """
     place = os.path.abspath(directory)
     while not os.path.exists(place) and place != os.path.dirname(place):
         place = os.path.dirname(place)

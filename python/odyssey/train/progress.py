@@ -1,7 +1,9 @@
-"""Progress of a training run. Not where numbers are made: the trainer calls these on rank 0 with its own.
+"""Progress of a training run.
 
-The calls, in order: `begin` once, then per epoch several `step` (the trainer sends at most about ten a second) and one
-`epoch` with the epoch's record, then `end`.
+Not where numbers are made: the trainer calls these on rank 0 with its own.
+
+The calls, in order: `begin` once, then per epoch several `step` (the trainer sends at most about
+ten a second) and one `epoch` with the epoch's record, then `end`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ class Progress(Protocol):
         """The run starts: so many epochs of so many steps of `batch` samples."""
 
     def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
-        """A step is done. Epochs count from 0 here (from 1 in records); `step_in_epoch` steps of it are done."""
+        """A step is done.
+
+        Epochs count from 0 here (from 1 in records); `step_in_epoch` steps of it are done.
+        """
 
     def epoch(self, record: dict[str, Any]) -> None:
         """An epoch is done: its record as in the history."""
 
     def say(self, line: str) -> None:
-        """Something happened that the user should know. May be missing: the trainer then prints the line."""
+        """Something happened that the user should know.
+
+        May be missing: the trainer then prints the line.
+        """
 
     def end(self) -> None:
         """The run is over, finished or not."""
@@ -54,7 +62,8 @@ class Shown(Callback):
     def on_step_end(self, context: Context) -> None:
         now = time.perf_counter()
         if now - self._shown > 0.1:
-            self._shown, tally = now, context.tally
+            self._shown = now
+            tally = context.tally
             rate = (tally.samples - self._before) / (now - self._since)
             self.progress.step(context.cursor.epoch, tally.steps, context.loss, rate)
 
@@ -67,11 +76,14 @@ class Shown(Callback):
         self.progress.end()
 
 
-LOGGER = logging.getLogger("odyssey")  # where it is configured for INFO, lines go there and not to standard error
+# where it is configured for INFO, lines go there and not to standard error
+LOGGER = logging.getLogger("odyssey")
 
 
 def logged() -> bool:
-    """Returns whether the program wants lines by Python's logging: it has a handler that takes INFO of "odyssey"."""
+    """Returns whether the program wants lines by Python's logging: it has a handler that takes
+    INFO of "odyssey".
+    """
     return LOGGER.isEnabledFor(logging.INFO) and LOGGER.hasHandlers()
 
 
@@ -89,7 +101,13 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
     """A live line on a terminal, a plain line per epoch elsewhere, nothing when none is wanted."""
     if no_progress:
         return None
-    return PlainProgress(None) if logged() else RichProgress(stream) if stream.isatty() else PlainProgress(stream)
+    return (
+        PlainProgress(None)
+        if logged()
+        else RichProgress(stream)
+        if stream.isatty()
+        else PlainProgress(stream)
+    )
 
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
@@ -109,7 +127,9 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
 
 
 def traffic(sent: float | None, uncompressed: float | None, wire: float | None = None) -> list[str]:
-    """Returns what a rank sends in a step, if some of it goes to other machines, or compression makes it less."""
+    """Returns what a rank sends in a step, if some of it goes to other machines, or compression
+    makes it less.
+    """
     if not sent or not uncompressed:
         return []
     more = [f"{wire / 1e3:,.1f} to other machines"] if wire else []
@@ -118,7 +138,9 @@ def traffic(sent: float | None, uncompressed: float | None, wire: float | None =
 
 
 class PlainProgress(Progress):
-    """One line per epoch, no control characters: for pipes, files and batch systems; without a stream to the logger."""
+    """One line per epoch, no control characters: for pipes, files and batch systems; without a
+    stream to the logger.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -139,7 +161,9 @@ class PlainProgress(Progress):
 
 
 class RichProgress(Progress):
-    """One live line: epoch, bar, loss, samples per second, time left; each finished epoch stays above it."""
+    """One live line: epoch, bar, loss, samples per second, time left; each finished epoch stays
+    above it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -160,8 +184,11 @@ class RichProgress(Progress):
         self._steps = 0
 
     def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
-        self._epochs, self._steps = epochs, steps_per_epoch
-        self._task = self._bar.add_task(f"epoch 1/{epochs}", total=epochs * steps_per_epoch, loss="-", rate="-")
+        self._epochs = epochs
+        self._steps = steps_per_epoch
+        self._task = self._bar.add_task(
+            f"epoch 1/{epochs}", total=epochs * steps_per_epoch, loss="-", rate="-"
+        )
         self._bar.start()
 
     def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
@@ -174,7 +201,9 @@ class RichProgress(Progress):
         )
 
     def epoch(self, record: dict[str, Any]) -> None:
-        self._console.print(epoch_line(record, self._epochs), highlight=False, markup=False, soft_wrap=True)
+        self._console.print(
+            epoch_line(record, self._epochs), highlight=False, markup=False, soft_wrap=True
+        )
 
     def say(self, line: str) -> None:
         self._console.print(f"odyssey: {line}", highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,6 @@
-"""Going on from a checkpoint: which settings must be the same for the same bits, and how all ranks get it."""
+"""Going on from a checkpoint: which settings must be the same for the same bits, and how all
+ranks get it.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ if TYPE_CHECKING:
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 _NO_SETTINGS = ("training", "arguments")  # of a module
 _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
-EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
-BEFORE = {"convolution algorithm": "auto"}  # what a checkpoint was made with that is older than the setting
+# file and tensor of a checkpoint: JSON of all epochs' records but the last one's
+EARLIER = ("history", "records")
+# what a checkpoint was made with that is older than the setting
+BEFORE = {"convolution algorithm": "auto"}
 #: What helps where settings are others on purpose.
 ANEW = (
-    "take its weights alone into a new training (resume='weights', --resume weights), or start anew (resume='never', "
+    "take its weights alone into a new training (resume='weights', --resume weights), or start "
+    "anew (resume='never', "
     "--resume never, and another directory)"
 )
 #: What older checkpoints, and those of loops of one's own, say nothing of.
@@ -54,64 +59,91 @@ def probed(schedule: Schedule, steps: Iterable[int] = PROBES) -> list[float | No
 
 
 def settings_of(module: object) -> list[list[Any]]:
-    """[class, name, value] of what a layer or loss of odyssey.nn was made with; a class of the user's own may count."""
+    """[class, name, value] of what a layer or loss of odyssey.nn was made with; a class of the
+    user's own may count.
+    """
     if not type(module).__module__.startswith("odyssey."):
         return []
     found: list[list[Any]] = []
     for name, value in sorted(vars(module).items()):
         if isinstance(value, np.ndarray):
             value = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
-        if isinstance(value, (int, float, str, tuple, type(None))) and name[0] != "_" and name not in _NO_SETTINGS:
+        if (
+            isinstance(value, (int, float, str, tuple, type(None)))
+            and name[0] != "_"
+            and name not in _NO_SETTINGS
+        ):
             found.append([type(module).__name__, name, value])
     return found
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
     """Returns what decides which samples a step sees; a data set by its `fingerprint`."""
-    data, sampler = loader.dataset, loader.sampler
+    data = loader.dataset
+    sampler = loader.sampler
     vocabulary = getattr(data, "vocabulary", None)
     return {
         **({"vocabulary": vocabulary.saved} if isinstance(vocabulary, Vocabulary) else {}),
         "batch size": batch_size,
         "data set": [len(data), fingerprint(data), _ends(data)],
-        "data order": [loader.seed, loader.shuffle, None if sampler is None else type(sampler).__name__],
+        "data order": [
+            loader.seed,
+            loader.shuffle,
+            None if sampler is None else type(sampler).__name__,
+        ],
         "short last batch": not loader.drop_last,
     }
 
 
 def _ends(data: Any) -> str:
-    """Returns what checkpoints before 0.3 have for a fingerprint: of three samples of an ArrayDataset, or nothing."""
+    """Returns what checkpoints before 0.3 have for a fingerprint: of three samples of an
+    ArrayDataset, or nothing.
+    """
     if not isinstance(data, ArrayDataset):
         return digest()
     return digest(*leaves(data.gather(np.array(sorted({0, len(data) // 2, len(data) - 1})))))
 
 
 def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
-    """ConfigError if a checkpoint called `name` was made with other settings: going on would be another training."""
+    """ConfigError if a checkpoint called `name` was made with other settings: going on would be
+    another training.
+    """
     for key, value in now.items():
         if key not in saved and key in UNSAID:
             continue
         if key not in saved and key in BEFORE:
             saved = {**saved, key: BEFORE[key]}
         if key not in saved:
-            raise ConfigError(f"[resume] {name} says nothing of the {key}; use --resume never, or another checkpoint")
-        if saved[key] != value and key == "schedule":  # told by probes of its factors, which say nothing to a reader
             raise ConfigError(
-                f"[resume] {name} was made with another learning rate over time than this training has; give the same "
+                f"[resume] {name} says nothing of the {key}; use --resume never, or another "
+                "checkpoint"
+            )
+        # told by probes of its factors, which say nothing to a reader
+        if saved[key] != value and key == "schedule":
+            raise ConfigError(
+                f"[resume] {name} was made with another learning rate over time than this "
+                "training has; give the same "
                 f"schedule and length (--schedule, --warmup-steps, --epochs, --steps), or {ANEW}"
             )
         if saved[key] != value and key == "model" and (differs := _parameter(saved[key], value)):
-            raise ConfigError(f"[resume] {name} is of another model: {differs}; build that, or take another directory")
-        if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:  # of before 0.3
+            raise ConfigError(
+                f"[resume] {name} is of another model: {differs}; build that, or take another "
+                "directory"
+            )
+        # of before 0.3
+        if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:
             value = [value[0], value[2]]
         if saved[key] != value and key == "data set":
             raise ConfigError(
-                f"[resume] {name} was made with another data set ({_samples(saved[key])}) than this training has "
-                f"({_samples(value)}): files changed, or other ones are given; give the same, or {ANEW}"
+                f"[resume] {name} was made with another data set ({_samples(saved[key])}) than "
+                "this training has "
+                f"({_samples(value)}): files changed, or other ones are given; give the same, or "
+                f"{ANEW}"
             )
         if saved[key] != value:
             raise ConfigError(
-                f"[resume] {name} was made with {key} {_brief(saved[key], value)}, this training has "
+                f"[resume] {name} was made with {key} {_brief(saved[key], value)}, this training "
+                "has "
                 f"{_brief(value, saved[key])}; give the same, or {ANEW}"
             )
 
@@ -119,11 +151,14 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
 def _parameter(saved: Any, now: Any) -> str:
     """The first parameter that two models do not have alike, in words; "": none was found."""
     try:
-        before, after = ({name: (tuple(shape), *more) for name, shape, *more in rows} for rows in (saved, now))
+        before, after = (
+            {name: (tuple(shape), *more) for name, shape, *more in rows} for rows in (saved, now)
+        )
     except (TypeError, ValueError):
         return ""
     for name in (*after, *before):
-        was, is_now = before.get(name), after.get(name)
+        was = before.get(name)
+        is_now = after.get(name)
         if was is None or is_now is None:
             return f"{name} is {'not in it' if was is None else 'in it and not in this one'}"
         if was != is_now:
@@ -145,13 +180,17 @@ def _brief(value: Any, other: Any) -> str:
         if pair is None or not isinstance(pair[0], list):
             break
         value, other = pair
-    named = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)  # of pairs (name, value)
+    # of pairs (name, value)
+    named = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
     text = f"{value[0]} = {json.dumps(value[1])}" if named else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
-    """A tensor of a checkpoint called `name`, in memory or Stored. Raises CheckpointError: none of this form."""
+    """A tensor of a checkpoint called `name`, in memory or Stored.
+
+    Raises CheckpointError: none of this form.
+    """
     found = tensors.get(key)
     if found is None or found.shape != shape or found.dtype != dtype:
         what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
@@ -160,7 +199,9 @@ def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any
 
 
 def written(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """A tree of JSON's values and arrays as JSON, and the arrays in the order in which `read` asks for them."""
+    """A tree of JSON's values and arrays as JSON, and the arrays in the order in which `read`
+    asks for them.
+    """
     arrays: list[np.ndarray] = []
 
     def described(found: Any) -> dict[str, Any]:
@@ -173,29 +214,44 @@ def written(value: Any) -> tuple[bytes, list[np.ndarray]]:
 
 
 def read(text: bytes, take: Callable[[str, list[int]], np.ndarray]) -> Any:
-    """Returns what `written` was given; take(dtype, shape) gives the next array. Tuples become lists."""
-    return json.loads(text, object_hook=lambda found: take(*found[_ARRAY]) if _ARRAY in found else found)
+    """Returns what `written` was given; take(dtype, shape) gives the next array.
+
+    Tuples become lists.
+    """
+    return json.loads(
+        text, object_hook=lambda found: take(*found[_ARRAY]) if _ARRAY in found else found
+    )
 
 
 def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """A tree of JSON's values and arrays that rank `root` has, on all ranks; a collective call. Tuples become lists."""
+    """A tree of JSON's values and arrays that rank `root` has, on all ranks; a collective call.
+
+    Tuples become lists.
+    """
     if comm.size == 1:
         return value
     text, arrays = written(value) if comm.rank == root else (b"", [])
     length = int(comm.broadcast(np.array([len(text)], np.int64), root)[0])
-    text = comm.broadcast(np.frombuffer(bytearray(text) or bytearray(length), np.uint8), root).tobytes()
+    text = comm.broadcast(
+        np.frombuffer(bytearray(text) or bytearray(length), np.uint8), root
+    ).tobytes()
     own = iter(arrays)
 
     def received(dtype: str, shape: list[int]) -> np.ndarray:
-        array = np.array(next(own), order="C") if comm.rank == root else maker(np.empty)(shape, dtype)
-        comm.broadcast(array.reshape(-1).view(np.uint8), root)  # bytes: of any dtype that a checkpoint holds
+        array = (
+            np.array(next(own), order="C") if comm.rank == root else maker(np.empty)(shape, dtype)
+        )
+        # bytes: of any dtype that a checkpoint holds
+        comm.broadcast(array.reshape(-1).view(np.uint8), root)
         return array
 
     return read(text, received)
 
 
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
-    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks, or raises its error; collective."""
+    """Returns what `act` gives on rank 0, a tree as `spread` has it, on all ranks, or raises its
+    error; collective.
+    """
     value = None
     with on_all_ranks(comm):
         if comm.rank == 0:
@@ -205,7 +261,9 @@ def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
-    """Raises what goes wrong inside on one rank, the first of them, on all, if they `agree`: a collective call then."""
+    """Raises what goes wrong inside on one rank, the first of them, on all, if they `agree`: a
+    collective call then.
+    """
     if not agree or comm.size == 1:
         yield
         return
@@ -215,7 +273,9 @@ def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
     except OdysseyError as problem:
         error = problem
     mine = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
-    said = next((text for text in comm.all_gather_each(np.frombuffer(mine, np.uint8)) if text.size), None)
+    said = next(
+        (text for text in comm.all_gather_each(np.frombuffer(mine, np.uint8)) if text.size), None
+    )
     if said is not None:
         kind, text = json.loads(said.tobytes())
         raise (error if said.tobytes() == mine else getattr(errors, kind)(text)).on_all_ranks()
@@ -224,8 +284,11 @@ def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
 def shared(
     comm: Communicator, read: Callable[[bool], tuple[Snapshot | None, str]], parts: bool = False
 ) -> tuple[Snapshot | None, str]:
-    """The snapshot, or none, and its name that `read` gives on rank 0, on all ranks, as `by_first`. `read` is asked
-    whether its arrays must be in memory: not if ranks need `parts` of it and all see the files, which each reads."""
+    """The snapshot, or none, and its name that `read` gives on rank 0, on all ranks, as `by_first`.
+
+    `read` is asked whether its arrays must be in memory: not if ranks need `parts` of it and all
+    see the files, which each reads.
+    """
     from ..checkpoints import Snapshot, reader
 
     if comm.size == 1:
@@ -246,14 +309,19 @@ def shared(
             own = reader.opened(Path(source[0]), follow=True)[0]
     seen = own is not None and list(own.source or ()) == list(source)
     if not comm.all_gather(np.array([seen], np.int32)).all():
-        read_all = ((s, {n: np.asarray(t) for n, t in some.items()}) for s, some in (own.arrays.items() if own else ()))
+        read_all = (
+            (s, {n: np.asarray(t) for n, t in some.items()})
+            for s, some in (own.arrays.items() if own else ())
+        )
         return Snapshot(step, by_first(comm, lambda: dict(read_all)), values), name
     return Snapshot(step, own.arrays, values, source=tuple(source)), name
 
 
 def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[Snapshot, str]:
-    """The checkpoint at a path, or the newest valid one of a directory of them or of a run, with its name; no
-    collective call. Its arrays are in memory if `whole`. Raises CheckpointError: there is none that is valid."""
+    """The checkpoint at a path, or the newest valid one of a directory of them or of a run, with
+    its name; no collective call. Its arrays are in memory if `whole`. Raises CheckpointError:
+    there is none that is valid.
+    """
     from ..checkpoints import Store, environment_key
 
     if (path / "checkpoints").is_dir():
@@ -265,7 +333,10 @@ def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[S
     for one in refused:
         tell(one.message(snapshot))
     if snapshot is None:
-        raise CheckpointError(f"[resume] {path} has no valid checkpoint; name another, or 'auto', 'never' or 'weights'")
+        raise CheckpointError(
+            f"[resume] {path} has no valid checkpoint; name another, or 'auto', 'never' or "
+            "'weights'"
+        )
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
 
 
@@ -274,17 +345,25 @@ def wants_weights(asked: str | Path) -> bool:
     return str(asked).partition(":")[0] == "weights"
 
 
-def weights(asked: str, folder: Path | None, say: Callable[[str], None], whole: bool) -> tuple[Snapshot, str]:
-    """The checkpoint whose weights a new training begins with, and its name. Raises ConfigError: no
-    directory is known. CheckpointError: none is valid there."""
+def weights(
+    asked: str, folder: Path | None, say: Callable[[str], None], whole: bool
+) -> tuple[Snapshot, str]:
+    """The checkpoint whose weights a new training begins with, and its name.
+
+    Raises ConfigError: no directory is known. CheckpointError: none is valid there.
+    """
     place = asked.partition(":")[2] or folder
     if place is None:
-        raise ConfigError("[checkpoint] resume is 'weights', but there is no checkpoint_dir; give 'weights:PATH'")
+        raise ConfigError(
+            "[checkpoint] resume is 'weights', but there is no checkpoint_dir; give 'weights:PATH'"
+        )
     return find(Path(place), say, whole)
 
 
 def earlier(snapshot: Snapshot) -> list[Any]:
-    """The records of epochs before the last one; in older checkpoints they are among `values`, as that one is."""
+    """The records of epochs before the last one; in older checkpoints they are among `values`,
+    as that one is.
+    """
     stem, name = EARLIER
     text = snapshot.arrays.get(stem, {}).get(name)
     return [] if text is None else parse_json(np.asarray(text).tobytes(), f"{stem}/{name}")
@@ -296,5 +375,7 @@ def kept_by(name: str, callback: Callback) -> dict[str, Any]:
     try:
         json.dumps(state, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"[{name}] state_dict() gives no JSON: {problem}; give numbers, texts, lists") from problem
+        raise ConfigError(
+            f"[{name}] state_dict() gives no JSON: {problem}; give numbers, texts, lists"
+        ) from problem
     return state

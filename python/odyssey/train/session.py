@@ -23,7 +23,15 @@ from ..callbacks import Context
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
-from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NumericsError,
+    OdysseyError,
+    OutputError,
+    Stopped,
+)
 from . import agreement, checkpoint_parts, completion, preflight, resume, trained_models
 
 if TYPE_CHECKING:
@@ -35,28 +43,38 @@ _fits = 0  # calls of fit() of this process that belonged to a run: each has che
 
 
 class Session:
-    """A fit() of a trainer. loader: a DataLoader, or an iterable of batches that is the same whenever it is iterated.
-    context: the plan of the fit(), and where it is: kept up to date here."""
+    """A fit() of a trainer. loader: a DataLoader, or an iterable of batches that is the same
+    whenever it is iterated. context: the plan of the fit(), and where it is: kept up to date
+    here.
+    """
 
     def __init__(self, trainer: Trainable, loader: Any, context: Context) -> None:
         global _fits
-        self.trainer, self.loader, self.context = trainer, loader, context
+        self.trainer = trainer
+        self.loader = loader
+        self.context = context
         self.comm: Communicator = trainer.comm
         self.saving = saving = context.saving
         context.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
-        self._before, self._since = 0.0, time.perf_counter()  # seconds of the epoch before it was resumed
+        # seconds of the epoch before it was resumed
+        self._before = 0.0
+        self._since = time.perf_counter()
         self._complete = False  # the limit was reached within an epoch
         self._checked = -1  # the step at which ranks were compared last
         self._due = False  # a checkpoint, as soon as all ranks have the same weights
-        self._found: tuple[Snapshot, str] | None = None  # the checkpoint that was put back, until its epoch has begun
+        # the checkpoint that was put back, until its epoch has begun
+        self._found: tuple[Snapshot, str] | None = None
         self.run = None if saving.off else Run.current()
         self._store: Store | None = None
         self._saved: int | None = None  # the step of the newest checkpoint
-        self._last: tuple[int, int, Batch] | None = None  # epoch as the loader counts, step of it, and its batch
-        self._origin: str | None = None  # the checkpoint of another directory that this training came from
+        # epoch as the loader counts, step of it, and its batch
+        self._last: tuple[int, int, Batch] | None = None
+        # the checkpoint of another directory that this training came from
+        self._origin: str | None = None
         if not isinstance(saving.resume, (str, os.PathLike)):
             raise ConfigError(
-                f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never', 'weights' or the path of a checkpoint"
+                f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never', 'weights' or "
+                "the path of a checkpoint"
             )
         folder = saving.folder
         if self.run is not None:
@@ -69,12 +87,19 @@ class Session:
         if (
             folder is None
             and not saving.off
-            and (saving.every is not None or not (saving.resume in RESUME or resume.wants_weights(saving.resume)))
+            and (
+                saving.every is not None
+                or not (saving.resume in RESUME or resume.wants_weights(saving.resume))
+            )
         ):
-            raise ConfigError("[checkpoint] checkpoint_every or resume without a checkpoint_dir; give one, or neither")
+            raise ConfigError(
+                "[checkpoint] checkpoint_every or resume without a checkpoint_dir; give one, or "
+                "neither"
+            )
         if saving.every is not None and trainer.mode.own_loop:
             raise ConfigError(
-                "[checkpoint] checkpoint_every counts steps that all ranks take together, and async_parameter_server "
+                "[checkpoint] checkpoint_every counts steps that all ranks take together, and "
+                "async_parameter_server "
                 "has none; leave it out: checkpoints are made at the ends of epochs"
             )
 
@@ -96,16 +121,23 @@ class Session:
         return self.folder is not None
 
     def begin(self) -> None:
-        """Goes to where the newest valid checkpoint is, or starts at the first step. Raises ConfigError: it is of
-        another training. CheckpointError: the one that was asked for is not valid. OutputError: the directory cannot be
-        used."""
+        """Goes to where the newest valid checkpoint is, or starts at the first step.
+
+        Raises ConfigError: it is of another training. CheckpointError: the one that was asked for
+        is not valid. OutputError: the directory cannot be used.
+        """
         if resume.wants_weights(self.saving.resume):
             if self.run is None or self.run.attempt < 2:
                 return self._take_weights()
-            self.saving = dataclasses.replace(self.saving, resume="auto")  # a restart goes on with what was begun
+            # a restart goes on with what was begun
+            self.saving = dataclasses.replace(self.saving, resume="auto")
         if self.folder is None:
             if self.saving.resume not in RESUME:
-                self._go_to(*self._shared(lambda whole: resume.find(Path(self.saving.resume), self.trainer.say, whole)))
+                self._go_to(
+                    *self._shared(
+                        lambda whole: resume.find(Path(self.saving.resume), self.trainer.say, whole)
+                    )
+                )
             return
         self._begin_directory()
         snapshot, name = self._shared(self._find)
@@ -113,17 +145,21 @@ class Session:
             self._go_to(snapshot, name)
             self._check_data(snapshot, name)
             self.trainer.say(
-                f"resumed from {name}: step {snapshot.step}, epoch {self.context.cursor.epoch + 1}, "
+                f"resumed from {name}: step {snapshot.step}, epoch "
+                f"{self.context.cursor.epoch + 1}, "
                 f"{self.context.cursor.samples:,} samples done"
             )
         if self.comm.rank == 0:
             sampler = getattr(self.loader, "sampler", None)
             if sampler is not None and not self.trainer._repeats(sampler):
                 self.trainer.say(
-                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
-                    "has the same bits only if it gives the same order whenever an epoch is begun again"
+                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a "
+                    "training that goes on "
+                    "has the same bits only if it gives the same order whenever an epoch is "
+                    "begun again"
                 )
-            free, needed = preflight.free(self.folder), self.trainer.state_bytes
+            free = preflight.free(self.folder)
+            needed = self.trainer.state_bytes
             for warning in preflight.check_space(free, needed, str(self.folder)):
                 self.trainer.say(warning)
 
@@ -139,7 +175,9 @@ class Session:
         snapshot, name = self._shared(source)
         self.trainer.load_weights(snapshot, name)
         resume.by_first(self.comm, self._put_aside)
-        self.trainer.say(f"the weights of {name} are taken; optimizer, schedule and epochs begin anew")
+        self.trainer.say(
+            f"the weights of {name} are taken; optimizer, schedule and epochs begin anew"
+        )
 
     def _put_aside(self) -> None:
         """Moves checkpoints and step log of an earlier training of this directory beside it."""
@@ -148,22 +186,34 @@ class Session:
                 os.replace(self.log, aside / self.log.name)
             self.trainer.say(f"[checkpoint] the checkpoints of before are in {aside}")
 
-    def _shared(self, read: Callable[[bool], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
+    def _shared(
+        self, read: Callable[[bool], tuple[Snapshot | None, str]]
+    ) -> tuple[Snapshot | None, str]:
         return resume.shared(self.comm, read, self.trainer.in_parts)
 
     def _opened(self) -> Store:
         from ..checkpoints import Store, environment_key
 
         attempt = self.run.attempt if self.run else 0
-        return Store(self.folder, keep=self.saving.keep, attempt=attempt, key=environment_key(), tell=self.trainer.say)
+        return Store(
+            self.folder,
+            keep=self.saving.keep,
+            attempt=attempt,
+            key=environment_key(),
+            tell=self.trainer.say,
+        )
 
     def _begin_directory(self) -> None:
-        """Marks the run as not complete, as there is more to do. ConfigError where an earlier fit() of this trainer
-        saved here: it would only find its own end again."""
+        """Marks the run as not complete, as there is more to do.
+
+        ConfigError where an earlier fit() of this trainer saved here: it would only find its own
+        end again.
+        """
         place = os.path.realpath(self.folder)
         if place in self.trainer.saved_in:
             raise ConfigError(
-                f"[checkpoint] an earlier fit() of this trainer has its checkpoints in {self.folder}; name another "
+                "[checkpoint] an earlier fit() of this trainer has its checkpoints in "
+                f"{self.folder}; name another "
                 "checkpoint_dir for this one"
             )
         self.trainer.saved_in.add(place)
@@ -178,12 +228,15 @@ class Session:
 
     def _find(self, whole: bool) -> tuple[Snapshot | None, str]:
         """The checkpoint to start from, and its name; opens the store. `whole`: as Store.newest."""
-        saving, folder = self.saving, self.folder
+        saving = self.saving
+        folder = self.folder
         self._store = self._opened()
-        if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
+        # a restart of a run is no start
+        if saving.resume == "never" and (self.run is None or self.run.attempt < 2):
             if self._store.names():
                 raise ConfigError(
-                    f"[checkpoint] {folder} has checkpoints ({', '.join(self._store.names()[-2:])}) and resume is "
+                    f"[checkpoint] {folder} has checkpoints "
+                    f"({', '.join(self._store.names()[-2:])}) and resume is "
                     "'never'; name another directory, or resume"
                 )
             return None, ""
@@ -197,7 +250,8 @@ class Session:
         found, name = resume.find(Path(saving.resume), self.trainer.say, whole)
         if snapshot is not None and snapshot.step != found.step:
             raise ConfigError(
-                f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has checkpoints that do not "
+                f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has "
+                "checkpoints that do not "
                 f"come from it, up to step {snapshot.step}; use another directory for the new ones"
             )
         self._origin = self._asked
@@ -213,14 +267,18 @@ class Session:
         values = snapshot.values
         try:
             cursor = Cursor(**values["cursor"])
-            tally, seconds = Tally(**values["tally"]), float(values["seconds"])
-            history, numerics = type(self.context.history)(**values["history"]), dict(values["numerics"])
+            tally = Tally(**values["tally"])
+            seconds = float(values["seconds"])
+            history = type(self.context.history)(**values["history"])
+            numerics = dict(values["numerics"])
             history.records = resume.earlier(snapshot) + history.records
             cursor.check()
             if not all(isinstance(record, dict) for record in history.records):
                 raise TypeError("its history is no list of records")
         except (DataError, KeyError, TypeError, ValueError) as problem:
-            raise CheckpointError(f"[resume] {name} does not say where the training is: {problem}") from problem
+            raise CheckpointError(
+                f"[resume] {name} does not say where the training is: {problem}"
+            ) from problem
         for record in history.records:
             if record.get("train_loss") is None:
                 record["train_loss"] = math.nan  # which JSON has not
@@ -228,23 +286,30 @@ class Session:
         self.trainer.numerics.load_state_dict(numerics)
         if not self.trainer.mode.together and self.comm.rank:
             tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))  # rank 0 has those of all ranks
-        self.context.cursor, self.context.tally = cursor, tally
+        self.context.cursor = cursor
+        self.context.tally = tally
         self._found = snapshot, name
-        self._before, self._since = seconds, time.perf_counter()
+        self._before = seconds
+        self._since = time.perf_counter()
         vars(self.context.history).update(vars(history))
         self._saved = snapshot.step
         if hasattr(self.loader, "start_at"):
-            batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))  # the last group may be short
+            # the last group may be short
+            batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))
             self.loader.start_at(cursor.loader_epoch, batch)
 
     def put_back(self, in_epoch: bool = False) -> None:
-        """Gives callbacks their states of the checkpoint that training goes on from, after on_fit_start; a training
-        that one of them had finished is left so, unless that one has changed its mind. Callbacks hear of what was
-        before the checkpoint once more: of the start of the training, and in the middle of an epoch of its start
-        (`in_epoch`). What they did to weights and settings then is in the checkpoint, so it is put back after them."""
+        """Gives callbacks their states of the checkpoint that training goes on from, after
+        on_fit_start; a training that one of them had finished is left so, unless that one has
+        changed its mind. Callbacks hear of what was before the checkpoint once more: of the
+        start of the training, and in the middle of an epoch of its start (`in_epoch`). What
+        they did to weights and settings then is in the checkpoint, so it is put back after
+        them.
+        """
         if self._found is None:
             return
-        context, (snapshot, name) = self.context, self._found
+        context = self.context
+        (snapshot, name) = self._found
         inside = context.cursor.step > 0
         if context.own_code and (inside or not in_epoch):
             self.trainer.put_back(snapshot, name)
@@ -257,8 +322,12 @@ class Session:
     def _restore_callbacks(self, values: dict[str, Any], again: bool) -> None:
         """again: for those of the user's own code, which have heard that the epoch begins."""
         context = self.context
-        logged = {name: (int(n), math.nan if v is None else v) for name, (n, v) in (values.get("logged") or {}).items()}
-        context.logged, context.log_calls = logged, max((n for n, _ in logged.values()), default=0)
+        logged = {
+            name: (int(n), math.nan if v is None else v)
+            for name, (n, v) in (values.get("logged") or {}).items()
+        }
+        context.log_calls = max((n for n, _ in logged.values()), default=0)
+        context.logged = logged
         named = context.named()
         for name, state in (values.get("callbacks") or {}).items():
             if name in named and (named[name].own_code or not again):
@@ -266,13 +335,15 @@ class Session:
                     named[name].load_state_dict(state)
                 except (KeyError, TypeError, ValueError, IndexError) as problem:
                     raise CheckpointError(
-                        f"[resume] the checkpoint's state of {name} is not taken back: {type(problem).__name__}: "
+                        f"[resume] the checkpoint's state of {name} is not taken back: "
+                        f"{type(problem).__name__}: "
                         f"{problem}; leave the callback out, or start anew"
                     ) from problem
         finished = values.get("finished") or {}
         finisher = named.get(finished.get("by"))
         if not again and finisher is not None and finisher.still_finished(context):
-            context.finisher, context.finished = finisher, str(finished.get("why"))
+            context.finished = str(finished.get("why"))
+            context.finisher = finisher
             self._finish()
 
     def _finish(self) -> None:
@@ -282,18 +353,24 @@ class Session:
         self.trainer.say(f"[train] finished by {context.finished} after step {self.trainer.steps}")
 
     def _check_data(self, snapshot: Snapshot, name: str) -> None:
-        """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others. Nothing
-        is read where the checkpoint does not name it, or it would take an epoch. Raises DataError: on all ranks: it is
-        another."""
+        """Reads the last batch before a checkpoint again: it must be what it was, or the bits
+        would be others. Nothing is read where the checkpoint does not name it, or it would
+        take an epoch. Raises DataError: on all ranks: it is another.
+        """
         last = snapshot.values.get("last batch")
         if last is None:
             return
         try:
-            epoch, step, wanted = int(last["epoch"]), int(last["step"]), int(last["fingerprint"], 16)
+            epoch = int(last["epoch"])
+            step = int(last["step"])
+            wanted = int(last["fingerprint"], 16)
         except (KeyError, TypeError, ValueError) as problem:
-            raise CheckpointError(f"[resume] {name} does not say what its last batch was: {problem}") from problem
+            raise CheckpointError(
+                f"[resume] {name} does not say what its last batch was: {problem}"
+            ) from problem
         same = True
-        for _ in range(2):  # what draws from a generator gives its first batch again once, in a new process
+        # what draws from a generator gives its first batch again once, in a new process
+        for _ in range(2):
             batch = self.trainer.read_again(self.loader, epoch, step, self.context.cursor.step > 0)
             if batch is None:
                 return
@@ -304,14 +381,16 @@ class Session:
             return
         where = "" if not found.any() else f" on rank {int(np.argmin(found))}"
         text = (
-            f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), read again, is another"
+            f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), "
+            "read again, is another"
             f"{where}: files changed, or the data set does not repeat itself"
         )
         if self.saving.nondeterministic:
             self.trainer.say(f"{text}; training goes on, and its bits will not come again")
             return
         raise DataError(
-            f"{text}, so training would go on with other bits; {agreement.CURE}, or use --allow-nondeterministic-data "
+            f"{text}, so training would go on with other bits; {agreement.CURE}, or use "
+            "--allow-nondeterministic-data "
             "(allow_nondeterministic_data=True)"
         ).on_all_ranks()
 
@@ -327,12 +406,20 @@ class Session:
     def finished(self) -> bool:
         """Returns whether there is nothing left to do."""
         c = self.context
-        return c.cursor.epoch >= c.epochs or self._complete or (self.left == 0 and not c.tally.samples)
+        return (
+            c.cursor.epoch >= c.epochs or self._complete or (self.left == 0 and not c.tally.samples)
+        )
 
     @property
     def first_batch(self) -> int:
-        """How many batches of this epoch a loader that cannot be told where to start must leave out."""
-        return 0 if hasattr(self.loader, "start_at") else self.context.cursor.step * self.trainer.accumulation_steps
+        """How many batches of this epoch a loader that cannot be told where to start must leave
+        out.
+        """
+        return (
+            0
+            if hasattr(self.loader, "start_at")
+            else self.context.cursor.step * self.trainer.accumulation_steps
+        )
 
     @property
     def left(self) -> int | None:
@@ -369,17 +456,28 @@ class Session:
         self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
 
     def stepped(self, batch: Batch, samples: int) -> None:
-        """After a step on a batch, over so many samples (none, if it was left out): a checkpoint if one is due. Raises
-        Stopped: somebody asked for it; a checkpoint of this step is there."""
+        """After a step on a batch, over so many samples (none, if it was left out): a checkpoint
+        if one is due. Raises Stopped: somebody asked for it; a checkpoint of this step is
+        there.
+        """
         cursor = self.context.cursor
         self._last = cursor.loader_epoch, cursor.step, batch
         cursor.step += 1
         cursor.samples += samples
         every = self.trainer.check_every
-        if every and self.trainer.steps % every == 0 and self.comm.size > 1 and self.trainer.mode.together:
+        if (
+            every
+            and self.trainer.steps % every == 0
+            and self.comm.size > 1
+            and self.trainer.mode.together
+        ):
             self.trainer.check_alike()
             self._checked = self.trainer.steps
-        if self.saves and self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
+        if (
+            self.saves
+            and self.saving.every is not None
+            and self.trainer.steps % self.saving.every == 0
+        ):
             self._due = True
         if not self.trainer.mode.settled:
             return  # each rank has weights of its own
@@ -391,14 +489,21 @@ class Session:
             self._save()
 
     def taken(self, tally: Tally) -> None:
-        """After the last step of an epoch, before its record is made. Where the limit cuts an epoch short, the last
-        checkpoint is made here: with a higher limit training goes on within this epoch."""
+        """After the last step of an epoch, before its record is made.
+
+        Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit
+        training goes on within this epoch.
+        """
         self.context.tally = tally
         if not self.trainer.mode.together and self.comm.rank:
             mine = dataclasses.replace(tally)  # rank 0 has the sums of all ranks
             self.context.tally = mine.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))
         limit = self.context.limit
-        if limit is None or self.context.history.steps + tally.steps < limit or self.trainer.mode.own_loop:
+        if (
+            limit is None
+            or self.context.history.steps + tally.steps < limit
+            or self.trainer.mode.own_loop
+        ):
             return
         try:
             length = -(-len(self.loader) // self.trainer.accumulation_steps)
@@ -408,7 +513,8 @@ class Session:
             self._complete = True
             if self.saves:
                 self._save(wait=True)
-            if hasattr(self.loader, "start_at"):  # as it is where all steps were taken in this process
+            # as it is where all steps were taken in this process
+            if hasattr(self.loader, "start_at"):
                 self.loader.start_at(self.context.cursor.loader_epoch + 1, 0)
 
     def epoch_ended(self) -> None:
@@ -417,19 +523,32 @@ class Session:
         context.emit("on_epoch_end")
         if self._complete:
             return
-        if context.finished is not None and (context.limit is None or context.limit > context.history.steps):
+        if context.finished is not None and (
+            context.limit is None or context.limit > context.history.steps
+        ):
             context.tally = Tally()
             self._finish()
-        context.tally, self._before, self._since = Tally(), 0.0, time.perf_counter()
+        context.tally = Tally()
+        self._before = 0.0
+        self._since = time.perf_counter()
         before = context.cursor
         context.cursor = Cursor(before.epoch + 1, 0, before.loader_epoch + 1, before.samples)
         regular = self.saving.every is None and context.cursor.epoch % self.saving.epochs == 0
-        due, context.due = context.due or regular, False
-        if context.finished is None and context.stop is not None and context.cursor.epoch < context.epochs:
+        due = context.due or regular
+        context.due = False
+        if (
+            context.finished is None
+            and context.stop is not None
+            and context.cursor.epoch < context.epochs
+        ):
             self._stop(context.stop)
         elif self.saves and due:
             self._save()
-        if context.own_code and context.cursor.epoch < context.epochs and self.trainer.mode.together:
+        if (
+            context.own_code
+            and context.cursor.epoch < context.epochs
+            and self.trainer.mode.together
+        ):
             self.trainer.stays()  # only what hears of the next start may set a value outside
 
     def _stop(self, why: str) -> None:
@@ -442,11 +561,13 @@ class Session:
         raise Stopped(text).on_all_ranks()
 
     def _save(self, wait: bool = False) -> None:
-        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none of it. A failure is
-        told and training goes on; with `wait` it is an error."""
+        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none
+        of it. A failure is told and training goes on; with `wait` it is an error.
+        """
         before = slot.phase("checkpoint")
         self._due = False
-        self.context.kept, self.context.marks = set(), set()
+        self.context.kept = set()
+        self.context.marks = set()
         self.context.emit("on_checkpoint")
         if self._store is not None:
             self._store.kept = frozenset(self.context.kept)
@@ -468,13 +589,17 @@ class Session:
             snapshot = self.trainer.state(values, in_parts)
             if self.comm.rank == 0 and (earlier := self.context.history.records[:-1]):
                 text = json.dumps(finite(earlier), allow_nan=False).encode()
-                snapshot.arrays[resume.EARLIER[0]] = {resume.EARLIER[1]: np.frombuffer(text, np.uint8)}
+                snapshot.arrays[resume.EARLIER[0]] = {
+                    resume.EARLIER[1]: np.frombuffer(text, np.uint8)
+                }
             return snapshot
 
         if self.comm.rank == 0:
             self._settle_store()
         try:
-            if self.trainer.in_parts and checkpoint_parts.save(self.comm, self._store, state(True), marks):
+            if self.trainer.in_parts and checkpoint_parts.save(
+                self.comm, self._store, state(True), marks
+            ):
                 return
             snapshot = state(False)
             if wait:  # nobody ends before it is there; all end if it cannot be written
@@ -484,10 +609,13 @@ class Session:
         except (OutputError, NumericsError) as problem:
             if wait:
                 raise
-            self.trainer.say(_told(problem))  # if an update has overflowed, the next step finds it, on all ranks
+            # if an update has overflowed, the next step finds it, on all ranks
+            self.trainer.say(_told(problem))
 
     def _check(self) -> None:
-        """Before a checkpoint, and at the end: ranks must have the same, and a resumed training would compute it."""
+        """Before a checkpoint, and at the end: ranks must have the same, and a resumed training
+        would compute it.
+        """
         trainer = self.trainer
         if not trainer.mode.together:
             return
@@ -500,7 +628,9 @@ class Session:
                 agreement.last_batch(self.comm, self._last[2], trainer.steps)
 
     def _there(self) -> bool:
-        """Returns whether the checkpoint of this step, begun in the background, has been written; a collective call."""
+        """Returns whether the checkpoint of this step, begun in the background, has been
+        written; a collective call.
+        """
 
         def there() -> bool:
             self._settle_store()
@@ -509,7 +639,9 @@ class Session:
         return resume.by_first(self.comm, there)
 
     def _values(self) -> dict[str, Any]:
-        """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""
+        """This session's part of a checkpoint; a collective call where ranks have tallies of
+        their own.
+        """
         tally = self.trainer.mode.whole_tally(self.context.tally)
         kept: dict[str, Any] = {}
         if self._last is not None and self.comm.rank == 0:
@@ -521,16 +653,23 @@ class Session:
         named = self.context.named()
         if named:
             kept["logged"] = finite(self.context.logged)
-            kept["callbacks"] = {name: resume.kept_by(name, callback) for name, callback in named.items()}
+            kept["callbacks"] = {
+                name: resume.kept_by(name, callback) for name, callback in named.items()
+            }
         if self.context.finished is not None:
-            by = next((name for name, callback in named.items() if callback is self.context.finisher), None)
+            by = next(
+                (name for name, callback in named.items() if callback is self.context.finisher),
+                None,
+            )
             kept["finished"] = {"by": by, "why": self.context.finished}
         return {
             **kept,
             "cursor": dataclasses.asdict(self.context.cursor),
             "seconds": self.seconds(),
             "tally": finite({k: v for k, v in dataclasses.asdict(tally).items() if v is not None}),
-            "history": finite({**vars(self.context.history), "records": self.context.history.records[-1:]}),
+            "history": finite(
+                {**vars(self.context.history), "records": self.context.history.records[-1:]}
+            ),
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,
             "origin": self._origin,
@@ -546,7 +685,11 @@ class Session:
         if self.run is not None:
             sha = self.trainer.weights_sha256()
             if self.comm.rank == 0:
-                record = {"attempt": self.run.attempt, "steps": self.trainer.steps, "weights_sha256": sha}
+                record = {
+                    "attempt": self.run.attempt,
+                    "steps": self.trainer.steps,
+                    "weights_sha256": sha,
+                }
                 completion.complete(self.run, record)
 
     def close(self) -> None:
@@ -554,7 +697,8 @@ class Session:
         if self._store is not None:
             try:
                 self._store.close()
-            except (OutputError, NumericsError) as problem:  # where the training failed, that is the error
+            # where the training failed, that is the error
+            except (OutputError, NumericsError) as problem:
                 self.trainer.say(str(problem))
             self._store = None
 

@@ -1,10 +1,10 @@
-"""Requests to a running training: to stop after a step that all ranks agree on, by a signal, by the run's directory, or
-by a callback, which may finish it as well.
+"""Requests to a running training: to stop after a step that all ranks agree on, by a signal, by
+the run's directory, or by a callback, which may finish it as well.
 
-A rank alone must not stop: the others would wait for it. So every rank notes what it is asked for, and now and then,
-about ten times a second, all tell each other (`Requests.agreed`): what one wants, all do at the same step. How many
-steps lie in between is agreed as well, so nothing is sent in the others. Callbacks whose wishes are `exact` have all
-tell each other after every step.
+A rank alone must not stop: the others would wait for it. So every rank notes what it is asked for,
+and now and then, about ten times a second, all tell each other (`Requests.agreed`): what one wants,
+all do at the same step. How many steps lie in between is agreed as well, so nothing is sent in the
+others. Callbacks whose wishes are `exact` have all tell each other after every step.
 """
 
 from __future__ import annotations
@@ -28,22 +28,38 @@ from ..errors import DataError
 PERIOD = 0.1  # seconds between two agreements
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONTROL = 1000  # the request came by control.json
-STOP, FINISH = 2000, 4000  # it came from the callback of this place, counted from 1; 0: another
-AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request, and not the same by another way
+# it came from the callback of this place, counted from 1; 0: another
+STOP = 2000
+FINISH = 4000
+# seconds after a signal from which on a SIGINT is another request, and not the same by another way
+AGAIN = 2.0
 
 
 class Requests(Callback):
-    """Requests to this training. It hears of each event last. comm: the world of the training. run: the run that it
-    belongs to, whose control.json rank 0 reads. asking: callbacks that may ask, in the same order on all ranks.
-    signals: whether signals are requests."""
+    """Requests to this training.
 
-    def __init__(self, comm: Communicator, run: Run | None, asking: Sequence[Callback], signals: bool) -> None:
-        self._comm, self._run, self._asking = comm, run, asking
+    It hears of each event last. comm: the world of the training. run: the run that it belongs to,
+    whose control.json rank 0 reads. asking: callbacks that may ask, in the same order on all ranks.
+    signals: whether signals are requests.
+    """
+
+    def __init__(
+        self, comm: Communicator, run: Run | None, asking: Sequence[Callback], signals: bool
+    ) -> None:
+        self._comm = comm
+        self._run = run
+        self._asking = asking
         self._signals = SIGNALS if signals else ()
-        steps = (c for c in asking if getattr(c.on_step_end, "__func__", None) is not Callback.on_step_end)
+        steps = (
+            c
+            for c in asking
+            if getattr(c.on_step_end, "__func__", None) is not Callback.on_step_end
+        )
         self._exact = any(c.exact for c in steps)
         self._wanted = 0  # number of a signal, or CONTROL
-        self._wish, self._why = 0, ""  # of a callback
+        # of a callback
+        self._wish = 0
+        self._why = ""
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
         self._left = self._every = 1
@@ -51,13 +67,17 @@ class Requests(Callback):
         self.met = False  # whether ranks talked after the last step
 
     def on_fit_start(self, context: Context) -> None:
-        """Takes signals as requests from now on. A SIGINT that comes after AGAIN seconds has the effect that it had
-        before; any number of others shortens nothing: service managers and schedulers send several, and SLURM sends one
-        to all processes of a step, of which srun and what is around a rank hand theirs on."""
+        """Takes signals as requests from now on.
+
+        A SIGINT that comes after AGAIN seconds has the effect that it had before; any number of
+        others shortens nothing: service managers and schedulers send several, and SLURM sends one
+        to all processes of a step, of which srun and what is around a rank hand theirs on.
+        """
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only; control.json works
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL  # None: C's, in a Mojo program
+            # None: C's, in a Mojo program
+            self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL
 
     def on_fit_end(self, context: Context) -> None:
         for number in list(self._before):
@@ -65,14 +85,16 @@ class Requests(Callback):
 
     def _asked(self, number: int, _: FrameType | None) -> None:
         if not self._wanted:
-            self._wanted, self._asked_at = number, time.monotonic()
+            self._wanted = number
+            self._asked_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._asked_at > AGAIN:
             signal.signal(number, self._before.pop(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
 
     def on_step_end(self, context: Context) -> None:
         self._hear(context)
-        if context.trainer.mode.settled:  # else each rank has weights of its own: no step to stop at
+        # else each rank has weights of its own: no step to stop at
+        if context.trainer.mode.settled:
             self._answer(context, self.agreed(self._exact))
             if self.met:
                 context.emit("on_sync")
@@ -88,7 +110,8 @@ class Requests(Callback):
             if why is not None:
                 asking = context.finisher if base == FINISH else None
                 place = next((i for i, c in enumerate(self._asking, 1) if c is asking), 0)
-                self._wish, self._why = max(self._wish, base + place), why
+                self._wish = max(self._wish, base + place)
+                self._why = why
         context.stop = context.finished = None
 
     def _answer(self, context: Context, wanted: int) -> None:
@@ -111,13 +134,16 @@ class Requests(Callback):
         return max(self._wanted, self._wish)
 
     def agreed(self, exact: bool = False) -> int:
-        """Called by all ranks after each step: what one of them is asked for, if it is time to tell, else 0. exact: it
-        is time after every step; the same on all ranks."""
+        """Called by all ranks after each step: what one of them is asked for, if it is time to
+        tell, else 0. exact: it is time after every step; the same on all ranks.
+        """
         self._left -= 1
         self.met = self._left <= 0
         if self.met:
             return self._agree()
-        return int(self._comm.all_reduce(np.array([self._mine], np.int64), "max")[0]) if exact else 0
+        return (
+            int(self._comm.all_reduce(np.array([self._mine], np.int64), "max")[0]) if exact else 0
+        )
 
     def _agree(self) -> int:
         """Tells all ranks what one is asked for, and after how many steps they ask next."""
@@ -125,19 +151,29 @@ class Requests(Callback):
         wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
         if self._comm.rank == 0 and not self._wanted:
             self._wanted = self._controlled()
-        wanted, negative = self._comm.all_reduce(np.array([self._mine, -wish], np.int64), "max").tolist()
+        wanted, negative = self._comm.all_reduce(
+            np.array([self._mine, -wish], np.int64), "max"
+        ).tolist()
         self._left = self._every = -negative
         self._since = time.monotonic()
         return wanted
 
     def _controlled(self) -> int:
-        """Returns whether control.json asks this attempt to stop: the signal that it names, CONTROL, or 0."""
+        """Returns whether control.json asks this attempt to stop: the signal that it names,
+        CONTROL, or 0.
+        """
         if self._run is None or not os.path.exists(self._run.control):
             return 0
         try:
             asked = read_json(self._run.control)
         except DataError:
             return 0  # it is being replaced, or is not ours
-        if not isinstance(asked, dict) or not asked.get("stop") or asked.get("attempt") != self._run.attempt:
+        if (
+            not isinstance(asked, dict)
+            or not asked.get("stop")
+            or asked.get("attempt") != self._run.attempt
+        ):
             return 0
-        return next((int(number) for number in signal.Signals if number.name == asked["stop"]), CONTROL)
+        return next(
+            (int(number) for number in signal.Signals if number.name == asked["stop"]), CONTROL
+        )

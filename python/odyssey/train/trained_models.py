@@ -1,7 +1,7 @@
 """Trained models: how a checkpoint says to build one, the model of a checkpoint, predictions.
 
-A model of odyssey.nn's own classes is said by their names and arguments; of a model of the user's own code, only where
-that is: nothing of it is run or unpickled.
+A model of odyssey.nn's own classes is said by their names and arguments; of a model of the user's
+own code, only where that is: nothing of it is run or unpickled.
 """
 
 from __future__ import annotations
@@ -45,12 +45,17 @@ def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
     model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
     loss = type(getattr(trainer, "loss", None)).__name__
     source = getattr(trainer, "data_source", {})
-    return {"model": of_model(model), "loss": loss, "data": {**of_data(getattr(loader, "dataset", None)), **source}}
+    return {
+        "model": of_model(model),
+        "loss": loss,
+        "data": {**of_data(getattr(loader, "dataset", None)), **source},
+    }
 
 
 def of_model(model: Any) -> dict[str, Any]:
-    """{"class", "arguments"} of a built-in model, {"class", "parts"} of a list of such; {"user code", "module", "file"}
-    of one that is, or has in it, a class of the user's."""
+    """{"class", "arguments"} of a built-in model, {"class", "parts"} of a list of such; {"user
+    code", "module", "file"} of one that is, or has in it, a class of the user's.
+    """
     kind = type(model)
     if kind.__module__.startswith("odyssey.nn."):
         if kind.__name__ in LISTS and all(name.isdecimal() for name, _ in model.named_children()):
@@ -67,9 +72,12 @@ def of_model(model: Any) -> dict[str, Any]:
 
 
 def of_data(data: Any) -> dict[str, Any]:
-    """Returns what a sample is: its shape, the numbers that normalise it, the names of columns and classes."""
+    """Returns what a sample is: its shape, the numbers that normalise it, the names of columns
+    and classes.
+    """
     found: dict[str, Any] = {}
-    shape, classes = getattr(data, "sample_shape", None), getattr(data, "classes", None)
+    shape = getattr(data, "sample_shape", None)
+    classes = getattr(data, "classes", None)
     if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
         found["sample_shape"] = list(shape)
     for key in ("scale", "shift"):
@@ -84,8 +92,12 @@ def of_data(data: Any) -> dict[str, Any]:
 
 
 def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
-    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError, ConfigError."""
-    with limited(3 * most):  # of a weight that two layers share, and where values are drawn again (GPT)
+    """A model as of_model() says, of at most so many numbers.
+
+    Raises KeyError, TypeError, ValueError, ConfigError.
+    """
+    # of a weight that two layers share, and where values are drawn again (GPT)
+    with limited(3 * most):
         return _build(said, most)
 
 
@@ -98,7 +110,12 @@ def _build(said: dict[str, Any], most: int) -> nn.Module:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise KeyError(name)
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in said["arguments"].items()}
-    sizes = (n for v in given.values() for n in (v if isinstance(v, tuple) else (v,)) if isinstance(n, int))
+    sizes = (
+        n
+        for v in given.values()
+        for n in (v if isinstance(v, tuple) else (v,))
+        if isinstance(n, int)
+    )
     if any(n > max(most, 1 << 16) for n in sizes):
         raise ValueError(f"{name}{given} is larger than its weights")
     return kind(**given)
@@ -106,7 +123,9 @@ def _build(said: dict[str, Any], most: int) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A model out of a checkpoint, in eval mode, and what the checkpoint says of its data (of_data)."""
+    """A model out of a checkpoint, in eval mode, and what the checkpoint says of its data
+    (of_data).
+    """
 
     model: nn.Module
     data: dict[str, Any]
@@ -124,30 +143,42 @@ def found(path: str | Path) -> tuple[Snapshot, str]:
     except CheckpointError as problem:
         if "no valid checkpoint" not in str(problem):
             raise
-        raise CheckpointError(f"[load] {path} has no valid checkpoint; name a run, or a directory that has") from None
+        raise CheckpointError(
+            f"[load] {path} has no valid checkpoint; name a run, or a directory that has"
+        ) from None
 
 
 def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     """The model of a checkpoint, a directory of checkpoints, or a run; see load()."""
     snapshot, name = found(path)
     about = snapshot.values.get("recipe") or {}
-    said, weights = about.get("model") or {}, snapshot.arrays.get("parameters", {})
+    said = about.get("model") or {}
+    weights = snapshot.arrays.get("parameters", {})
     mismatch = "the checkpoint is of another model: give the one that was trained"
     if model is None:
         mismatch = "the model was changed after it was built: give it"
         todo = "build it and give odyssey.load(path, model)"
         if kind := said.get("user code"):
             where = said.get("file") or said.get("module")
-            what, place = f"a model of your own, {kind} of {where}", f"{where}:{kind}"
+            what = f"a model of your own, {kind} of {where}"
+            place = f"{where}:{kind}"
             if str(said.get("module")).startswith("torch."):
-                what, place = f"a PyTorch module, {kind}", "FILE.py:NAME (a class or a function that builds it)"
-            raise ConfigError(f"[load] {name} is of {what}; {todo}, or say --model {place} on the command line")
+                what = f"a PyTorch module, {kind}"
+                place = "FILE.py:NAME (a class or a function that builds it)"
+            raise ConfigError(
+                f"[load] {name} is of {what}; {todo}, or say --model {place} on the command line"
+            )
         if not said:
-            raise ConfigError(f"[load] {name} does not say what its model is, as it is of an older version; {todo}")
+            raise ConfigError(
+                f"[load] {name} does not say what its model is, as it is of an older version; "
+                f"{todo}"
+            )
         try:
             model = build(said, sum(value.size for value in weights.values()))
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
-            raise CheckpointError(f"[load] {name}: its model cannot be built: {problem}; {todo}") from problem
+            raise CheckpointError(
+                f"[load] {name}: its model cannot be built: {problem}; {todo}"
+            ) from problem
     try:
         theirs = getattr(model, "wrapped", model)
         if isinstance(theirs, nn.Module):
@@ -159,13 +190,18 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
         raise ConfigError(f"[load] {name}: {problem}; {mismatch}") from problem
     settings = snapshot.values.get("configuration") or {}
     algorithm = settings.get("convolution algorithm") or "auto"
-    data, loss = about.get("data") or {}, about.get("loss") or ""
-    return Saved(model.eval(), data, loss, name, snapshot.step, settings.get("vocabulary"), algorithm)
+    data = about.get("data") or {}
+    loss = about.get("loss") or ""
+    return Saved(
+        model.eval(), data, loss, name, snapshot.step, settings.get("vocabulary"), algorithm
+    )
 
 
 def own_model(place: str | None) -> nn.Module | None:
-    """The model of the user's own code that "FILE.py:NAME" names, a class or a function without arguments; the file is
-    run as an import would run it. None: no place was given. Raises ConfigError: it is not there, or gives no model."""
+    """The model of the user's own code that "FILE.py:NAME" names, a class or a function without
+    arguments; the file is run as an import would run it. None: no place was given. Raises
+    ConfigError: it is not there, or gives no model.
+    """
     if place is None:
         return None
     kind = userfile.named("[load] --model", place, "net.py:Net")
@@ -173,25 +209,39 @@ def own_model(place: str | None) -> nn.Module | None:
         model = kind()
     except TypeError as problem:
         raise ConfigError(
-            f"[load] --model {place}: {problem}; name a function without arguments that builds the model"
+            f"[load] --model {place}: {problem}; name a function without arguments that builds "
+            "the model"
         ) from problem
-    if not isinstance(model, nn.Module) and hasattr(model, "named_parameters") and "torch" in sys.modules:
+    if (
+        not isinstance(model, nn.Module)
+        and hasattr(model, "named_parameters")
+        and "torch" in sys.modules
+    ):
         model = registry.load("weights", "torch").Wrapped(model)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"[load] --model {place} gives a {type(model).__name__}; an nn.Module is needed")
+        raise ConfigError(
+            f"[load] --model {place} gives a {type(model).__name__}; an nn.Module is needed"
+        )
     return model
 
 
 def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> bytes:
-    """The model of a checkpoint, as the bytes of a file of a format. Raises ConfigError: as content()."""
+    """The model of a checkpoint, as the bytes of a file of a format.
+
+    Raises ConfigError: as content().
+    """
     snapshot, _ = found(path)
     arrays = {**snapshot.arrays.get("parameters", {}), **snapshot.arrays.get("buffers", {})}
-    shape, more = None, {}
+    shape = None
+    more = {}
     if kind == "onnx":
         if hasattr(model, "wrapped"):
-            raise ConfigError("[export] this is a PyTorch module; odyssey.load() it, and torch.onnx.export()")
+            raise ConfigError(
+                "[export] this is a PyTorch module; odyssey.load() it, and torch.onnx.export()"
+            )
         from_checkpoint = opened(path, model)
-        model, shape = from_checkpoint.model, tuple(from_checkpoint.data.get("sample_shape") or ())
+        model = from_checkpoint.model
+        shape = tuple(from_checkpoint.data.get("sample_shape") or ())
         if columns := _columns(from_checkpoint.data):
             more = {"columns": columns}
     return content(kind, model, arrays, shape, **more)
@@ -202,9 +252,14 @@ def _columns(data: dict[str, Any]) -> Columns | None:
     return Columns.of_saved(data.get("table"), data["columns"]) if data.get("columns") else None
 
 
-def content(kind: str, model: Any, arrays: dict[str, np.ndarray], shape: tuple[int, ...] | None, **more: Any) -> bytes:
-    """A model as the bytes of a file of a format, which may be given more. Raises ConfigError: there is no such format,
-    its package is missing, or it has no form for the model."""
+def content(
+    kind: str, model: Any, arrays: dict[str, np.ndarray], shape: tuple[int, ...] | None, **more: Any
+) -> bytes:
+    """A model as the bytes of a file of a format, which may be given more.
+
+    Raises ConfigError: there is no such format, its package is missing, or it has no form for the
+    model.
+    """
     if kind == "safetensors":
         file = io.BytesIO()
         write_weights(file, arrays)
@@ -216,69 +271,99 @@ def content(kind: str, model: Any, arrays: dict[str, np.ndarray], shape: tuple[i
     except ImportError as problem:
         package = (problem.name or kind).partition(".")[0]
         remedy = install_packages([package])
-        raise ConfigError(f"[export] format {kind!r} needs the package {package}; {remedy}") from None
+        raise ConfigError(
+            f"[export] format {kind!r} needs the package {package}; {remedy}"
+        ) from None
     return made(model, arrays, shape, **more)
 
 
 def export(
-    model: nn.Module, path: str | Path, format: str | None = None, sample_shape: tuple[int, ...] | None = None
+    model: nn.Module,
+    path: str | Path,
+    format: str | None = None,
+    sample_shape: tuple[int, ...] | None = None,
 ) -> None:
-    """Writes a model for other programs, in eval mode. Not collective: rank 0 calls it.
+    """Writes a model for other programs, in eval mode.
 
-    format: "safetensors" or "torch", weights by name; "onnx", the whole model; None: by the path's ending,
-    .safetensors, .pt or .onnx. sample_shape: of one sample, without the batch; needed for ONNX, but not of a GPT.
-    Raises ConfigError: the ending says no format, or an op of the model has no form. OutputError: the file cannot be
-    written; one that was there stays.
+    Not collective: rank 0 calls it.
+
+    format: "safetensors" or "torch", weights by name; "onnx", the whole model; None: by the path's
+    ending, .safetensors, .pt or .onnx. sample_shape: of one sample, without the batch; needed for
+    ONNX, but not of a GPT. Raises ConfigError: the ending says no format, or an op of the model has
+    no form. OutputError: the file cannot be written; one that was there stays.
     """
     endings = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".onnx": "onnx"}
     kind = format or endings.get(Path(path).suffix)
     if kind is None:
         raise ConfigError(f"[export] {path} has no ending of {', '.join(endings)}; give format=")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module")
+        raise ConfigError(
+            f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module"
+        )
     made = content(kind, model, model.state_dict(), sample_shape)
     write_whole(Path(path), lambda file: file.write(made), mode=0o666)
 
 
 def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
-    """Returns what a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or dict of such;
-    collective.
+    """Returns what a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or
+    dict of such; collective.
 
-    samples: an array (N, ...), or what NumPy makes one of, such as PyTorch's tensors; a data set, or a DataLoader.
-    Raises ConfigError: it is none of them, or empty.
+    samples: an array (N, ...), or what NumPy makes one of, such as PyTorch's tensors; a data set,
+    or a DataLoader. Raises ConfigError: it is none of them, or empty.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"[predict] the model is a {type(model).__name__}; give an odyssey.nn.Module")
+        raise ConfigError(
+            f"[predict] the model is a {type(model).__name__}; give an odyssey.nn.Module"
+        )
     if isinstance(samples, (np.ndarray, Tensor)) or hasattr(samples, "__array__"):
         given = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
-        batches = batches_of_array(np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32))
+        batches = batches_of_array(
+            np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32)
+        )
     else:
-        batches = datasets.DataLoader(samples, batch_size=batch_size) if hasattr(samples, "__getitem__") else samples
+        batches = (
+            datasets.DataLoader(samples, batch_size=batch_size)
+            if hasattr(samples, "__getitem__")
+            else samples
+        )
     return predicted(model, batches, world("auto"))
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
     """The model that a checkpoint holds, in eval mode.
 
-    path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
-    model: takes its weights; needed where the model is of your own code.
-    Raises ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
+    path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a
+    ModelCheckpoint. model: takes its weights; needed where the model is of your own code. Raises
+    ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is
+    valid.
     """
     return opened(path, model).model
 
 
-def samples(found: Saved, dataset: str | None = None, data_dir: Path | None = None, train: bool = False) -> Any:
-    """A part of the data set that a model was trained on, or of another. Raises ConfigError: neither is known."""
+def samples(
+    found: Saved, dataset: str | None = None, data_dir: Path | None = None, train: bool = False
+) -> Any:
+    """A part of the data set that a model was trained on, or of another.
+
+    Raises ConfigError: neither is known.
+    """
     source = found.data.get("source") or {}
     name = dataset or source.get("dataset")
     if name is None:
         raise ConfigError(
-            f"[load] {found.name} does not say what its data are, as odyssey train has not made it; give --dataset and "
+            f"[load] {found.name} does not say what its data are, as odyssey train has not made "
+            "it; give --dataset and "
             "--data-dir"
         )
-    where = data_dir or (Path(source["data_dir"]) if source.get("data_dir") and not dataset else None)
+    where = data_dir or (
+        Path(source["data_dir"]) if source.get("data_dir") and not dataset else None
+    )
     own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
-    if name == "image-folder" and "size" not in own and len(found.data.get("sample_shape") or ()) == 3:
+    if (
+        name == "image-folder"
+        and "size" not in own
+        and len(found.data.get("sample_shape") or ()) == 3
+    ):
         own["size"] = found.data["sample_shape"][1:]
     if name == "csv":
         own["like"] = _columns(found.data)
@@ -286,44 +371,66 @@ def samples(found: Saved, dataset: str | None = None, data_dir: Path | None = No
 
 
 def loss_of(found: Saved) -> nn.Module | None:
-    """The loss that a model was trained with, if it is one of odyssey.nn's; None: the model's own."""
+    """The loss that a model was trained with, if it is one of odyssey.nn's; None: the model's
+    own.
+    """
     return getattr(nn, found.loss)() if found.loss in nn.__all__ else None
 
 
 def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") -> None:
-    """Writes a model of odyssey.nn as one safetensors file, from which load_model() builds it. Not collective: rank 0
-    calls it, then all wait in a barrier(). Raises OutputError: it cannot be written; a file that was there stays."""
-    state, said = model.state_dict(), {"odyssey": json.dumps(of_model(model))}
+    """Writes a model of odyssey.nn as one safetensors file, from which load_model() builds it.
+
+    Not collective: rank 0 calls it, then all wait in a barrier(). Raises OutputError: it cannot be
+    written; a file that was there stays.
+    """
+    state = model.state_dict()
+    said = {"odyssey": json.dumps(of_model(model))}
     write_whole(Path(path), lambda file: write_weights(file, state, said), mode=0o666)
 
 
-def load_model(path: str | Path = "checkpoint.safetensors", model: nn.Module | None = None) -> nn.Module:
-    """The model of a file of save_model(), in training mode; `model` takes its weights, where it is of your own code.
-    Raises ConfigError: the model is of your own code, or another. CheckpointError: this is no such file."""
+def load_model(
+    path: str | Path = "checkpoint.safetensors", model: nn.Module | None = None
+) -> nn.Module:
+    """The model of a file of save_model(), in training mode; `model` takes its weights, where it
+    is of your own code. Raises ConfigError: the model is of your own code, or another.
+    CheckpointError: this is no such file.
+    """
     weights, about = read_weights(Path(path))
     try:
-        made = model or build(json.loads(about["odyssey"]), sum(value.size for value in weights.values()))
+        made = model or build(
+            json.loads(about["odyssey"]), sum(value.size for value in weights.values())
+        )
         made.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, AttributeError, OdysseyError) as problem:
         raise ConfigError(
-            f"[load] {path} does not say how to build this model ({problem}); build it and give load_model(path, model)"
+            f"[load] {path} does not say how to build this model ({problem}); build it and give "
+            "load_model(path, model)"
         ) from problem
     return made
 
 
-save_checkpoint, load_checkpoint = save_model, load_model  # as other platforms call them
+# as other platforms call them
+save_checkpoint = save_model
+load_checkpoint = load_model
 
 
 def predicted(
-    model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
+    model: nn.Module,
+    batches: Iterable[Batch],
+    comm: Communicator,
+    shard: int | None = None,
+    algorithm: str = "auto",
 ) -> Any:
-    """Returns what a model gives for all samples of some batches, in their order, whole on every rank: (N, ...)
-    float32, or a tuple or dict of such; a collective call. batches: the same on all ranks, each of which computes its
-    shards of each. shard: samples that are computed at once; the result depends on it in its last bits, and on no
-    number of ranks. algorithm: conv_algorithm of the training."""
+    """Returns what a model gives for all samples of some batches, in their order, whole on every
+    rank: (N, ...) float32, or a tuple or dict of such; a collective call. batches: the same
+    on all ranks, each of which computes its shards of each. shard: samples that are computed
+    at once; the result depends on it in its last bits, and on no number of ranks. algorithm:
+    conv_algorithm of the training.
+    """
     size = shard or SHARD
     executor = current()
-    before, executor.conv_algorithm = executor.conv_algorithm, algorithm
+    before = executor.conv_algorithm
+    executor.conv_algorithm = algorithm
     try:
         with in_mode(model, False), no_grad():
             wholes = [_of_batch(model, batch, comm, size) for batch in batches]
@@ -359,19 +466,26 @@ def _joined(trees: list[Any]) -> Any:
 
 
 def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
-    """Computes the outputs of some samples of a batch; (hi - lo, ...), or a tuple or dict of such."""
-    data, which = batch.dataset, batch.indices[lo:hi]
+    """Computes the outputs of some samples of a batch; (hi - lo, ...), or a tuple or dict of
+    such.
+    """
+    data = batch.dataset
+    which = batch.indices[lo:hi]
     if isinstance(data, ArrayDataset) and data.normalised:
         x = _normalised(data, which)
     else:
-        x = mapped(lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32), data.gather(which)[0])
+        x = mapped(
+            lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32),
+            data.gather(which)[0],
+        )
     y = model(*x) if isinstance(x, tuple) else model(x)
 
     def numbers(t: Any) -> np.ndarray:
         if not isinstance(t, Tensor) or t.shape[:1] != (hi - lo,):
             what = f"a tensor {t.shape}" if isinstance(t, Tensor) else type(t).__name__
             raise ConfigError(
-                f"[predict] forward() gives {what} for {hi - lo} samples; a tensor (N, ...), or a tuple or dict of "
+                f"[predict] forward() gives {what} for {hi - lo} samples; a tensor (N, ...), or "
+                "a tuple or dict of "
                 "such, is needed"
             )
         return np.array(t.numpy(), np.float32)
@@ -380,12 +494,20 @@ def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
 
 
 def _normalised(data: ArrayDataset, which: np.ndarray) -> Tensor:
-    """Samples as a training's steps gather them: by that kernel, which rounds once where NumPy rounds twice."""
-    images, rows, executor = data.rows(which)[0], np.arange(len(which)), Eager()
+    """Samples as a training's steps gather them: by that kernel, which rounds once where NumPy
+    rounds twice.
+    """
+    images = data.rows(which)[0]
+    rows = np.arange(len(which))
+    executor = Eager()
     x = empty(images.shape, layout_of(len(which)))
     c = executor.context
-    c.images, c.bytes, c.valid = images.ctypes.data, int(images.dtype.itemsize == 1), len(which)
-    c.rows, c.scale, c.shift = rows.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+    c.images = images.ctypes.data
+    c.bytes = int(images.dtype.itemsize == 1)
+    c.valid = len(which)
+    c.rows = rows.ctypes.data
+    c.scale = data.scale.ctypes.data
+    c.shift = data.shift.ctypes.data
     executor.emit("input", x.memory, x.groups, x.features, len(data.scale), layout=x.layout)
     return x
 
@@ -395,4 +517,7 @@ def batches_of_array(x: np.ndarray, scale: Any = 1.0, shift: Any = 0.0) -> Itera
     channels = x.shape[1] if x.ndim == 4 else 1
     each = (np.full(channels, np.asarray(v, np.float32)) for v in (scale, shift))
     data = ArrayDataset(x, np.zeros(len(x), np.int32), 1, *each, "x")
-    return [Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i) for i, a in enumerate(range(0, len(x), 8192))]
+    return [
+        Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i)
+        for i, a in enumerate(range(0, len(x), 8192))
+    ]

@@ -51,21 +51,22 @@ class DistributedTrainer(EngineState):
     Args:
         model: any Module.
         optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
-        loss: any function of (output, target) that gives a mean or sum over samples, such as nn.MSELoss(); default the
-            model's own `loss`, else CrossEntropyLoss.
-        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5", "mae", "mse"; or a
-            list of such names (engine/metrics.py); default accuracy, where targets are classes.
+        loss: any function of (output, target) that gives a mean or sum over samples, such as
+            nn.MSELoss(); default the model's own `loss`, else CrossEntropyLoss.
+        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5",
+            "mae", "mse"; or a list of such names (engine/metrics.py); default accuracy, where
+            targets are classes.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
-        mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp); default: the model's
-            own placement decides pp, the other ranks are replicas.
+        mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp);
+            default: the model's own placement decides pp, the other ranks are replicas.
         progress: an object with begin, step, epoch and end (progress.py); called on rank 0.
         comm: the communicator, if not comm.world(backend).
         settings: by keyword; those of settings.Training.
 
     {settings}
 
-    Raises ConfigError: a setting is unknown or not allowed, or the ranks' models differ. DeviceError: a GPU was asked
-    for and there is none.
+    Raises ConfigError: a setting is unknown or not allowed, or the ranks' models differ.
+    DeviceError: a GPU was asked for and there is none.
     """
 
     @callbacks.joined
@@ -86,12 +87,19 @@ class DistributedTrainer(EngineState):
         **settings: Any,
     ) -> None:
         if settings.get("precision") != "fp16":  # the same call may serve every precision
-            settings = {k: v for k, v in settings.items() if k not in ("scaler_init_scale", "scaler_growth_interval")}
+            settings = {
+                k: v
+                for k, v in settings.items()
+                if k not in ("scaler_init_scale", "scaler_growth_interval")
+            }
         made = declaration.made(Training, {"num_gpus": num_gpus, "backend": backend, **settings})
         for what, given, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
             check_kind("train", what, given, kind, "a subclass of ")
         if schedule is not None and not callable(schedule):
-            raise ConfigError(f"[train] schedule is {schedule!r}; give a function, such as optim.cosine(total_steps)")
+            raise ConfigError(
+                f"[train] schedule is {schedule!r}; give a function, such as "
+                "optim.cosine(total_steps)"
+            )
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
         comm = comm or connect(made.backend, made.device, made.num_gpus)
@@ -106,25 +114,41 @@ class DistributedTrainer(EngineState):
         )
         declaration.check(Training, {"pipeline_schedule": made.pipeline_schedule})
         self._set(made, comm, progress)
-        self.device, self.threads, self.base_batch_size = made.device, made.threads, made.base_batch_size
+        self.device = made.device
+        self.threads = made.threads
+        self.base_batch_size = made.base_batch_size
         self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
         strategy = declaration.part(Strategy, made)
         strategy.check(self.mesh, made.zero, made.precision)
         if strategy.reduction in MODES and made.nonfinite != "stop":
             raise ConfigError(
-                f"[train] nonfinite is {made.nonfinite!r}, but with reduction={made.reduction!r} a rank's step is its "
+                f"[train] nonfinite is {made.nonfinite!r}, but with reduction={made.reduction!r} "
+                "a rank's step is its "
                 "own; use 'stop'"
             )
-        ranks = {"comm": self.comm, "mesh": self.mesh, "reduction": strategy, "schedule": made.pipeline_schedule}
+        ranks = {
+            "comm": self.comm,
+            "mesh": self.mesh,
+            "reduction": strategy,
+            "schedule": made.pipeline_schedule,
+        }
         self.layout = declaration.part(Layout, made, workers=made.num_gpus, gpus=devices, **ranks)
         self._sums: Sums | None = None  # of the last step
-        self.workers, self.replicas = made.num_gpus * self.mesh.dp, self.mesh.dp  # that share out a batch
-        self.model, self.optimizer = model, optimizer
+        # that share out a batch
+        self.workers = made.num_gpus * self.mesh.dp
+        self.replicas = self.mesh.dp
+        self.model = model
+        self.optimizer = optimizer
         self.schedule = schedule or (lambda step: 1.0)
         check_shared(self.mesh, made.precision)
-        scaling = {"growth_interval": made.scaler_growth_interval, "enabled": made.precision == "fp16"}
+        scaling = {
+            "growth_interval": made.scaler_growth_interval,
+            "enabled": made.precision == "fp16",
+        }
         self.scaler = precisions.GradScaler(made.scaler_init_scale, **scaling)
-        self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
+        self.lr_scaling = made.lr_scaling
+        self._lr_factor = 1.0
+        self._lr_scaled = False
         with offload(made.offload):
             self.arena = Arena.of(model.named_parameters(), model.named_buffers())
             self.arena.move_to(maker())
@@ -138,33 +162,48 @@ class DistributedTrainer(EngineState):
 
             if made.conv_algorithm == "winograd":
                 raise ConfigError(
-                    "[train] conv_algorithm is 'winograd', which CPUs have; use 'auto' or 'direct', or --device cpu"
+                    "[train] conv_algorithm is 'winograd', which CPUs have; use 'auto' or "
+                    "'direct', or --device cpu"
                 )
             team = DeviceGroup(devices, self.arena)
-            team.keep(optimizer, made.offload, max(self.layout.bucket_floats(self.arena.size), 1 << 14))
+            team.keep(
+                optimizer, made.offload, max(self.layout.bucket_floats(self.arena.size), 1 << 14)
+            )
             self.notice = team.describe()
         elif made.precision == "tf32":
-            raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
+            raise ConfigError(
+                "[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu"
+            )
         loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
         if not callable(loss) or isinstance(loss, type):
             name = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
-            raise ConfigError(f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()")
+            raise ConfigError(
+                f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()"
+            )
         if (how := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
-                f"[train] the loss has reduction={how!r}, but trainers divide by the global batch; use 'mean'"
+                f"[train] the loss has reduction={how!r}, but trainers divide by the global "
+                "batch; use 'mean'"
             )
         groups = Groups(self.comm, self.mesh)
         self.metrics = None if metrics is None else chosen(metrics)
-        common: dict[str, Any] = {key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")}
+        common: dict[str, Any] = {
+            key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")
+        }
         common.update(metrics=self.metrics, team=team)
-        layout, its_groups, own = self.layout, groups, {}
+        layout = self.layout
+        its_groups = groups
+        own = {}
         if strategy.reduction in MODES and self.comm.size > 1:
             asynchronous = registry.load("modes", strategy.reduction)
             self.mode = asynchronous.mode(self, strategy)
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
-            own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}  # other masks for other samples
+            # other masks for other samples
+            own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}
         of = (model, loss, self.arena)
-        self._train = Engine(*of, layout, its_groups, train=True, scaled=self.scaler.enabled, **{**common, **own})
+        self._train = Engine(
+            *of, layout, its_groups, train=True, scaled=self.scaler.enabled, **{**common, **own}
+        )
         self._eval = Engine(*of, self.layout, groups, train=False, like=self._train, **common)
         self._train.also = self.standing
         self._warned = False
@@ -200,7 +239,8 @@ class DistributedTrainer(EngineState):
             self.check_cut(batch)
         part = self.mode.part(batch)
         if part is None:  # the others take this step; this rank's state counts it too
-            self.steps, self.optimizer.steps = self.steps + 1, self.optimizer.steps + 1
+            self.steps = self.steps + 1
+            self.optimizer.steps = self.optimizer.steps + 1
             self.mode.stepped()
             return Step(0.0, 0.0, self.rate(self.steps - 1), True, None, {})
         if not self._warned:
@@ -210,7 +250,9 @@ class DistributedTrainer(EngineState):
         self._begin(sums)
         self._look_at_route(self._train.runners[-1].reductions, len(batch.indices))
         lr = self.rate(self.steps)
-        taken = self._train.alike and self._train.commit_step(self.optimizer, sums, self._divisor(sums), lr)
+        taken = self._train.alike and self._train.commit_step(
+            self.optimizer, sums, self._divisor(sums), lr
+        )
         if not self._train.alike:
             self._apart(self._train, part)
         if self.scaler.enabled:
@@ -221,7 +263,9 @@ class DistributedTrainer(EngineState):
             self._train.updated()
             self.numerics.fine()
         self.steps += 1
-        self.last = Step(sums.loss, sums.correct, lr, taken, sums.updates, self._train.measured(sums))
+        self.last = Step(
+            sums.loss, sums.correct, lr, taken, sums.updates, self._train.measured(sums)
+        )
         self.mode.stepped()
         if self._train.team is not None:
             while self._train.team.notes:
@@ -229,60 +273,91 @@ class DistributedTrainer(EngineState):
         return self.last
 
     def rehearse(self, batch: datasets.Batch, *, prepare: bool = False) -> tuple[int, int]:
-        """Takes a step of this rank alone, in a world whose others are absent (comm/stand_in.py): nothing is compared,
-        and their samples count as if they were there. prepare: only makes what a step needs, and computes nothing.
-        Returns how many shards this rank has, and how many bytes others have read from memory that it shares so far."""
-        samples, form = len(batch.indices), batch.dataset.form
+        """Takes a step of this rank alone, in a world whose others are absent
+        (comm/stand_in.py): nothing is compared, and their samples count as if they were
+        there. prepare: only makes what a step needs, and computes nothing. Returns how many
+        shards this rank has, and how many bytes others have read from memory that it shares
+        so far.
+        """
+        samples = len(batch.indices)
+        form = batch.dataset.form
         self._share_out(samples, form)
         if prepare:
             self._train.prepare(samples, form)
             self._begin(Sums([], 0, []))
         else:
             sums = self._train.run(batch, self.steps)
-            self._train.alike, sums.values[1] = True, float(samples)
+            self._train.alike = True
+            sums.values[1] = float(samples)
             native.memory(sums.samples_address, 4).view(np.float32)[0] = samples
-            self._train.commit_step(self.optimizer, sums, self._divisor(sums), self.rate(self.steps))
+            self._train.commit_step(
+                self.optimizer, sums, self._divisor(sums), self.rate(self.steps)
+            )
             self._train.updated()
         lo, hi = self._train.part(samples)
-        made = {id(r): r for runner in self._train.runners for r in runner.reductions if hasattr(r.comm, "shared")}
-        return -(-(hi - lo) // self._train.shard_size_of(samples)), sum(r.bytes_sent for r in made.values())
+        made = {
+            id(r): r
+            for runner in self._train.runners
+            for r in runner.reductions
+            if hasattr(r.comm, "shared")
+        }
+        return -(-(hi - lo) // self._train.shard_size_of(samples)), sum(
+            r.bytes_sent for r in made.values()
+        )
 
     def _rows(self, form: Form | None) -> int | None:
         if form is None:
             return None
         try:
             rows = self._train.programs.rows(form)
-        except Exception:  # all ranks are told what is wrong with the model when they compare programs
+        # all ranks are told what is wrong with the model when they compare programs
+        except Exception:
             rows = 1
-        return int(self.comm.broadcast(np.array([rows], np.int64))[0]) if self.mode.together else rows
+        return (
+            int(self.comm.broadcast(np.array([rows], np.int64))[0]) if self.mode.together else rows
+        )
 
     def compare(self, batch: datasets.Batch, engine: Engine | None = None) -> None:
-        """Compares what the ranks are given and what their models do with it, where that is due (agreement.py)."""
+        """Compares what the ranks are given and what their models do with it, where that is due
+        (agreement.py).
+        """
         if engine is None:
             engine = self._train
             self._watch.batch(batch, self.steps, self.rate)
         kind = (engine.train, engine.shard_size_of(len(batch.indices)), *batch.dataset.form)
         if self.comm.size > 1 and kind not in self._watch.programs:
             agreement.programs(self.comm, engine, batch, self.steps)
-            self._watch.programs.add(kind)  # not where that raises: a program that catches it may go on
+            # not where that raises: a program that catches it may go on
+            self._watch.programs.add(kind)
 
     def _apart(self, engine: Engine, batch: datasets.Batch) -> None:
-        """Raises ConfigError, on all ranks: what they computed in a step, which was not taken, differs."""
+        """Raises ConfigError, on all ranks: what they computed in a step, which was not taken,
+        differs.
+        """
         step = f"step {self.steps + 1}"
         agreement.standing(self.comm, step, self.standing(), engine.programs.values())
         agreement.programs(self.comm, engine, batch, self.steps)
         self.check_replicas()
         raise ConfigError(
-            f"[train] ranks do not compute the same at {step}, which was not taken; change settings on all ranks alike"
+            f"[train] ranks do not compute the same at {step}, which was not taken; change "
+            "settings on all ranks alike"
         ).on_all_ranks()
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no rate."""
+        """The learning rate of a step, counted from 0.
+
+        Raises NumericsError if the schedule makes it no rate.
+        """
         factor = self.schedule(step)
-        rate = self.optimizer.lr * self._lr_factor * factor if isinstance(factor, (int, float, np.number)) else math.nan
+        rate = (
+            self.optimizer.lr * self._lr_factor * factor
+            if isinstance(factor, (int, float, np.number))
+            else math.nan
+        )
         if not 0 <= rate < math.inf:
             error = NumericsError(
-                f"[train] the schedule gives {factor!r} for step {step + 1}; it must give a finite number of at least 0"
+                f"[train] the schedule gives {factor!r} for step {step + 1}; it must give a "
+                "finite number of at least 0"
             )
             error.raised_on_all_ranks = self.mode.together
             raise error
@@ -301,14 +376,17 @@ class DistributedTrainer(EngineState):
         """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
         if self.lr_scaling == "none" or self._lr_scaled:
             return
-        self._lr_scaled, lr = True, self.optimizer.lr
+        self._lr_scaled = True
+        lr = self.optimizer.lr
         self._lr_factor = lr_factor(self.lr_scaling, batch, self.base_batch_size)
         ratio = f"{batch} / {self.base_batch_size}"
         ratio = f"sqrt({ratio})" if self.lr_scaling == "sqrt" else ratio
         self.say(f"learning rate {lr:g} x {ratio} = {lr * self._lr_factor:g}")
 
     def gradients(self, batch: datasets.Batch, step: int) -> tuple[Sums, np.ndarray, float]:
-        """For a mode: sums over a batch computed by this rank alone, its gradients, and what they are divided by."""
+        """For a mode: sums over a batch computed by this rank alone, its gradients, and what
+        they are divided by.
+        """
         sums = self._train.run(batch, step)
         self._divisor(sums)
         divisor = sums.samples if self.clip_norm is None else float(self._divide[0])
@@ -329,11 +407,14 @@ class DistributedTrainer(EngineState):
         self._train.bytes_plain += sent
 
     def _look_at_loss(self, batch: datasets.Batch) -> None:
-        """Says if the loss is no mean over samples, by that of the first batch in eval mode, in its shards and in
-        larger ones: shards change its meaning. Not of our own models and losses."""
+        """Says if the loss is no mean over samples, by that of the first batch in eval mode, in
+        its shards and in larger ones: shards change its meaning. Not of our own models and
+        losses.
+        """
         n = len(batch.indices)
         size = self._eval.shard_size_of(n)
-        larger, made = min(2 * size, n), [*map(type, self.model.modules()), self.loss]
+        larger = min(2 * size, n)
+        made = [*map(type, self.model.modules()), self.loss]
         theirs = any(not getattr(one, "__module__", "").startswith("odyssey.") for one in made)
         if size == n or not theirs or not self.mode.together:
             return
@@ -344,8 +425,10 @@ class DistributedTrainer(EngineState):
         if abs(apart - joined) > 1e-4 * max(abs(apart), abs(joined)) + 1e-6:
             values = f"{apart:.5g} in shards of {size}, {joined:.5g} of {larger}"
             self.say(
-                f"[train] the loss is no mean over samples ({values}): computed in shards it is another one than that "
-                f"of the batch of {n}. Give shard_size={n}, where one rank has the batch; of a root or other function "
+                f"[train] the loss is no mean over samples ({values}): computed in shards it is "
+                "another one than that "
+                f"of the batch of {n}. Give shard_size={n}, where one rank has the batch; of a "
+                "root or other function "
                 "of a mean, give the mean itself (docs/losses.md)"
             )
 
@@ -354,15 +437,19 @@ class DistributedTrainer(EngineState):
         if self._warned:
             return
         self._warned = True
-        come, self.optimizer.coming = self.optimizer.coming, None
-        self.optimizer.keep({name: self._train.ownership.own_state(a) for name, a in self.optimizer.state.items()})
+        come = self.optimizer.coming
+        self.optimizer.coming = None
+        self.optimizer.keep(
+            {name: self._train.ownership.own_state(a) for name, a in self.optimizer.state.items()}
+        )
         if come is not None:
             come()
         self.optimizer.locked = self.in_parts
         self.arena.locked = self.comm.size > 1 and self._train.layout.split
         if not self.model.training:
             self.say(
-                f"[train] {type(self.model).__name__} is in eval mode: dropout is off and batch norm uses running "
+                f"[train] {type(self.model).__name__} is in eval mode: dropout is off and batch "
+                "norm uses running "
                 "statistics; call model.train() if that is not meant"
             )
         for line in self._train.ownership.warnings:
@@ -372,8 +459,11 @@ class DistributedTrainer(EngineState):
                 self.say(plan)
 
     def _divisor(self, sums: Sums) -> int:
-        """Address of the number that gradients are divided by: samples, loss scale, and more if they are clipped."""
-        self.grad_norm, self._sums = None, sums
+        """Address of the number that gradients are divided by: samples, loss scale, and more if
+        they are clipped.
+        """
+        self.grad_norm = None
+        self._sums = sums
         if self.clip_norm is None and not self.scaler.enabled:
             return sums.samples_address
         divisor = sums.samples * self.scaler.value
@@ -393,19 +483,23 @@ class DistributedTrainer(EngineState):
         return self._train.ownership.norm(self._sums) / divisor
 
     def _scale(self, taken: bool, batch: datasets.Batch, lr: float) -> None:
-        """Sets the loss scale for the next step; all ranks hold the same sums, so all set the same."""
+        """Sets the loss scale for the next step; all ranks hold the same sums, so all set the
+        same.
+        """
         before = self.scaler.value
         try:
             self.scaler.update(taken)
         except NumericsError as error:
-            if self.numerics.policy != "stop":  # no smaller scale is left: it is not the scale that overflows
+            # no smaller scale is left: it is not the scale that overflows
+            if self.numerics.policy != "stop":
                 return self._not_finite(batch, "gradient", lr)
             error.raised_on_all_ranks = True
             raise
         if not taken:
             self.say(
                 f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
-                f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
+                f"{precisions.scale_text(before)}; scale is now "
+                f"{precisions.scale_text(self.scaler.value)}"
             )
 
     def traffic(self) -> tuple[int, int, int]:
@@ -439,32 +533,44 @@ class DistributedTrainer(EngineState):
         if whole is not None:
             agreement.data_set(self.comm, whole, "validation")
 
-        def sums(batch: datasets.Batch, number: int) -> tuple[float, float, dict[str, float], float]:
+        def sums(
+            batch: datasets.Batch, number: int
+        ) -> tuple[float, float, dict[str, float], float]:
             self.compare(batch, self._eval)
             found = self._eval.run(batch, 0)
             if not self._eval.alike:
                 self._apart(self._eval, batch)
             return found.loss, found.correct, self._eval.measured(found), found.samples
 
-        found = self._evaluation(self._eval.ahead(iter(evaluated(loader, self._part(training=False)))), sums, whole)
+        found = self._evaluation(
+            self._eval.ahead(iter(evaluated(loader, self._part(training=False)))), sums, whole
+        )
         slot.phase("compute")
         return found
 
     def predict(self, loader: Any) -> Any:
-        """Returns what the model gives for all samples of a data set or loader, in order, dropout off: (N, ...)
-        float32, or a tuple or dict of such, whole on every rank. All ranks call it."""
+        """Returns what the model gives for all samples of a data set or loader, in order,
+        dropout off: (N, ...) float32, or a tuple or dict of such, whole on every rank. All
+        ranks call it.
+        """
         self.mode.settle()
         with self.arena.lent(self._train.ownership.parameters()):
-            batches, algorithm = evaluated(in_batches(loader), None), self.settings.conv_algorithm
-            return trained_models.predicted(self.model, batches, self.comm, self.shard_size, algorithm)
+            batches = evaluated(in_batches(loader), None)
+            algorithm = self.settings.conv_algorithm
+            return trained_models.predicted(
+                self.model, batches, self.comm, self.shard_size, algorithm
+            )
 
 
-DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))
+DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(
+    settings=declaration.documentation(Training)
+)
 
 
 def shard_size_of(model: Module, shard_size: int | None) -> int | None:
-    """The shard size of a training: as given, or as the model's micro-batches are; None: by its global batch. Raises
-    ConfigError: two different numbers are given."""
+    """The shard size of a training: as given, or as the model's micro-batches are; None: by its
+    global batch. Raises ConfigError: two different numbers are given.
+    """
     micro = getattr(model, "micro_batch_size", None)
     if micro is not None and shard_size is not None and micro != shard_size:
         raise ConfigError(
@@ -475,7 +581,9 @@ def shard_size_of(model: Module, shard_size: int | None) -> int | None:
 
 
 def places(model: Module) -> int:
-    """On how many devices a model is placed; 1 also for one without parameters, which the arena refuses."""
+    """On how many devices a model is placed; 1 also for one without parameters, which the arena
+    refuses.
+    """
     if isinstance(model, PipelineParallel):
         return len(set(model.places))
     return len({d.slot for p in model.parameters() for d in p.places.values() or [p.device]}) or 1
@@ -496,26 +604,38 @@ def check_shared(mesh: Mesh, precision: str) -> None:
 
 
 def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: int | None) -> None:
-    """ConfigError, before the first step, if an epoch's last one has too few samples for layers that ranks share.
-    step: samples of the others. limit: steps that will be taken; None: all of the epoch."""
+    """ConfigError, before the first step, if an epoch's last one has too few samples for layers
+    that ranks share. step: samples of the others. limit: steps that will be taken; None: all
+    of the epoch.
+    """
     samples = len(loader.dataset if loader.sampler is None else loader.sampler)
     full, last = divmod(len(loader) * loader.batch_size if loader.drop_last else samples, step)
     if mesh.tp > 1 and last and layout_of(last) == "rows" and (limit is None or limit > full):
         raise ConfigError(
-            f"[tp] {samples:,} samples in steps of {step} leave {last} for an epoch's last step, and so few are "
-            "computed in rows, which are not split; use another batch size, drop_last=True, or --tp 1"
+            f"[tp] {samples:,} samples in steps of {step} leave {last} for an epoch's last step, "
+            "and so few are "
+            "computed in rows, which are not split; use another batch size, drop_last=True, or "
+            "--tp 1"
         )
 
 
 def connect(backend: str, device: str, num_gpus: int | None) -> communication.Communicator:
-    """The ranks that a backend connects; "nccl" in a single process is its GPUs. Raises DeviceError: a single process
-    asks for them, and this machine has none."""
+    """The ranks that a backend connects; "nccl" in a single process is its GPUs.
+
+    Raises DeviceError: a single process asks for them, and this machine has none.
+    """
     found = launcher.launched()
-    if backend != "nccl" or num_gpus is None or device == "cpu" or (found is not None and found.size > 1):
+    if (
+        backend != "nccl"
+        or num_gpus is None
+        or device == "cpu"
+        or (found is not None and found.size > 1)
+    ):
         return communication.world(backend)
     if not gpus.count():
         raise DeviceError(
-            f"[train] backend='nccl' with num_gpus={num_gpus} in one process needs GPUs, and no GPU was found on this "
+            f"[train] backend='nccl' with num_gpus={num_gpus} in one process needs GPUs, and no "
+            "GPU was found on this "
             "machine; use backend='auto', which takes CPU workers then"
         )
     return communication.world("local")
@@ -524,24 +644,31 @@ def connect(backend: str, device: str, num_gpus: int | None) -> communication.Co
 def choose_devices(
     device: str, num_gpus: int | None, comm: communication.Communicator, oversubscribe: bool
 ) -> tuple[tuple[int, ...], str | None]:
-    """The GPU of each worker of this process, none for CPU workers; and what the user should know, in one line. Raises
-    DeviceError: GPUs were asked for that are not there."""
+    """The GPU of each worker of this process, none for CPU workers; and what the user should
+    know, in one line. Raises DeviceError: GPUs were asked for that are not there.
+    """
     if device == "cpu" or (device == "auto" and num_gpus is None):
         return (), None
-    found, own = gpus.count(), False
+    found = gpus.count()
+    own = False
     if comm.size > 1:  # what each rank sees: the same GPUs as its neighbours, or GPUs of its own
         seen = hash_of([gpu.uuid for gpu in gpus.found()])
         everyone = comm.all_gather(np.array([found, seen], np.int64))
         if (everyone[:, 0] > 0).any() and (everyone[:, 0] == 0).any():
             none, some = (int(np.flatnonzero((everyone[:, 0] > 0) == s)[0]) for s in (False, True))
             raise DeviceError(
-                f"[gpu] rank {none} sees no GPU and rank {some} has some; start all ranks alike, or use --device cpu"
+                f"[gpu] rank {none} sees no GPU and rank {some} has some; start all ranks alike, "
+                "or use --device cpu"
             ).on_all_ranks()
         own = found > 0 and comm.local_size > 1 and len(set(everyone[:, 1].tolist())) == comm.size
     if not found:
         if device == "gpu":
-            raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
+            raise DeviceError(
+                "[train] device is 'gpu' but this machine has none; use --device cpu or auto"
+            )
         return (), f"no GPU found: {num_gpus} CPU workers are used"
     from ..engine.gpu.group import devices
 
-    return tuple(devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, own)), None
+    return tuple(
+        devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, own)
+    ), None

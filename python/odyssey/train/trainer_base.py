@@ -1,4 +1,6 @@
-"""Base of trainers whose workers share out the shards of a batch: the engine's and torch modules'."""
+"""Base of trainers whose workers share out the shards of a batch: the engine's and torch
+modules'.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,20 @@ class Sharing(Trainer):
     """A trainer whose workers share out the shards of a batch."""
 
     settings: Training
-    standing: Callable[[], dict[str, Any]]  # what an update reads, as it is now: ranks must have it alike
-    check_replicas: Callable[[], None]  # compares the weights that several ranks have; a collective call
+    # what an update reads, as it is now: ranks must have it alike
+    standing: Callable[[], dict[str, Any]]
+    # compares the weights that several ranks have; a collective call
+    check_replicas: Callable[[], None]
     _train: Any  # what runs the shards
     _counted_idle = _looked_at_route = False
     _clip_norm: float | None = None
 
     @property
     def clip_norm(self) -> float | None:
-        """The largest norm of the mean gradient; may be set in the middle of a training. None: no limit."""
+        """The largest norm of the mean gradient; may be set in the middle of a training.
+
+        None: no limit.
+        """
         return self._clip_norm
 
     @clip_norm.setter
@@ -42,7 +49,9 @@ class Sharing(Trainer):
 
     @property
     def shard_size(self) -> int | None:
-        """Samples per shard of a training step; None as long as neither it nor the global batch is known."""
+        """Samples per shard of a training step; None as long as neither it nor the global batch
+        is known.
+        """
         return self._train.shard_size
 
     @shard_size.setter
@@ -51,10 +60,14 @@ class Sharing(Trainer):
 
     def _set(self, made: Training, comm: Communicator, progress: Any) -> None:
         """Sets what is alike in every trainer, from its settings."""
-        self.settings, self.comm = made, comm
+        self.settings = made
+        self.comm = comm
         self.mode = Mode(self)
-        self.seed, self.precision, self.clip_norm = made.seed, made.precision, made.clip_norm
-        self.accumulation_steps, self.check_every = made.accumulation_steps, made.check_every
+        self.clip_norm = made.clip_norm
+        self.seed = made.seed
+        self.precision = made.precision
+        self.accumulation_steps = made.accumulation_steps
+        self.check_every = made.check_every
         self.numerics = NonFinite(made.nonfinite)
         self.progress = progress if comm.rank == 0 else None
         self._watch = agreement.Watch(comm, made.check_every)
@@ -75,8 +88,12 @@ class Sharing(Trainer):
             self._silent = False
 
     def _compare_settings(self, more: dict[str, Any]) -> None:
-        """Raises ConfigError, on all ranks, if they differ in settings or `more`; a collective call."""
-        same = {name: getattr(self.settings, name) for name, s in declared(Training).items() if s.same}
+        """Raises ConfigError, on all ranks, if they differ in settings or `more`; a collective
+        call.
+        """
+        same = {
+            name: getattr(self.settings, name) for name, s in declared(Training).items() if s.same
+        }
         agreement.compare(self.comm, {**same, **more})
 
     def _end_epoch(self) -> None:
@@ -86,11 +103,15 @@ class Sharing(Trainer):
             self.stays()
 
     def _rows(self, form: Form | None) -> int | None:
-        """Rows that a sample takes in kernels, alike on all ranks; None: the form of a sample is not known yet."""
+        """Rows that a sample takes in kernels, alike on all ranks; None: the form of a sample is
+        not known yet.
+        """
         return 1
 
     def _share_out(self, samples: int, form: Form | None = None) -> None:
-        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
+        """Once the global batch is known: decides its shards, and says if there are too few for
+        all workers.
+        """
         if self.shard_size is None:
             rows = self._rows(form)
             if rows is None:
@@ -102,31 +123,41 @@ class Sharing(Trainer):
         sharing, parts = self.mode.shared_out(samples)
         without = sum(idle(sharing, part, self.shard_size) for part in parts)
         if without:
-            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
+            workers = sharing * len(parts)
+            shards = sum(shard_count(part, self.shard_size) for part in parts)
             if sharing > max(64, 4 * shards):  # of each process; more likely a slip than a wish
                 raise ConfigError(
-                    f"[train] num_gpus is {sharing}, and a batch of {samples} samples has {shards} shards of at most "
-                    f"{self.shard_size}: more workers have no work; give at most {shards}, or a smaller shard_size"
+                    f"[train] num_gpus is {sharing}, and a batch of {samples} samples has "
+                    f"{shards} shards of at most "
+                    f"{self.shard_size}: more workers have no work; give at most {shards}, or a "
+                    "smaller shard_size"
                 ).on_all_ranks()
             self.say(
-                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
+                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch "
+                f"{samples}, shard size "
                 f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle; "
                 + busy(sharing * len(parts), sharing, min(parts))
             )
 
     def _look_at_route(self, reductions: Sequence[Any], samples: int) -> None:
-        """After the first step: says if other shards or places of ranks would send much less between machines."""
+        """After the first step: says if other shards or places of ranks would send much less
+        between machines.
+        """
         if self._looked_at_route:
             return
         self._looked_at_route = True
-        made = next((r for r in reductions if r.comm.size == self.comm.size and hasattr(r, "advice")), None)
+        made = next(
+            (r for r in reductions if r.comm.size == self.comm.size and hasattr(r, "advice")), None
+        )
         if made is not None and (line := made.advice(samples, self.shard_size)):
             self.say(line)
 
     def _move_shards(self, samples: int) -> None:
         """A step of so many samples begins: with `rebalance`, shards may move to other ranks."""
         balance = self.layout.balance
-        if balance is not None and (line := balance.before_step(shard_count(samples, self.shard_size))):
+        if balance is not None and (
+            line := balance.before_step(shard_count(samples, self.shard_size))
+        ):
             self.say(f"{line} (step {self.steps + 1})")
 
     def shards_moved(self, samples: int) -> tuple[int, ...]:
@@ -139,8 +170,11 @@ class Sharing(Trainer):
         sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
         whole: datasets.ArrayDataset | None = None,
     ) -> Evaluation:
-        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole: their data, or None."""
-        total, watch = Tally(), agreement.Watch(self.comm, self.check_every, "validation batch")
+        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole:
+        their data, or None.
+        """
+        total = Tally()
+        watch = agreement.Watch(self.comm, self.check_every, "validation batch")
         watch.begin(whole, None if whole is not None else self._watch.tell)
         for number, batch in enumerate(batches):
             watch.batch(batch, number)

@@ -18,21 +18,58 @@ from ..settings import option
 OPEN = {**HELP, "ignore_unknown_options": True, "allow_extra_args": True}
 
 
-@click.command("tune", short_help="Look for good values of training options.", context_settings=OPEN)
-@click.option("--param", "params", multiple=True, required=True, metavar="NAME:...", help="What to try; several times.")
+@click.command(
+    "tune", short_help="Look for good values of training options.", context_settings=OPEN
+)
+@click.option(
+    "--param",
+    "params",
+    multiple=True,
+    required=True,
+    metavar="NAME:...",
+    help="What to try; several times.",
+)
 @click.option("--trials", type=int, default=20, show_default=True, help="Trials in all.")
-@click.option("--ranks-per-trial", type=int, default=1, show_default=True, help="Trials run side by side on the rest.")
-@click.option("--metric", default="test_accuracy", show_default=True, help="The figure of the last epoch to judge by.")
-@click.option("--direction", type=click.Choice(("maximize", "minimize")), help="(default: by the name of the metric)")
-@click.option("--storage", metavar="FILE|URL", help="Keep the study here, and go on with it. (default: not kept)")
+@click.option(
+    "--ranks-per-trial",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Trials run side by side on the rest.",
+)
+@click.option(
+    "--metric",
+    default="test_accuracy",
+    show_default=True,
+    help="The figure of the last epoch to judge by.",
+)
+@click.option(
+    "--direction",
+    type=click.Choice(("maximize", "minimize")),
+    help="(default: by the name of the metric)",
+)
+@click.option(
+    "--storage",
+    metavar="FILE|URL",
+    help="Keep the study here, and go on with it. (default: not kept)",
+)
 @click.option("--sampler", type=click.Choice(("tpe", "random")), default="tpe", show_default=True)
-@click.option("--prune", is_flag=True, help="End trials early that are worse than the median of the others.")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write params and figures of all trials.")
+@click.option(
+    "--prune", is_flag=True, help="End trials early that are worse than the median of the others."
+)
+@click.option(
+    "--json", "json_file", type=FILE, metavar="FILE", help="Write params and figures of all trials."
+)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF odyssey train]")
 def command(
-    params: Sequence[str], trials: int, metric: str, prune: bool, json_file: Path | None, options: tuple[str, ...],
+    params: Sequence[str],
+    trials: int,
+    metric: str,
+    prune: bool,
+    json_file: Path | None,
+    options: tuple[str, ...],
     **given: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Train with other values of options, and print the best ones.
 
     \b
@@ -41,7 +78,8 @@ def command(
     --param warmup-steps:int:0:200
     --param optimizer:sgd,adam  one of these
 
-    Other options are those of `odyssey train`. Under mpirun trials run side by side: mpirun -n 4 odyssey tune
+    Other options are those of `odyssey train`. Under mpirun trials run side by side: mpirun -n 4
+    odyssey tune
     """
     with on_all_ranks():
         from .. import tune
@@ -49,9 +87,14 @@ def command(
         space: dict[str, Any] = {}
         for name, drawn in (_parameter(tune, text) for text in params):
             if name in space or any(word.partition("=")[0] == f"--{name}" for word in options):
-                raise ConfigError(f"[tune] --param {name} draws what is given a second time; leave one of the two out")
+                raise ConfigError(
+                    f"[tune] --param {name} draws what is given a second time; leave one of the "
+                    "two out"
+                )
             space[name] = drawn
-        first = {name: d.choices[0] if hasattr(d, "choices") else d.low for name, d in space.items()}
+        first = {
+            name: d.choices[0] if hasattr(d, "choices") else d.low for name, d in space.items()
+        }
         _settings(options, first, 0)  # what is wrong is said before the first trial
         if json_file is not None:
             outputs.check(json_file, "--json")
@@ -67,7 +110,12 @@ def command(
         return
     if json_file is not None:
         rows = [
-            {"number": t.number, "state": t.state.name.lower(), "value": t.value, "params": t.params}
+            {
+                "number": t.number,
+                "state": t.state.name.lower(),
+                "value": t.value,
+                "params": t.params,
+            }
             for t in tuner.study.get_trials()
         ]
         best = {"best_params": tuner.best_params, "best_value": tuner.best_value}
@@ -92,22 +140,35 @@ def _parameter(tune: Any, text: str) -> tuple[str, Any]:
         raise
     except ValueError:  # no number, or low is above high
         pass
-    raise ConfigError(f"[tune] --param {text}; give NAME:LOW:HIGH, NAME:log:LOW:HIGH, NAME:int:LOW:HIGH or NAME:a,b,c")
+    raise ConfigError(
+        f"[tune] --param {text}; give NAME:LOW:HIGH, NAME:log:LOW:HIGH, NAME:int:LOW:HIGH or "
+        "NAME:a,b,c"
+    )
 
 
 def _settings(options: Sequence[str], config: dict[str, Any], number: int) -> Any:
-    """The settings of a trial, as `odyssey train` reads them; what it writes goes into a folder of its own."""
+    """The settings of a trial, as `odyssey train` reads them; what it writes goes into a folder
+    of its own.
+    """
     words = [*options, *(f"--{name}={value}" for name, value in config.items())]
     context = train.command.make_context("odyssey tune", words)
     made = train.settings_of(context)
     for name in ("save_weights", "run_dir"):
         if getattr(made, name) is not None:
             raise ConfigError(
-                f"[tune] {option(name)} is of one training; give --checkpoint-dir, which keeps all trials'"
+                f"[tune] {option(name)} is of one training; give --checkpoint-dir, which keeps "
+                "all trials'"
             )
     if context.params["ranks"] is not None:
-        raise ConfigError("[tune] --ranks is of one training; start tune with mpirun -n, and give --ranks-per-trial")
-    own = {name: getattr(made, name) for name in ("checkpoint_dir", "log_dir") if getattr(made, name) is not None}
+        raise ConfigError(
+            "[tune] --ranks is of one training; start tune with mpirun -n, and give "
+            "--ranks-per-trial"
+        )
+    own = {
+        name: getattr(made, name)
+        for name in ("checkpoint_dir", "log_dir")
+        if getattr(made, name) is not None
+    }
     return dataclasses.replace(
         made, no_progress=True, **{name: folder / f"trial-{number}" for name, folder in own.items()}
     )

@@ -1,7 +1,9 @@
-"""Hyperparameters: trials of a training side by side, each on a group of ranks, by Optuna; needs the extra `[tune]`.
+"""Hyperparameters: trials of a training side by side, each on a group of ranks, by Optuna; needs
+the extra `[tune]`.
 
-The study is Optuna's and so are its storage, samplers and pruners. What is added: the ranks of a trial share what it is
-given and what is decided, a trial is claimed once, and trials that a killed job left are run again. docs/tune.md.
+The study is Optuna's and so are its storage, samplers and pruners. What is added: the ranks of a
+trial share what it is given and what is decided, a trial is claimed once, and trials that a killed
+job left are run again. docs/tune.md.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from ..train import by_first
 
 try:
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
     from optuna.trial import TrialState
 except ImportError as e:
     raise ConfigError(f"[tune] odyssey.tune needs Optuna ({e}); {install_extra('tune')}") from e
@@ -69,28 +76,39 @@ class Trial:
     """
 
     def __init__(
-        self, comm: base.Communicator, trial: optuna.Trial | None, number: int, params: dict[str, Any]
+        self,
+        comm: base.Communicator,
+        trial: optuna.Trial | None,
+        number: int,
+        params: dict[str, Any],
     ) -> None:
-        self.comm, self.number, self.params = comm, number, params
+        self.comm = comm
+        self.number = number
+        self.params = params
         self.pruned = False
         self._trial = trial  # of the group's first rank
 
     def report(self, value: float, step: int) -> None:
-        """An intermediate value, for the pruner and the storage: that of the group's first rank counts. What a trial
-        that is run again reports a second time is not kept twice."""
+        """An intermediate value, for the pruner and the storage: that of the group's first rank
+        counts. What a trial that is run again reports a second time is not kept twice.
+        """
         if self._trial is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._trial.report(float(value), step)
 
     def should_prune(self) -> bool:
-        """Returns whether the pruner gives this trial up, agreed by the group's ranks: all of them call it."""
+        """Returns whether the pruner gives this trial up, agreed by the group's ranks: all of
+        them call it.
+        """
         mine = self._trial is not None and self._trial.should_prune()
         self.pruned = bool(self.comm.broadcast(np.array([mine], np.uint8))[0])
         return self.pruned
 
     def pruning(self, monitor: str) -> Callback:
-        """A callback for fit(): reports a figure of each epoch, and finishes the training if the trial is pruned."""
+        """A callback for fit(): reports a figure of each epoch, and finishes the training if the
+        trial is pruned.
+        """
         return Pruning(self, monitor)
 
 
@@ -111,23 +129,28 @@ class DistributedTuner:
     """Looks for the values of `search_space` with which `train_fn` does best.
 
     Args:
-        train_fn: train_fn(config) or train_fn(config, trial), called on all ranks of a trial: comm.world() is this
-            group there, so trainers and loaders take it. config: {name: value}. It returns the figure to judge by: a
-            number, a dict that has it, or the history that fit() returns; None, or optuna.TrialPruned: it is pruned.
-        search_space: {name: uniform(..), loguniform(..), randint(..), choice(..), an Optuna distribution, or a list of
-            values}.
-        num_gpus, trials_per_gpu: no more than num_gpus * trials_per_gpu ranks work at a time. None: all there are.
-        metric: name of the figure in what train_fn returns; not needed for a number, or a dict of one.
-        direction: "maximize" or "minimize". None: minimize where the metric's name has "loss" or "error" in it.
-        storage: where the study is kept: a file (*.db: SQLite, else Optuna's journal), or a URL as Optuna has them.
+        train_fn: train_fn(config) or train_fn(config, trial), called on all ranks of a trial:
+            comm.world() is this group there, so trainers and loaders take it. config: {name:
+            value}. It returns the figure to judge by: a number, a dict that has it, or the history
+            that fit() returns; None, or optuna.TrialPruned: it is pruned.
+        search_space: {name: uniform(..), loguniform(..), randint(..), choice(..), an Optuna
+            distribution, or a list of values}.
+        num_gpus, trials_per_gpu: no more than num_gpus * trials_per_gpu ranks work at a time. None:
+        all there are. metric: name of the figure in what train_fn returns; not needed for a number,
+        or a dict of one. direction: "maximize" or "minimize". None: minimize where the metric's
+        name has "loss" or "error" in it. storage: where the study is kept: a file (*.db: SQLite,
+        else Optuna's journal), or a URL as Optuna has them.
             None: in memory, or in a temporary file. A study that is there goes on.
         study_name: several studies may share a storage.
-        sampler: "tpe" (Optuna's default), "random", a class or function that takes seed=, or a sampler.
+        sampler: "tpe" (Optuna's default), "random", a class or function that takes seed=, or a
+            sampler.
         pruner: an Optuna pruner. None: Optuna's default, MedianPruner.
-        ranks_per_trial: a trial's ranks. Trials run side by side on as many groups as there are ranks for.
-        seed: a trial's sampler is made with a seed that is a function of this and of its number. So "random" draws the
-            same on any number of groups and over restarts, and so does "tpe" where one trial runs after the other; side
-            by side it knows the trials that have ended, and these are a matter of time.
+        ranks_per_trial: a trial's ranks. Trials run side by side on as many groups as there are
+            ranks for.
+        seed: a trial's sampler is made with a seed that is a function of this and of its number. So
+            "random" draws the same on any number of groups and over restarts, and so does "tpe"
+            where one trial runs after the other; side by side it knows the trials that have ended,
+            and these are a matter of time.
         catch: exceptions of train_fn, raised on all ranks of a trial, that end the trial only.
         verbose: rank 0 prints a line for each trial that has ended.
 
@@ -157,21 +180,33 @@ class DistributedTuner:
             raise ConfigError(f"[tune] train_fn is {train_fn!r}; give a function of a config")
         if not isinstance(search_space, Mapping) or not search_space:
             raise ConfigError(
-                f"[tune] search_space is {search_space!r}; give {{name: tune.loguniform(1e-4, 1e-1), ..}}"
+                f"[tune] search_space is {search_space!r}; give {{name: tune.loguniform(1e-4, "
+                f"1e-1), ..}}"
             )
         if direction not in (None, *DIRECTIONS):
-            raise ConfigError(f"[tune] direction is {direction!r}; choose from {', '.join(DIRECTIONS)}")
+            raise ConfigError(
+                f"[tune] direction is {direction!r}; choose from {', '.join(DIRECTIONS)}"
+            )
         if isinstance(sampler, str) and sampler not in SAMPLERS:
-            raise ConfigError(f"[tune] sampler is {sampler!r}; choose from {', '.join(SAMPLERS)}, or give Optuna's")
-        self.train_fn, self.metric, self.catch, self.verbose = train_fn, metric, catch, verbose
+            raise ConfigError(
+                f"[tune] sampler is {sampler!r}; choose from {', '.join(SAMPLERS)}, or give "
+                "Optuna's"
+            )
+        self.train_fn = train_fn
+        self.metric = metric
+        self.catch = catch
+        self.verbose = verbose
         self.space = {name: _distribution(name, given) for name, given in search_space.items()}
-        self.direction = direction or ("minimize" if metric is not None and _falls(metric) else "maximize")
+        self.direction = direction or (
+            "minimize" if metric is not None and _falls(metric) else "maximize"
+        )
         self.comm = world = communication.world() if comm is None else comm
         self.seed = check_integer("[tune] seed", seed, 0)
         self.ranks_per_trial = size = check_integer("[tune] ranks_per_trial", ranks_per_trial, 1)
         if size > world.size:
             raise ConfigError(
-                f"[tune] ranks_per_trial is {size}, and the job has {world.size} ranks; start it with mpirun -n {size}"
+                f"[tune] ranks_per_trial is {size}, and the job has {world.size} ranks; start it "
+                f"with mpirun -n {size}"
             )
         asked = there = world.size // size
         if num_gpus is not None:
@@ -179,37 +214,51 @@ class DistributedTuner:
             asked = max(1, gpus * check_integer("[tune] trials_per_gpu", trials_per_gpu, 1) // size)
         self.groups = min(asked, there)
         if asked > there and world.rank == 0 and verbose:
-            _say(f"{asked} trials at a time are asked for, {there} run: mpirun -n {asked * size} is needed for all")
+            _say(
+                f"{asked} trials at a time are asked for, {there} run: mpirun -n {asked * size} "
+                "is needed for all"
+            )
         self._place = None if storage is None else os.fspath(storage)
-        self._name, self._sampler, self._pruner = study_name, sampler, pruner
+        self._name = study_name
+        self._sampler = sampler
+        self._pruner = pruner
         self._storage: optuna.storages.BaseStorage | None = None
-        self._trial: optuna.Trial | None = None  # of this group's first rank: the one it has claimed
+        # of this group's first rank: the one it has claimed
+        self._trial: optuna.Trial | None = None
         self._told: set[int] = set()
         self.best_params: dict[str, Any] = {}
         self.best_value: float | None = None
-        self.study: optuna.Study | None = None  # on the first rank of each group, once tune() was called
+        # on the first rank of each group, once tune() was called
+        self.study: optuna.Study | None = None
 
     def tune(self, num_samples: int) -> dict[str, Any]:
-        """Runs trials until the study has `num_samples` that have ended; the best one's params, on all ranks.
+        """Runs trials until the study has `num_samples` that have ended; the best one's params,
+        on all ranks.
 
-        A study in a storage goes on: trials that have ended count, those that were under way are run again with
-        their params. All ranks call it; one job at a time works on a study.
+        A study in a storage goes on: trials that have ended count, those that were under way are
+        run again with their params. All ranks call it; one job at a time works on a study.
 
-        Raises ConfigError: num_samples is not allowed, the storage cannot be used, or train_fn returned no figure.
+        Raises ConfigError: num_samples is not allowed, the storage cannot be used, or train_fn
+        returned no figure.
         """
         check_integer("[tune] num_samples", num_samples, 1)
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # rank 0 speaks, in _tell
-        size, world = self.ranks_per_trial, self.comm
-        number = min(world.rank // size, self.groups)  # ranks that are left over are a group that only waits
+        size = self.ranks_per_trial
+        world = self.comm
+        # ranks that are left over are a group that only waits
+        number = min(world.rank // size, self.groups)
         group = world.split(number)
         assert group is not None
         # threads and GPUs of a machine are shared by all groups on it
-        group.local_rank, group.local_size = world.local_rank, world.local_size
+        group.local_rank = world.local_rank
+        group.local_size = world.local_size
         job, place = _shared(world, lambda: self._begin(num_samples))
         if group.rank == 0 and self.study is None:
             self.study = self._open(place)
         outside = getattr(base.here, "world", None)
-        while (claimed := _shared(group, lambda: self._claim(job, number < self.groups))) is not None:
+        while (
+            claimed := _shared(group, lambda: self._claim(job, number < self.groups))
+        ) is not None:
             if claimed:
                 trial = Trial(group, self._trial, *claimed)
                 base.here.world = group
@@ -219,7 +268,8 @@ class DistributedTuner:
                     base.here.world = outside
                 if group.rank == 0:
                     self._check_job(job)
-                    # SQLite locks no rows: two groups may have claimed this trial, and both have the same result
+                    # SQLite locks no rows: two groups may have claimed this trial, and both have
+                    # the same result
                     self.study.tell(self._trial, value, state, skip_if_finished=True)
             if world.rank == 0 and self.verbose:
                 self._tell()
@@ -230,7 +280,9 @@ class DistributedTuner:
     # --- the study: on the first rank of each group ---
 
     def _begin(self, num_samples: int) -> tuple[str, str]:
-        """Opens the study for this job alone, with all its trials; who the job is, and where the study is kept."""
+        """Opens the study for this job alone, with all its trials; who the job is, and where the
+        study is kept.
+        """
         if self._place is None:
             self._place = ""
             if self.comm.size > self.ranks_per_trial:
@@ -242,16 +294,23 @@ class DistributedTuner:
             self.study = self._open(self._place, make=True)
         if self.study.direction.name.lower() != self.direction:
             raise ConfigError(
-                f"[tune] the study {self._name!r} is to {self.study.direction.name.lower()} its figure, this tuner to "
+                f"[tune] the study {self._name!r} is to {self.study.direction.name.lower()} its "
+                "figure, this tuner to "
                 f"{self.direction}; give direction=, or another study_name="
             )
         trials = self.study.get_trials(deepcopy=False)
-        for name, d in ((name, d) for trial in trials for name, d in trial.distributions.items() if name in self.space):
+        for name, d in (
+            (name, d)
+            for trial in trials
+            for name, d in trial.distributions.items()
+            if name in self.space
+        ):
             try:
                 optuna.distributions.check_distribution_compatibility(d, self.space[name])
             except ValueError:
                 raise ConfigError(
-                    f"[tune] the study {self._name!r} draws {name!r} from {d}, this tuner from {self.space[name]}; a "
+                    f"[tune] the study {self._name!r} draws {name!r} from {d}, this tuner from "
+                    f"{self.space[name]}; a "
                     "study keeps choices and scales: give these, or another study_name= or storage"
                 ) from None
         self.study.set_user_attr(JOB, job)
@@ -268,37 +327,60 @@ class DistributedTuner:
             if make:
                 how = {"direction": self.direction, "pruner": self._pruner, "load_if_exists": True}
                 return optuna.create_study(storage=self._storage, study_name=self._name, **how)
-            return optuna.load_study(storage=self._storage, study_name=self._name, pruner=self._pruner)
+            return optuna.load_study(
+                storage=self._storage, study_name=self._name, pruner=self._pruner
+            )
         except Exception as e:
-            known = (OSError, ImportError, KeyError, ValueError, optuna.exceptions.StorageInternalError)
-            database = type(e).__module__.startswith("sqlalchemy")  # which is not imported for other storages
+            known = (
+                OSError,
+                ImportError,
+                KeyError,
+                ValueError,
+                optuna.exceptions.StorageInternalError,
+            )
+            # which is not imported for other storages
+            database = type(e).__module__.startswith("sqlalchemy")
             if isinstance(e, ConfigError) or not (isinstance(e, known) or database):
                 raise
-            raise ConfigError(f"[tune] the storage {place!r} cannot be used: {printable(str(e), limit=200)}") from e
+            raise ConfigError(
+                f"[tune] the storage {place!r} cannot be used: {printable(str(e), limit=200)}"
+            ) from e
 
     def _id(self, number: int) -> int:
         storage = self._storage
-        return storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(self._name), number)
+        return storage.get_trial_id_from_study_id_trial_number(
+            storage.get_study_id_from_name(self._name), number
+        )
 
     def _check_job(self, job: str) -> None:
         if self.study.user_attrs.get(JOB) != job:
-            raise ConfigError(f"[tune] another job works on the study {self._name!r} now; give another study_name=")
+            raise ConfigError(
+                f"[tune] another job works on the study {self._name!r} now; give another "
+                "study_name="
+            )
 
     def _claim(self, job: str, works: bool) -> tuple[int, dict[str, Any]] | tuple[()] | None:
-        """A trial's number and params; () if there may be something later, None if all have ended."""
+        """A trial's number and params; () if there may be something later, None if all have
+        ended.
+        """
         self._check_job(job)
         if works:
             for waiting in self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
                 trial = self._id(waiting.number)
                 try:
-                    mine = self._storage.set_trial_state_values(trial, TrialState.RUNNING)  # True for one who asks
+                    # True for one who asks
+                    mine = self._storage.set_trial_state_values(trial, TrialState.RUNNING)
                 except optuna.exceptions.UpdateFinishedTrialError:  # another group was quick
                     mine = False
                 if mine:
                     self.study.sampler = self._sampler_of(waiting.number)
                     self._trial = optuna.trial.Trial(self.study, trial)
-                    return waiting.number, {name: _draw(self._trial, name, d) for name, d in self.space.items()}
-        if not self.study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING)):
+                    return waiting.number, {
+                        name: _draw(self._trial, name, d) for name, d in self.space.items()
+                    }
+        if not self.study.get_trials(
+            deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING)
+        ):
             return None
         time.sleep(POLL_S)
         return ()
@@ -320,8 +402,12 @@ class DistributedTuner:
             if not trial.state.is_finished() or trial.number in self._told:
                 continue
             self._told.add(trial.number)
-            given = (f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}" for k, v in trial.params.items())
-            value, how = trial.value, trial.state.name.lower()
+            given = (
+                f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}"
+                for k, v in trial.params.items()
+            )
+            value = trial.value
+            how = trial.state.name.lower()
             figure = how if value is None else f"{self.metric or 'value'} {value:.6g}"
             _say(f"trial {trial.number}: {figure}  {'  '.join(given)}")
 
@@ -337,7 +423,10 @@ class DistributedTuner:
             return TrialState.PRUNED, None
         except self.catch as e:
             if trial.comm.rank == 0:
-                _say(f"trial {trial.number} failed: {type(e).__name__}: {printable(str(e), limit=200)}")
+                _say(
+                    f"trial {trial.number} failed: {type(e).__name__}: "
+                    f"{printable(str(e), limit=200)}"
+                )
             return TrialState.FAIL, None
         if trial.pruned or result is None:
             return TrialState.PRUNED, None
@@ -352,17 +441,22 @@ class DistributedTuner:
             name = self.metric or (next(iter(result)) if len(result) == 1 else None)
             if name is None or name not in result or (self.metric is None and _falls(name)):
                 known = ", ".join(map(repr, result)) or "nothing"
-                raise ConfigError(f"[tune] train_fn returned {known}; say with metric= which of them is to judge by")
+                raise ConfigError(
+                    f"[tune] train_fn returned {known}; say with metric= which of them is to "
+                    "judge by"
+                )
             result = result[name]
             if result is None:
                 raise ConfigError(
-                    f"[tune] train_fn has no {name!r}: it did not evaluate; let it, or give another metric"
+                    f"[tune] train_fn has no {name!r}: it did not evaluate; let it, or give "
+                    "another metric"
                 )
         try:
             return float(result)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"[tune] train_fn returned a {type(result).__name__}; return a number, a dict of them, or a history"
+                f"[tune] train_fn returned a {type(result).__name__}; return a number, a dict of "
+                "them, or a history"
             ) from None
 
 
@@ -378,8 +472,9 @@ def run(
     resources_per_trial: Any = None,
     **more: Any,
 ) -> Analysis:
-    """Ray Tune's spelling: DistributedTuner(train_fn, config, **more).tune(num_samples). resources_per_trial: {"cpu" or
-    "gpu": ranks of a trial}."""
+    """Ray Tune's spelling: DistributedTuner(train_fn, config, **more).tune(num_samples).
+    resources_per_trial: {"cpu" or "gpu": ranks of a trial}.
+    """
     wanted = max(map(int, (resources_per_trial or {}).values()), default=1)
     tuner = DistributedTuner(train_fn, config, **{"ranks_per_trial": max(1, wanted), **more})
     return Analysis(tuner.tune(num_samples), tuner.best_value)
@@ -400,7 +495,8 @@ def _distribution(name: str, given: Any) -> BaseDistribution:
     if isinstance(given, (list, tuple)) and given:
         return choice(given)
     raise ConfigError(
-        f"[tune] search_space[{name!r}] is {given!r}; give tune.loguniform(1e-4, 1e-1), or a list of values"
+        f"[tune] search_space[{name!r}] is {given!r}; give tune.loguniform(1e-4, 1e-1), or a "
+        "list of values"
     )
 
 
@@ -420,12 +516,15 @@ def _storage(place: str) -> optuna.storages.BaseStorage:
     if "://" not in place:
         os.makedirs(os.path.dirname(os.path.abspath(place)), exist_ok=True)
         return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(place))
-    patient = {"connect_args": {"timeout": 60}} if place.startswith("sqlite") else {}  # groups write at the same time
+    # groups write at the same time
+    patient = {"connect_args": {"timeout": 60}} if place.startswith("sqlite") else {}
     return optuna.storages.RDBStorage(place, engine_kwargs=patient)
 
 
 def _shared(comm: base.Communicator, read: Callable[[], Any]) -> Any:
-    """Does what by_first() does; an error of a group is its own, and on all ranks only if they are in it."""
+    """Does what by_first() does; an error of a group is its own, and on all ranks only if they
+    are in it.
+    """
     try:
         return by_first(comm, read)
     except ConfigError as error:

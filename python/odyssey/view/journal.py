@@ -1,8 +1,10 @@
-"""The journal of a run, RUN/journal.jsonl: what happened to it when. Rank 0 writes a line for each start, checkpoint,
-epoch, failure and end, and one a second that says how far it is; `odyssey report` and `odyssey trace` read it.
+"""The journal of a run, RUN/journal.jsonl: what happened to it when.
 
-A line is {"time": seconds since 1970, "attempt", "part": of this process's fit()s, "event", ...}; of "start" what it
-runs on and how, of others what they are of.
+Rank 0 writes a line for each start, checkpoint, epoch, failure and end, and one a second that says
+how far it is; `odyssey report` and `odyssey trace` read it.
+
+A line is {"time": seconds since 1970, "attempt", "part": of this process's fit()s, "event", ...};
+of "start" what it runs on and how, of others what they are of.
 """
 
 from __future__ import annotations
@@ -28,18 +30,31 @@ RSS_UNIT = 1024 if sys.platform != "darwin" else 1  # bytes that ru_maxrss count
 
 
 class Journal(Callback):
-    """Writes the journal of a run; all ranks call it. `part`: number of the fit() of this process."""
+    """Writes the journal of a run; all ranks call it.
+
+    `part`: number of the fit() of this process.
+    """
 
     exact = False
 
     def __init__(self, run: Run, part: int) -> None:
-        self._path, self._attempt, self._part = run.journal, run.attempt, part
-        self._told, self._rank, self._saved = 0.0, 0, -1
+        self._path = run.journal
+        self._attempt = run.attempt
+        self._part = part
+        self._told = 0.0
+        self._rank = 0
+        self._saved = -1
 
     def _write(self, event: str, **more: Any) -> None:
         if self._rank:
             return
-        row = {"time": time.time(), "attempt": self._attempt, "part": self._part, "event": event, **more}
+        row = {
+            "time": time.time(),
+            "attempt": self._attempt,
+            "part": self._part,
+            "event": event,
+            **more,
+        }
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             with open(os.open(self._path, flags, 0o600), "a") as file:
@@ -48,20 +63,38 @@ class Journal(Callback):
             self._rank = -1
 
     def on_fit_start(self, context: Context) -> None:
-        trainer, comm = context.trainer, context.trainer.comm
+        trainer = context.trainer
+        comm = context.trainer.comm
         self._rank = comm.rank
         names = comm.all_gather_each(np.frombuffer(os.uname().nodename.encode()[:64], np.uint8))
         hosts = [name.tobytes().decode(errors="replace") for name in names]
         mesh = getattr(trainer, "mesh", None)
-        parts = {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp")} if mesh is not None else {"dp": comm.size}
-        about = {"ranks": comm.size, "hosts": hosts, "mesh": parts, "backend": comm.name, "step": context.steps}
+        parts = (
+            {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp")}
+            if mesh is not None
+            else {"dp": comm.size}
+        )
+        about = {
+            "ranks": comm.size,
+            "hosts": hosts,
+            "mesh": parts,
+            "backend": comm.name,
+            "step": context.steps,
+        }
         about["configuration"] = trainer.configuration()
-        about["model"] = repr(getattr(trainer, "model", None) or getattr(trainer, "module", None))[:20_000]
+        about["model"] = repr(getattr(trainer, "model", None) or getattr(trainer, "module", None))[
+            :20_000
+        ]
         about["environment"] = {
-            "python": platform.python_version(), "numpy": np.__version__, "system": " ".join(os.uname()[:3:2]),
-            "processor": os.uname().machine, "cores": os.cpu_count(), "threads": getattr(trainer, "threads", None),
-            "device": getattr(trainer, "device", "cpu"), "launcher": comm.why,
-        }  # fmt: skip
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "system": " ".join(os.uname()[:3:2]),
+            "processor": os.uname().machine,
+            "cores": os.cpu_count(),
+            "threads": getattr(trainer, "threads", None),
+            "device": getattr(trainer, "device", "cpu"),
+            "launcher": comm.why,
+        }
         self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
 
     def on_sync(self, context: Context) -> None:
@@ -70,7 +103,8 @@ class Journal(Callback):
             self._progress(context)
 
     def _progress(self, context: Context) -> None:
-        trainer, about = context.trainer, {}
+        trainer = context.trainer
+        about = {}
         if shards := trainer.shards_moved(context.batch_size):
             about["shards"] = shards
         mesh = getattr(trainer, "mesh", None)
@@ -96,11 +130,16 @@ class Journal(Callback):
 
     def on_fit_end(self, context: Context) -> None:
         self._progress(context)
-        self._write("end", step=context.steps, finished=context.finished, complete=context.error is None)
+        self._write(
+            "end", step=context.steps, finished=context.finished, complete=context.error is None
+        )
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's journal, none if it has none; lines that are torn are left out. Raises DataError."""
+    """The lines of a run's journal, none if it has none; lines that are torn are left out.
+
+    Raises DataError.
+    """
     path = Run(run).journal
     if not path.is_file():
         return []
@@ -112,7 +151,11 @@ def read(run: Path) -> list[dict[str, Any]]:
             row = parse_json(line, path.name)
         except DataError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("time"), (int, float)) and isinstance(row.get("event"), str):
+        if (
+            isinstance(row, dict)
+            and isinstance(row.get("time"), (int, float))
+            and isinstance(row.get("event"), str)
+        ):
             rows.append(row)
     return rows
 

@@ -1,4 +1,7 @@
-"""Pictures of a page as inline SVG: axes, lines, boxes and marks. Colours are variables of the page's style."""
+"""Pictures of a page as inline SVG: axes, lines, boxes and marks.
+
+Colours are variables of the page's style.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ import numpy as np
 
 Ticks = Sequence[tuple[float, str]]  # places on an axis, and what stands there
 TEXT = 11  # pixels of a letter's height
-LETTER = 7  # pixels of a letter's width, at most on average: what stands beside an axis has room for all of them
+# pixels of a letter's width, at most on average: what stands beside an axis has room for all of
+# them
+LETTER = 7
 
 
 def span(values: Any, margin: float = 0.0) -> tuple[float, float]:
-    """Least and largest of those values that are finite, a share `margin` further apart; never the same twice."""
+    """Least and largest of those values that are finite, a share `margin` further apart; never
+    the same twice.
+    """
     finite = np.asarray(values, float)
     finite = finite[np.isfinite(finite)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
@@ -31,19 +38,26 @@ def ticks(low: float, high: float, whole: bool = False, most: int = 6) -> Ticks:
     step = next(n * power for n in (1, 2, 5, 10, 20) if (high - low) / (n * power) < most)
     step = max(step, 1.0) if whole else step
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    places = [i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
+    places = [
+        i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)
+    ]
     plain = digits < 6 and max(abs(low), abs(high)) < 1e9
     return [(at, f"{at + 0.0:,.{digits}f}" if plain else f"{at:.6g}") for at in places]
 
 
 def mark(kind: str, x: float, y: float, colour: str, said: str = "") -> str:
-    """A small shape around (x, y) in pixels: "dot", "bar", "cross" or "square"; `said` when it is pointed at."""
+    """A small shape around (x, y) in pixels: "dot", "bar", "cross" or "square"; `said` when it
+    is pointed at.
+    """
     shape = {
         "dot": '<circle r="4" {fill}/>',
         "bar": '<path d="M0-9V9" {line}/>',
         "cross": '<path d="M-5-5L5 5M-5 5L5-5" {line}/>',
         "square": '<path d="M-4-4H4V4H-4Z" {fill}/>',
-    }[kind].format(fill=f'style="fill:var(--{colour})"', line=f'style="stroke:var(--{colour});stroke-width:2.5"')
+    }[kind].format(
+        fill=f'style="fill:var(--{colour})"',
+        line=f'style="stroke:var(--{colour});stroke-width:2.5"',
+    )
     title = f"<title>{html.escape(said)}</title>" if said else ""
     return f'<g transform="translate({x:.1f} {y:.1f})">{title}{shape}</g>'
 
@@ -54,9 +68,11 @@ def key(kind: str, colour: str) -> str:
 
 
 class Picture:
-    """Axes that lines, boxes and marks are drawn in, in the numbers of the axes; str() gives the SVG.
+    """Axes that lines, boxes and marks are drawn in, in the numbers of the axes; str() gives the
+    SVG.
 
-    x, y: (left, right) and (bottom, top). x_ticks, y_ticks: None: round numbers. label: stands below the x axis.
+    x, y: (left, right) and (bottom, top). x_ticks, y_ticks: None: round numbers. label: stands
+    below the x axis.
     """
 
     def __init__(
@@ -69,11 +85,15 @@ class Picture:
         y_ticks: Ticks | None = None,
         label: str = "",
     ) -> None:
-        self._x, self._y, (self._width, self._height) = x, y, size
+        self._x = x
+        self._y = y
+        (self._width, self._height) = size
         below = ticks(*x) if x_ticks is None else x_ticks
         beside = ticks(*y) if y_ticks is None else y_ticks
         self._left = 12 + LETTER * max((len(text) for _, text in beside), default=0)
-        self._right = self._width - max(8, LETTER * max((len(text) for _, text in below), default=0) / 2)
+        self._right = self._width - max(
+            8, LETTER * max((len(text) for _, text in below), default=0) / 2
+        )
         self._bottom = self._height - 8 - (TEXT + 6) * (bool(below) + bool(label))
         self._parts: list[str] = []
         for at, text in beside:
@@ -82,25 +102,37 @@ class Picture:
             self._parts.append(self._text(self._left - 6, height + 4, text, "end"))
         for at, text in below:
             place = self._at(at, y[0])[0]
-            self._parts += [self._grid(place, 8, place, self._bottom)] * (x_ticks is None or y_ticks is not None)
+            self._parts += [self._grid(place, 8, place, self._bottom)] * (
+                x_ticks is None or y_ticks is not None
+            )
             self._parts.append(self._text(place, self._bottom + TEXT + 5, text))
         self._parts.append(self._grid(self._left, self._bottom, self._right, self._bottom))
         self._parts.append(self._text((self._left + self._right) / 2, self._height - 5, label))
 
     def _at(self, x: float, y: float) -> tuple[float, float]:
         """Pixels of a point."""
-        (left, right), (bottom, top) = self._x, self._y
-        across, up = (x - left) / (right - left), (y - bottom) / (top - bottom)
-        return self._left + across * (self._right - self._left), self._bottom - up * (self._bottom - 8)
+        (left, right) = self._x
+        (bottom, top) = self._y
+        across = (x - left) / (right - left)
+        up = (y - bottom) / (top - bottom)
+        return self._left + across * (self._right - self._left), self._bottom - up * (
+            self._bottom - 8
+        )
 
     def _grid(self, x: float, y: float, to_x: float, to_y: float) -> str:
         return f'<path class="grid-line" d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}"/>'
 
     def _text(self, x: float, y: float, text: str, anchor: str = "middle") -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>' if text else ""
+        return (
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+            if text
+            else ""
+        )
 
     def line(self, x: Any, y: Any, colour: str, dots: bool = False) -> None:
-        """Draws a line through points, with gaps where y is not finite; dots: each point is marked."""
+        """Draws a line through points, with gaps where y is not finite; dots: each point is
+        marked.
+        """
         stretch: list[str] = []
         for a, b in [*zip(x, y, strict=True), (0.0, math.nan)]:
             if math.isfinite(b):
@@ -113,11 +145,19 @@ class Picture:
                 stretch = []
 
     def box(
-        self, x: tuple[float, float], y: tuple[float, float], colour: str, opacity: float = 1, text: str = ""
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        colour: str,
+        opacity: float = 1,
+        text: str = "",
     ) -> None:
         """Fills a box, with a text in its middle."""
         (a, c), (b, d) = zip(self._at(x[0], y[0]), self._at(x[1], y[1]), strict=True)
-        sides = f'x="{min(a, c):.1f}" y="{min(b, d):.1f}" width="{max(abs(a - c), 1):.1f}" height="{abs(b - d):.1f}"'
+        sides = (
+            f'x="{min(a, c):.1f}" y="{min(b, d):.1f}" width="{max(abs(a - c), 1):.1f}" '
+            f'height="{abs(b - d):.1f}"'
+        )
         self._parts.append(f'<rect {sides} style="fill:var(--{colour});fill-opacity:{opacity}"/>')
         self._parts.append(self._text((a + c) / 2, (b + d) / 2 + 4, text))
 

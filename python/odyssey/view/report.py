@@ -1,7 +1,9 @@
-"""`odyssey report`: runs as one HTML page that loads nothing: curves, time line, layout, how to do it again.
+"""`odyssey report`: runs as one HTML page that loads nothing: curves, time line, layout, how to
+do it again.
 
-What it knows of a run: its journal (journal.py), its step log (steplog.py), its description and its checkpoints.
-picture.py draws, in colours that are variables of the page's style, so that it follows the reader's light or dark.
+What it knows of a run: its journal (journal.py), its step log (steplog.py), its description and its
+checkpoints. picture.py draws, in colours that are variables of the page's style, so that it follows
+the reader's light or dark.
 """
 
 from __future__ import annotations
@@ -78,12 +80,15 @@ class Told:
     """Contents of a run's directory. Raises DataError: it is none, or nothing was trained in it."""
 
     def __init__(self, path: Path, number: int) -> None:
-        self.run, self.number = Run(path), number
+        self.run = Run(path)
+        self.number = number
         self.name = path.resolve().name
         self.rows = journal.read(path)
         self.parts = journal.parts(self.rows)
         if not self.rows or any(part[0]["event"] != "start" for part in self.parts):
-            raise DataError(f"[report] {path} has no journal of a training; name the --run-dir of one")
+            raise DataError(
+                f"[report] {path} has no journal of a training; name the --run-dir of one"
+            )
         self.start = self.rows[0]["time"]
         self.latest = self.parts[-1][0]
         self.description = read_json(self.run.description) if self.run.description.is_file() else {}
@@ -94,7 +99,8 @@ class Told:
         self.epochs: dict[int, dict[str, Any]] = {}
         for row in self.rows:
             if row["event"] == "epoch" and isinstance(row.get("record"), dict):
-                self.epochs[int(row["record"]["epoch"])] = row["record"]  # of one that was taken again, the newest
+                # of one that was taken again, the newest
+                self.epochs[int(row["record"]["epoch"])] = row["record"]
 
     def loss(self) -> tuple[Any, Any]:
         """Steps, and the mean loss of each."""
@@ -108,19 +114,27 @@ class Told:
 
     def throughput(self) -> tuple[list[float], list[float]]:
         """Seconds since the start, and samples per second of the whole run then."""
-        at, rate = [], []
+        at = []
+        rate = []
         for part in self.parts:
-            size, before = part[0].get("batch_size") or 0, None
-            at, rate = [*at, np.nan], [*rate, np.nan]  # nothing was done before
+            size = part[0].get("batch_size") or 0
+            before = None
+            # nothing was done before
+            at = [*at, np.nan]
+            rate = [*rate, np.nan]
             for row in part[1:]:
                 if "step" not in row:
                     continue
                 if before and row["step"] > before["step"] and row["time"] - before["time"] > 0.05:
                     at.append((row["time"] + before["time"]) / 2 - self.start)
-                    rate.append(size * (row["step"] - before["step"]) / (row["time"] - before["time"]))
+                    rate.append(
+                        size * (row["step"] - before["step"]) / (row["time"] - before["time"])
+                    )
                 before = row if not before or row["step"] != before["step"] else before
         if not np.nansum(rate):
-            ends = {int(r["record"]["epoch"]): r["time"] for r in self.rows if r["event"] == "epoch"}
+            ends = {
+                int(r["record"]["epoch"]): r["time"] for r in self.rows if r["event"] == "epoch"
+            }
             at = [ends[e] - self.start for e in self.epochs]
             rate = [r.get("samples_per_second") or 0.0 for r in self.epochs.values()]
         return at, rate
@@ -128,23 +142,30 @@ class Told:
 
 def _thin(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
     """At most POINTS points, each the mean of those around it."""
-    x, y = np.asarray(x, float), np.asarray(y, float)
+    x = np.asarray(x, float)
+    y = np.asarray(y, float)
     if len(x) <= POINTS:
         return x, y
     keep = np.isfinite(y)
-    x, y = x[keep], y[keep]
+    x = x[keep]
+    y = y[keep]
     edges = np.linspace(0, len(x), POINTS + 1).astype(int)[:-1]
     counts = np.diff(np.append(edges, len(x)))
     return np.add.reduceat(x, edges) / counts, np.add.reduceat(y, edges) / counts
 
 
-def _curves(runs: Sequence[Told], of: Callable[[Told], tuple[Any, Any]], label: str, dots: bool = False) -> str | None:
+def _curves(
+    runs: Sequence[Told], of: Callable[[Told], tuple[Any, Any]], label: str, dots: bool = False
+) -> str | None:
     """A curve per run; None if no run has one."""
     found = [(run, *_thin(*of(run))) for run in runs]
     found = [(run, x, y) for run, x, y in found if np.isfinite(y).any()]
     if not found:
         return None
-    x, y = (span(np.concatenate([each[i] for each in found]), margin) for i, margin in ((1, 0.02), (2, 0.05)))
+    x, y = (
+        span(np.concatenate([each[i] for each in found]), margin)
+        for i, margin in ((1, 0.02), (2, 0.05))
+    )
     drawn = Picture(x, y, x_ticks=ticks(*x, whole=label in ("step", "epoch")), label=label)
     for run, at, values in found:
         drawn.line(at, values, _colour(run), dots or len(at) < 4)
@@ -163,11 +184,20 @@ def _legend(drawn: Sequence[Told], runs: Sequence[Told]) -> str:
 
 def _time_line(run: Told) -> str:
     length = run.rows[-1]["time"] - run.start
-    unit, name = next((u for u in ((3600, "hours"), (60, "minutes")) if length > 3 * u[0]), (1, "seconds"))
-    count, seen = len(run.parts), set()
+    unit, name = next(
+        (u for u in ((3600, "hours"), (60, "minutes")) if length > 3 * u[0]), (1, "seconds")
+    )
+    count = len(run.parts)
+    seen = set()
     names = [(i, _part_name(part[0])) for i, part in enumerate(run.parts)]
     times = [(row["time"] - run.start) / unit for row in run.rows]
-    drawn = Picture(span(times, 0.01), (count - 0.5, -0.5), size=(1100, 50 + 34 * count), y_ticks=names, label=name)
+    drawn = Picture(
+        span(times, 0.01),
+        (count - 0.5, -0.5),
+        size=(1100, 50 + 34 * count),
+        y_ticks=names,
+        label=name,
+    )
     for i, part in enumerate(run.parts):
         begun, ended = ((part[k]["time"] - run.start) / unit for k in (0, -1))
         drawn.box((begun, ended), (i - 0.25, i + 0.25), _colour(run), 0.3)
@@ -176,7 +206,9 @@ def _time_line(run: Told) -> str:
                 seen.add(event)
                 number = f" {row['record']['epoch']}" if event == "epoch" else ""
                 said = f"{what}{number}, step {row.get('step')}"
-                drawn.mark(kind, (row["time"] - run.start) / unit, i, _mark_colour(event, run), said)
+                drawn.mark(
+                    kind, (row["time"] - run.start) / unit, i, _mark_colour(event, run), said
+                )
     there = ((event, *MARKS[event]) for event in MARKS if event in seen)
     legend = "".join(f"{key(kind, _mark_colour(event, run))}{text} " for event, kind, text in there)
     return f'<div class="scroll" tabindex="0">{drawn}</div><p class="muted legend">{legend}</p>'
@@ -197,31 +229,48 @@ def _pipeline(run: Told) -> str | None:
     places = run.latest.get("mesh", {}).get("pp", 1)
     if not about:
         return None
-    kind, micro = about["schedule"], min(int(about["micro_batches"]), 24)
+    kind = about["schedule"]
+    micro = min(int(about["micro_batches"]), 24)
     made = schedules.make(kind, places * (2 if kind == "interleaved" else 1), micro, places)
 
     actions = list(schedules.simulate(made))
     names = [(p, f"stage {p + 1}") for p in range(places)]
     x = (0.0, max(s.end for s in actions))
-    drawn = Picture(x, (places - 0.5, -0.5), size=(1100, 20 + 32 * places), x_ticks=(), y_ticks=names)
+    drawn = Picture(
+        x, (places - 0.5, -0.5), size=(1100, 20 + 32 * places), x_ticks=(), y_ticks=names
+    )
     for s in actions:
         colour = f"s{int(isinstance(s.action, schedules.Backward))}"
-        drawn.box((s.start, s.end - 0.06), (s.device - 0.42, s.device + 0.42), colour, 0.45, str(s.action.micro + 1))
+        drawn.box(
+            (s.start, s.end - 0.06),
+            (s.device - 0.42, s.device + 0.42),
+            colour,
+            0.45,
+            str(s.action.micro + 1),
+        )
     shown = f"{kind}, {about['micro_batches']} micro-batches"
     if micro < about["micro_batches"]:
         shown += f" (the first {micro} are shown)"
-    waits = f"{schedules.bubble(made):.0%} of the places' time is waiting if a backward pass costs two forward ones"
+    waits = (
+        f"{schedules.bubble(made):.0%} of the places' time is waiting if a backward pass "
+        "costs two forward ones"
+    )
     picture = f'<div class="scroll" tabindex="0">{drawn}</div>'
     return f'{picture}<p class="muted">{_e(shown)}; {waits}. {_key(0)}forward {_key(1)}backward</p>'
 
 
 def _memory(runs: Sequence[Told]) -> str | None:
-    found = [(run, next((r["memory"] for r in reversed(run.rows) if r.get("memory")), None)) for run in runs]
+    found = [
+        (run, next((r["memory"] for r in reversed(run.rows) if r.get("memory")), None))
+        for run in runs
+    ]
     found = [(run, np.array(memory) / 2**20) for run, memory in found if memory]
     if not found:
         return None
-    most, wide = max(len(memory) for _, memory in found), 0.8 / len(found)
-    x, y = (-0.5, most - 0.5), (0.0, 1.05 * max(float(memory.max()) for _, memory in found))
+    most = max(len(memory) for _, memory in found)
+    wide = 0.8 / len(found)
+    x = (-0.5, most - 0.5)
+    y = (0.0, 1.05 * max(float(memory.max()) for _, memory in found))
     drawn = Picture(x, y, x_ticks=ticks(*x, whole=True, most=16), label="rank")
     for i, (run, memory) in enumerate(found):
         for rank, size in enumerate(memory):
@@ -235,7 +284,9 @@ def _e(value: Any) -> str:
 
 
 def _card(title: str, content: str | None, wide: bool = False) -> str:
-    return f'<div class="card{" wide" * wide}"><h3>{_e(title)}</h3>{content}</div>' if content else ""
+    return (
+        f'<div class="card{" wide" * wide}"><h3>{_e(title)}</h3>{content}</div>' if content else ""
+    )
 
 
 def _key(number: int) -> str:
@@ -243,7 +294,11 @@ def _key(number: int) -> str:
 
 
 def _table(rows: Iterable[tuple[Any, Any]]) -> str:
-    return "<table>" + "".join(f"<tr><td>{_e(k)}</td><td>{_e(v)}</td></tr>" for k, v in rows) + "</table>"
+    return (
+        "<table>"
+        + "".join(f"<tr><td>{_e(k)}</td><td>{_e(v)}</td></tr>" for k, v in rows)
+        + "</table>"
+    )
 
 
 def _number(value: Any) -> str:
@@ -255,16 +310,32 @@ def _number(value: Any) -> str:
 def _summary(run: Told) -> str:
     last = run.epochs[max(run.epochs)] if run.epochs else {}
     step = max((row["step"] for row in run.rows if isinstance(row.get("step"), int)), default=0)
-    figures = {k.replace("_", " "): v for k, v in last.items() if k.startswith(("train_", "test_")) and v is not None}
+    figures = {
+        k.replace("_", " "): v
+        for k, v in last.items()
+        if k.startswith(("train_", "test_")) and v is not None
+    }
     figures = {"steps": step, **figures}
     if last.get("samples_per_second"):
         figures["samples/s, last epoch"] = float(f"{last['samples_per_second']:.3g}")
     end = run.rows[-1]
-    state = "complete" if run.done else "under way, or killed" if end["event"] != "end" else "ended, not complete"
+    state = (
+        "complete"
+        if run.done
+        else "under way, or killed"
+        if end["event"] != "end"
+        else "ended, not complete"
+    )
     state += f", finished by {end['finished']}" if end.get("finished") else ""
-    why = next((row["why"] for row in reversed(run.parts[-1]) if row["event"] in ("failed", "stopped")), None)
+    why = next(
+        (row["why"] for row in reversed(run.parts[-1]) if row["event"] in ("failed", "stopped")),
+        None,
+    )
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.start))
-    text = f"{begun} UTC, {_part_name(run.latest)}, {len(run.parts)} start{'s' * (len(run.parts) > 1)}: {state}"
+    text = (
+        f"{begun} UTC, {_part_name(run.latest)}, {len(run.parts)} "
+        f"start{'s' * (len(run.parts) > 1)}: {state}"
+    )
     shown = "".join(f"<span><b>{_e(_number(v))}</b>{_e(k)}</span>" for k, v in figures.items())
     problem = f'<p class="bad">{_e(why)}</p>' if why else ""
     head = f'<h3>{_key(run.number)}{_e(run.name)}</h3><p class="muted">{_e(text)}</p>{problem}'
@@ -277,7 +348,11 @@ def _epochs(run: Told) -> str | None:
     names = [n for n in dict.fromkeys(shown) if n.startswith(kinds)]
     if not names:
         return None
-    head = "<tr><th>epoch</th>" + "".join(f'<th class="n">{_e(n.replace("_", " "))}</th>' for n in names) + "</tr>"
+    head = (
+        "<tr><th>epoch</th>"
+        + "".join(f'<th class="n">{_e(n.replace("_", " "))}</th>' for n in names)
+        + "</tr>"
+    )
     rows = ""
     for number, record in sorted(run.epochs.items()):
         cells = (f'<td class="n">{_e(_number(record.get(n)))}</td>' for n in names)
@@ -287,28 +362,44 @@ def _epochs(run: Told) -> str | None:
 
 def _layout(run: Told) -> str:
     """Ranks as boxes in their hosts, with what part of the model and of the batch each has."""
-    mesh, hosts = run.latest.get("mesh", {}), run.latest.get("hosts") or ["?"]
-    pp, tp = int(mesh.get("pp", 1)), int(mesh.get("tp", 1))
+    mesh = run.latest.get("mesh", {})
+    hosts = run.latest.get("hosts") or ["?"]
+    pp = int(mesh.get("pp", 1))
+    tp = int(mesh.get("tp", 1))
     of: dict[str, list[str]] = {}
     for rank, host in enumerate(hosts):
         parts = [f"replica {rank // (pp * tp) + 1}"]
         parts += [f"stage {rank // tp % pp + 1}"] * (pp > 1) + [f"share {rank % tp + 1}"] * (tp > 1)
-        of.setdefault(host, []).append(f'<span class="rank"><b>{rank}</b> {_e(", ".join(parts))}</span>')
+        of.setdefault(host, []).append(
+            f'<span class="rank"><b>{rank}</b> {_e(", ".join(parts))}</span>'
+        )
     boxes = "".join(
-        f'<div class="host"><p class="muted">{_e(host)}</p><div class="ranks">{"".join(r)}</div></div>'
+        f'<div class="host"><p class="muted">{_e(host)}</p><div '
+        f'class="ranks">{"".join(r)}</div></div>'
         for host, r in of.items()
     )
     text = " x ".join(f"{axis}({mesh[axis]})" for axis in mesh)
-    return f'<p class="muted">{_e(text)}, over {_e(run.latest.get("backend", "?"))}</p><div class="hosts">{boxes}</div>'
+    return (
+        f'<p class="muted">{_e(text)}, over {_e(run.latest.get("backend", "?"))}</p><div '
+        f'class="hosts">{boxes}</div>'
+    )
 
 
 def _verified(run: Told) -> str:
-    """Returns what stands behind the figures: fingerprints, steps that were taken twice, checksums of checkpoints."""
+    """Returns what stands behind the figures: fingerprints, steps that were taken twice,
+    checksums of checkpoints.
+    """
     rows: list[tuple[str, str]] = []
     log = run.all_steps
     if len(log):
         marked = int(((run.steps["flags"] & steplog.WEIGHTS) > 0).sum())
-        rows.append(("steps", f"{len(run.steps):,} in the log, {marked:,} with fingerprints of weights and gradients"))
+        rows.append(
+            (
+                "steps",
+                f"{len(run.steps):,} in the log, {marked:,} with fingerprints of weights and "
+                "gradients",
+            )
+        )
         newest: dict[int, Any] = {}
         same: list[bool] = []  # of each step that was taken again
         for record in steplog.decoded(log) if len(log) > len(run.steps) else ():
@@ -323,7 +414,9 @@ def _verified(run: Told) -> str:
         for one in saved.Store(run.run.checkpoints, owner=False).verified():
             refused = isinstance(one, Refused)
             name = one.path.name if refused else f"checkpoint of step {one.step:,}"
-            rows.append((name, f"refused: {one.reason}" if refused else "every checksum compared just now"))
+            rows.append(
+                (name, f"refused: {one.reason}" if refused else "every checksum compared just now")
+            )
     if run.done:
         rows.append(("weights", f"SHA-256 {run.done.get('weights_sha256')}"))
     return _table(rows) if rows else '<p class="muted">nothing is there to verify</p>'
@@ -365,24 +458,36 @@ def _plain(value: Any) -> str:
 
 
 def page(paths: Sequence[Path]) -> str:
-    """The page of some runs. Raises DataError: one of them is no run; ConfigError: they are too many."""
+    """The page of some runs.
+
+    Raises DataError: one of them is no run; ConfigError: they are too many.
+    """
     if len(paths) > RUNS:
-        raise ConfigError(f"[report] {len(paths)} runs are given; at most {RUNS} can be told apart in one picture")
+        raise ConfigError(
+            f"[report] {len(paths)} runs are given; at most {RUNS} can be told apart in one picture"
+        )
     try:
         return _page([Told(path, i) for i, path in enumerate(paths)])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
         if isinstance(problem, OdysseyError):
             raise
-        raise DataError(f"[report] a file of {', '.join(map(str, paths))} is damaged: {problem!r}") from problem
+        raise DataError(
+            f"[report] a file of {', '.join(map(str, paths))} is damaged: {problem!r}"
+        ) from problem
 
 
 def _page(runs: Sequence[Told]) -> str:
-    names = sorted({k for run in runs for r in run.epochs.values() for k in r if k.startswith("test_")})
+    names = sorted(
+        {k for run in runs for r in run.epochs.values() for k in r if k.startswith("test_")}
+    )
     curves = [
         _card("Training loss, by step", _curves(runs, Told.loss, "step")),
         _card("Learning rate", _curves(runs, lambda r: (r.steps["step"], r.steps["rate"]), "step")),
         *(
-            _card(name.replace("test_", "Validation: "), _curves(runs, lambda r, n=name: r.figure(n), "epoch", True))
+            _card(
+                name.replace("test_", "Validation: "),
+                _curves(runs, lambda r, n=name: r.figure(n), "epoch", True),
+            )
             for name in names
         ),
         _card("Samples per second", _curves(runs, Told.throughput, "seconds since the start")),
@@ -401,16 +506,21 @@ def _page(runs: Sequence[Told]) -> str:
             _card("Environment", _table((run.latest.get("environment") or {}).items())),
             _card("Configuration", _configuration(run)),
         ]
-        cards += [f'<div class="wide text">{"".join(text)}</div>', _card("The same again", _again(run), wide=True)]
+        cards += [
+            f'<div class="wide text">{"".join(text)}</div>',
+            _card("The same again", _again(run), wide=True),
+        ]
         sections.append((run.name, "".join(cards)))
     body = "".join(
-        f'<section>{f"<h2>{_e(t)}</h2>" if t else ""}<div class="grid">{c}</div></section>' for t, c in sections
+        f'<section>{f"<h2>{_e(t)}</h2>" if t else ""}<div class="grid">{c}</div></section>'
+        for t, c in sections
     )
     title = ", ".join(run.name for run in runs)
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{_e(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
+        '<meta name="viewport" '
+        f'content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
         f"<body><main><h1>{_e(title)}</h1>{body}</main></body></html>\n"
     )

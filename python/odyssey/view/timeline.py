@@ -1,9 +1,11 @@
-"""Timeline of this process: spans of its phases, waits and transfers, and every record of a program as it ran.
+"""Timeline of this process: spans of its phases, waits and transfers, and every record of a
+program as it ran.
 
-A `Timeline` that is open hears of phases and waits from the status slot (base/slot.py), of transfers from reductions,
-and has the library time its records (executor.mojo, `Times`). While none is open, nothing of this is called. It writes
-two files: PATH.jsonl, a header and lists of rows [track, name, start, end, about], and PATH.ops, int64: [program,
-thread, count] and so many of [first sample << 24 | record, start, end]. Times are ns of this process's monotonic clock;
+A `Timeline` that is open hears of phases and waits from the status slot (base/slot.py), of
+transfers from reductions, and has the library time its records (executor.mojo, `Times`). While none
+is open, nothing of this is called. It writes two files: PATH.jsonl, a header and lists of rows
+[track, name, start, end, about], and PATH.ops, int64: [program, thread, count] and so many of
+[first sample << 24 | record, start, end]. Times are ns of this process's monotonic clock;
 view/trace.py makes one picture of those of all ranks.
 """
 
@@ -22,7 +24,8 @@ import numpy as np
 from ..base import slot
 from ..core import native
 
-LIMIT = 500_000  # records that are written; later ones are left out (a page of them is slow to look at)
+# records that are written; later ones are left out (a page of them is slow to look at)
+LIMIT = 500_000
 FLUSH_NS = 500_000_000
 BITS = 24
 SUM = (1 << BITS) - 1  # in the place of a record: additions of gradients
@@ -30,7 +33,15 @@ HEAD = 2  # numbers before the entries of a thread
 
 #: What products multiply and add, by the sizes of their records; `G` counts groups of samples.
 PRODUCTS: dict[str, Callable[[dict[str, int]], int]] = {
-    "conv2d": lambda s: s["G"] * s["C"] * s["K"] * s["R"] * s["T"] * _places(s["H"], "R", s) * _places(s["W"], "T", s),
+    "conv2d": lambda s: (
+        s["G"]
+        * s["C"]
+        * s["K"]
+        * s["R"]
+        * s["T"]
+        * _places(s["H"], "R", s)
+        * _places(s["W"], "T", s)
+    ),
     "linear": lambda s: s["G"] * s.get("I", s.get("columns", 0)) * s["O"],
     "matmul": lambda s: s["outer"] * s["inner"] * s["M"] * s["N"] * s["K"],
     "attention": lambda s: 2 * s["N"] * s["H"] * s["T"] * s["S"] * s["D"],
@@ -43,7 +54,9 @@ def _places(size: int, kernel: str, s: dict[str, int]) -> int:
 
 
 class OpSummary(NamedTuple):
-    """A record of a program, as people know it. bytes: of what it reads and writes, without scratch memory and data."""
+    """A record of a program, as people know it. bytes: of what it reads and writes, without
+    scratch memory and data.
+    """
 
     name: str
     layer: str
@@ -57,14 +70,20 @@ class Timeline:
 
     Args:
         path: without the ends of the files; None writes nothing.
-        about: for the header. names: layers by where their parameters begin in the arena, in floats.
+        about: for the header. names: layers by where their parameters begin in the arena, in
+            floats.
         totals: whether to add up what each op took (`ops`).
     """
 
     def __init__(
-        self, path: Path | None, about: dict[str, Any], names: dict[int, str] | None = None, totals: bool = False
+        self,
+        path: Path | None,
+        about: dict[str, Any],
+        names: dict[int, str] | None = None,
+        totals: bool = False,
     ) -> None:
-        self.path, self._names = path, names or {}
+        self.path = path
+        self._names = names or {}
         self._starts = np.array(sorted(self._names), np.int64)
         self._rows: list[Sequence[Any]] = []
         self._chunks: list[tuple[int, int, np.ndarray]] = []
@@ -74,7 +93,8 @@ class Timeline:
         self._thread = threading.get_ident()
         self._phase = slot.mine().phase, time.monotonic_ns()
         self._flushed = self._phase[1]
-        self._rooms: dict[tuple[int, int], tuple[list[np.ndarray], int]] = {}  # by threads and entries
+        # by threads and entries
+        self._rooms: dict[tuple[int, int], tuple[list[np.ndarray], int]] = {}
         self.totals: dict[OpSummary, list[int]] | None = {} if totals else None  # calls, ns
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +142,9 @@ class Timeline:
             step.context.times = 0
             self._collect(self._program(lib, step.program, step.records))
 
-    def run(self, lib: native.Library, program: int, records: int, context: native.Context, bases: int) -> int:
+    def run(
+        self, lib: native.Library, program: int, records: int, context: native.Context, bases: int
+    ) -> int:
         """Runs records of the library: timed, or under the name that their context has."""
         begun = time.monotonic_ns()
         if context.what is not None or not self._own():
@@ -176,7 +198,12 @@ class Timeline:
         group = 1 if row[0] >> native.ROWS & 1 else lib.lanes
         kind = op.name.partition("_")[0]
         products = PRODUCTS[kind](s) if kind in PRODUCTS and "bias" not in op.name else 0
-        flops = 2.0 * products * (group if "G" in s else 1) * (2.5 if op.name.endswith("_backward") else 1)
+        flops = (
+            2.0
+            * products
+            * (group if "G" in s else 1)
+            * (2.5 if op.name.endswith("_backward") else 1)
+        )
         layer = ""
         for place in operands:
             if place >> 56 in (native.PARAMS, native.GRADS) and len(self._starts):
@@ -192,8 +219,10 @@ class Timeline:
     def flush(self) -> None:
         """Writes what has gathered, and adds it up."""
         self._flushed = time.monotonic_ns()
-        rows, self._rows = self._rows, []
-        chunks, self._chunks = self._chunks, []
+        rows = self._rows
+        self._rows = []
+        chunks = self._chunks
+        self._chunks = []
         if self.totals is not None:
             self._add_up(chunks)
         if self.path is None:
@@ -201,10 +230,13 @@ class Timeline:
         with open(self.path.with_suffix(".jsonl"), "a") as file:
             file.write(json.dumps(rows) + "\n" if rows else "")
         with open(self.path.with_suffix(".ops"), "ab") as ops:
-            size, parts = ops.tell(), []
+            size = ops.tell()
+            parts = []
             for program, thread, entries in chunks:
                 if size < 24 * LIMIT:
-                    parts.append(struct.pack("=3q", program, thread, len(entries) // 3) + entries.tobytes())
+                    parts.append(
+                        struct.pack("=3q", program, thread, len(entries) // 3) + entries.tobytes()
+                    )
                     size += len(parts[-1])
             ops.write(b"".join(parts))
 
@@ -214,21 +246,28 @@ class Timeline:
         for program, _, entries in chunks:
             of.setdefault(program, []).append(entries.reshape(-1, 3))
         for program, parts in of.items():
-            entries, ops = np.concatenate(parts), self._described[program]
+            entries = np.concatenate(parts)
+            ops = self._described[program]
             record = np.minimum(entries[:, 0] & SUM, len(ops))
             calls = np.bincount(record, minlength=len(ops) + 1)
             spent = np.bincount(record, entries[:, 2] - entries[:, 1], len(ops) + 1)
-            for op, n, ns in zip([*ops, OpSummary("sum of gradients", "", 0.0, 0, True)], calls, spent, strict=True):
+            for op, n, ns in zip(
+                [*ops, OpSummary("sum of gradients", "", 0.0, 0, True)], calls, spent, strict=True
+            ):
                 if n:
                     total = self.totals.setdefault(op, [0, 0])
-                    total[0], total[1] = total[0] + int(n), total[1] + int(ns)
+                    total[0] = total[0] + int(n)
+                    total[1] = total[1] + int(ns)
 
     def table(self, most: int = 12) -> str:
         """The most expensive ops: their share of the threads' time, calls, us, GFLOP/s and GB/s."""
         self.flush()
         found = sorted((self.totals or {}).items(), key=lambda item: -item[1][1])
         whole = sum(ns for _, (_, ns) in found) or 1
-        lines = [f"{'op':<28} {'layer':<20} {'share':>7} {'calls':>8} {'us':>10} {'GFLOP/s':>9} {'MB':>9} {'GB/s':>7}"]
+        lines = [
+            f"{'op':<28} {'layer':<20} {'share':>7} {'calls':>8} {'us':>10} {'GFLOP/s':>9} "
+            f"{'MB':>9} {'GB/s':>7}"
+        ]
         for op, (n, ns) in found[:most]:
             rate = f"{op.flops * n / ns:>9.1f}" if op.flops else f"{'':>9}"
             moved = f"{op.bytes / 1e6:>9.3f} {op.bytes * n / ns:>7.1f}" if op.bytes else f"{'':>17}"

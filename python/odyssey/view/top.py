@@ -1,4 +1,7 @@
-"""Table of `odyssey top`: finds the main watcher of a job, asks it, makes a table of the answer. It only reads."""
+"""Table of `odyssey top`: finds the main watcher of a job, asks it, makes a table of the answer.
+
+It only reads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ WAIT_S = 3.0  # seconds for an answer
 
 
 class Job:
-    """A running job's main watcher, connected. Raises LaunchError: there is no such job, or it does not answer."""
+    """A running job's main watcher, connected.
+
+    Raises LaunchError: there is no such job, or it does not answer.
+    """
 
     def __init__(self, lines: messages.Lines) -> None:
         self._lines = lines
@@ -28,7 +34,9 @@ class Job:
             try:
                 self._until(lambda: lines.ready, [])
             except messages.Closed:
-                raise LaunchError("[top] the job's watcher refuses the connection; the job may have ended") from None
+                raise LaunchError(
+                    "[top] the job's watcher refuses the connection; the job may have ended"
+                ) from None
 
     def look(self) -> dict[str, Any] | None:
         """Returns what its ranks do now; None when the job has ended."""
@@ -45,10 +53,16 @@ class Job:
         while not done():
             left = until - time.monotonic()
             if left <= 0:
-                raise LaunchError(f"[top] the job's watcher did not answer in {WAIT_S:g} s; it may be stopped")
+                raise LaunchError(
+                    f"[top] the job's watcher did not answer in {WAIT_S:g} s; it may be stopped"
+                )
             select.select([self._lines], [self._lines] if self._lines.pending else [], [], left)
             self._lines.flush()
-            found += [value for value in self._lines.receive() if isinstance(value, dict) and "ranks" in value]
+            found += [
+                value
+                for value in self._lines.receive()
+                if isinstance(value, dict) and "ranks" in value
+            ]
 
     def close(self) -> None:
         self._lines.close()
@@ -56,7 +70,11 @@ class Job:
 
 def checked(value: dict[str, Any]) -> dict[str, Any]:
     """A snapshot whose ranks are `Seen`; what else it says is made printable."""
-    ranks = [diagnosis.seen_of(item) for item in value.get("ranks", []) if isinstance(value.get("ranks"), list)]
+    ranks = [
+        diagnosis.seen_of(item)
+        for item in value.get("ranks", [])
+        if isinstance(value.get("ranks"), list)
+    ]
     slow = value.get("slow")
     numbers = {name: value.get(name) for name in ("pid", "world", "attempt")}
     return {
@@ -82,17 +100,24 @@ def pids() -> list[int]:
 
 
 def _names() -> list[tuple[int, str]]:
-    """Rank 0, and the name of a socket, of what seems to be a watcher of this user: anybody can take such a name."""
+    """Rank 0, and the name of a socket, of what seems to be a watcher of this user: anybody can
+    take such a name.
+    """
     try:
         text = Path("/proc/net/unix").read_text(errors="replace")
     except OSError:
         return []
-    found = re.findall(rf" @(odyssey-watch-{os.getuid()}-([0-9]{{1,10}})-[0-9a-f]{{16}})$", text, re.MULTILINE)
+    found = re.findall(
+        rf" @(odyssey-watch-{os.getuid()}-([0-9]{{1,10}})-[0-9a-f]{{16}})$", text, re.MULTILINE
+    )
     return [(int(pid), name) for name, pid in sorted(set(found))]
 
 
 def _asked(name: str, seconds: float) -> socket.socket:
-    """A connection to what listens at a name. OSError: nobody does, or a process of another user."""
+    """A connection to what listens at a name.
+
+    OSError: nobody does, or a process of another user.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(seconds)
@@ -127,7 +152,8 @@ def local(pid: int) -> Job:
 def of_process(pid: int) -> Job:
     """The job that a process belongs to: one of its ranks, or what started them."""
     for leader in pids():
-        chain, at = set(), leader
+        chain = set()
+        at = leader
         while at > 1:
             chain.add(at)
             at = _field(at, 1)
@@ -143,8 +169,11 @@ def of_process(pid: int) -> Job:
 
 
 def of_run(run: Path) -> Job:
-    """The running job of a run directory, here or, of a job on several machines, from any of them. Raises LaunchError:
-    it is not running, or it runs on one other machine. DataError: RUN/watch.json is not what a watcher writes."""
+    """The running job of a run directory, here or, of a job on several machines, from any of them.
+
+    Raises LaunchError: it is not running, or it runs on one other machine. DataError:
+    RUN/watch.json is not what a watcher writes.
+    """
     path = run / "watch.json"
     if not path.exists():
         raise LaunchError(f"[top] {run} is not running, or not a run: there is no watch.json in it")
@@ -153,14 +182,23 @@ def of_run(run: Path) -> Job:
     host, pid, address, secret = (value.get(k) if isinstance(value, dict) else None for k in fields)
     if host == os.uname().nodename and isinstance(pid, int) and pid in pids():
         return local(pid)
-    if not (isinstance(address, list) and len(address) == 2 and isinstance(secret, str) and len(secret) == 64):
-        raise LaunchError(f"[top] {run} runs, or ran, on {printable(str(host), limit=100)}; ask there")
+    if not (
+        isinstance(address, list)
+        and len(address) == 2
+        and isinstance(secret, str)
+        and len(secret) == 64
+    ):
+        raise LaunchError(
+            f"[top] {run} runs, or ran, on {printable(str(host), limit=100)}; ask there"
+        )
     try:
         connection = socket.create_connection((str(address[0]), int(address[1])), timeout=WAIT_S)
         return Job(messages.Sealed(connection, bytes.fromhex(secret), caller=True, role="top"))
     except (OSError, ValueError, messages.Closed) as problem:
         where = printable(f"{host}, {address[0]}:{address[1]}", limit=120)
-        raise LaunchError(f"[top] the watcher of {run} at {where} cannot be reached: {problem}") from None
+        raise LaunchError(
+            f"[top] the watcher of {run} at {where} cannot be reached: {problem}"
+        ) from None
 
 
 COLUMNS = ("rank", "host", "step", "samples/s", "memory", "data", "compute", "wait", "now")
@@ -198,7 +236,17 @@ def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
         slow = now["slow"].get(s.rank)
         what = doing(s) + (f"; {slow[0]:.1f}x the median, {slow[1]}" if slow else "")
         parts = (f"{100 * share:.0f} %" for share in shares(s))
-        found.append((str(s.rank), s.host, str(s.step), f"{s.rate:,.0f}", f"{s.rss / 2**20:,.0f} MB", *parts, what))
+        found.append(
+            (
+                str(s.rank),
+                s.host,
+                str(s.step),
+                f"{s.rate:,.0f}",
+                f"{s.rss / 2**20:,.0f} MB",
+                *parts,
+                what,
+            )
+        )
     return found
 
 

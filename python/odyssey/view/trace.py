@@ -1,8 +1,10 @@
-"""A timeline of all ranks as Chrome and Perfetto read it (Trace Event Format, JSON): of a training, or of a run.
+"""A timeline of all ranks as Chrome and Perfetto read it (Trace Event Format, JSON): of a
+training, or of a run.
 
-`TimelineRecorder` is the callback: on each rank it keeps what view/timeline.py writes, in a directory of this
-recording, and rank 0 makes the picture at the end of fit(). `merged` makes it of all recordings of a directory: one
-process per rank, one track per thread. Clocks are set against rank 0's by messages there and back, as NTP does.
+`TimelineRecorder` is the callback: on each rank it keeps what view/timeline.py writes, in a
+directory of this recording, and rank 0 makes the picture at the end of fit(). `merged` makes it of
+all recordings of a directory: one process per rank, one track per thread. Clocks are set against
+rank 0's by messages there and back, as NTP does.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ class TimelineRecorder(Callback):
     """Records a fit() on all ranks.
 
     Args:
-        file: where rank 0 writes the picture; None: none is written. run: that keeps the recording; without one it is
-            beside the file, until that is written. table: whether the most expensive ops are to be shown at the end.
+        file: where rank 0 writes the picture; None: none is written. run: that keeps the recording;
+            without one it is beside the file, until that is written. table: whether the most
+            expensive ops are to be shown at the end.
     """
 
     exact = False
 
     def __init__(self, file: Path | None, run: Run | None, table: bool = False) -> None:
-        self._file, self._run, self._table = file, run, table
+        self._file = file
+        self._run = run
+        self._table = table
         self._beside = None if file is None else file.with_name(f"{file.name}.parts")
         self._timeline: Timeline | None = None
         self._step = 0
@@ -51,7 +56,8 @@ class TimelineRecorder(Callback):
         return self._beside if self._run is None or self._file is None else self._run.timeline
 
     def on_fit_start(self, context: Context) -> None:
-        trainer, comm = context.trainer, context.trainer.comm
+        trainer = context.trainer
+        comm = context.trainer.comm
         number = 0
         if comm.rank == 0 and self._folder is not None:
             outputs.check(self._file, "--trace")
@@ -61,11 +67,20 @@ class TimelineRecorder(Callback):
         numbers = [number, time.time_ns() - time.monotonic_ns()]
         number, wall = comm.broadcast(np.array(numbers, np.int64)).tolist()
         offset, error = clock(comm)
-        about = {"rank": comm.rank, "ranks": comm.size, "attempt": self._run.attempt if self._run else 0, "wall": wall}
+        about = {
+            "rank": comm.rank,
+            "ranks": comm.size,
+            "attempt": self._run.attempt if self._run else 0,
+            "wall": wall,
+        }
         about |= {"host": os.uname().nodename, "pid": os.getpid(), "offset": offset, "error": error}
         arena = getattr(trainer, "arena", None)
         names = getattr(arena, "offsets", {})
-        layers = {at: name.rpartition(".")[0] or name for name, at in names.items()} if isinstance(names, dict) else {}
+        layers = (
+            {at: name.rpartition(".")[0] or name for name, at in names.items()}
+            if isinstance(names, dict)
+            else {}
+        )
         path = None if self._folder is None else self._folder / str(number) / f"rank-{comm.rank}"
         try:
             self._timeline = Timeline(path, about, layers, self._table)
@@ -83,7 +98,8 @@ class TimelineRecorder(Callback):
             self._timeline.due()
 
     def on_fit_end(self, context: Context) -> None:
-        timeline, self._timeline = self._timeline, None
+        timeline = self._timeline
+        self._timeline = None
         if timeline is None:
             return
         timeline.close()
@@ -102,14 +118,17 @@ class TimelineRecorder(Callback):
                 return
             if self._run is None:
                 shutil.rmtree(self._folder, ignore_errors=True)
-            context.trainer.say(f"timeline in {self._file}: open it at ui.perfetto.dev or chrome://tracing")
+            context.trainer.say(
+                f"timeline in {self._file}: open it at ui.perfetto.dev or chrome://tracing"
+            )
 
 
 def clock(comm: Communicator) -> tuple[int, int]:
-    """(ns that this process's monotonic clock is ahead of rank 0's, by how much that may be wrong); collective.
+    """(ns that this process's monotonic clock is ahead of rank 0's, by how much that may be
+    wrong); collective.
 
-    What rank 0 sent before I received it, and what it received after I had sent: two bounds per round. Where they allow
-    that both clocks are the same, as on one machine, they are.
+    What rank 0 sent before I received it, and what it received after I had sent: two bounds per
+    round. Where they allow that both clocks are the same, as on one machine, they are.
     """
     times = np.zeros((ROUNDS, 2), np.int64)
     first = np.zeros_like(times)
@@ -118,15 +137,18 @@ def clock(comm: Communicator) -> tuple[int, int]:
         first[i, 0] = comm.all_gather(times[i, :1].copy())[0, 0]
         times[i, 1] = time.monotonic_ns()
     first = comm.all_gather(times)[0]
-    low, high = int((times[:, 0] - first[:, 1]).max()), int((times[:, 1] - first[:, 0]).min())
+    low = int((times[:, 0] - first[:, 1]).max())
+    high = int((times[:, 1] - first[:, 0]).min())
     if low <= 0 <= high:
         return 0, 0 if comm.rank == 0 else max(-low, high)
     return (low + high) // 2, abs(high - low + 1) // 2
 
 
 def write(file: Path, folder: Path | None, run: Path | None) -> int:
-    """Writes the timeline of a directory of recordings, and of a run; returns the number of its events. Raises
-    DataError: there is nothing to be shown, or a recording is damaged. OutputError."""
+    """Writes the timeline of a directory of recordings, and of a run; returns the number of its
+    events. Raises DataError: there is nothing to be shown, or a recording is damaged.
+    OutputError.
+    """
     count = 0
 
     def make(out: BinaryIO) -> None:
@@ -134,11 +156,15 @@ def write(file: Path, folder: Path | None, run: Path | None) -> int:
         notes: dict[str, Any] = {}
         out.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
         for event in merged(folder, run, notes):
-            out.write((b",\n" if count else b"") + json.dumps(event, separators=(",", ":")).encode())
+            out.write(
+                (b",\n" if count else b"") + json.dumps(event, separators=(",", ":")).encode()
+            )
             count += 1
         out.write(b'\n],"otherData":' + json.dumps(notes).encode() + b"}\n")
         if not count:
-            raise DataError(f"[trace] {run or folder} has no journal and no recording; train with --trace FILE")
+            raise DataError(
+                f"[trace] {run or folder} has no journal and no recording; train with --trace FILE"
+            )
 
     outputs.write(file, "--trace", make)
     return count
@@ -147,15 +173,30 @@ def write(file: Path, folder: Path | None, run: Path | None) -> int:
 def _recordings(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit()), key=lambda p: int(p.name))
+    return sorted(
+        (p for p in folder.iterdir() if p.name.isascii() and p.name.isdigit()),
+        key=lambda p: int(p.name),
+    )
 
 
-def merged(folder: Path | None, run: Path | None, notes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of a timeline; `notes` gets what is to be said about it. ts and dur are microseconds."""
-    parts = [p for one in _recordings(folder) for p in sorted(one.glob("rank-*.jsonl"))] if folder is not None else []
+def merged(
+    folder: Path | None, run: Path | None, notes: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The events of a timeline; `notes` gets what is to be said about it. ts and dur are
+    microseconds.
+    """
+    parts = (
+        [p for one in _recordings(folder) for p in sorted(one.glob("rank-*.jsonl"))]
+        if folder is not None
+        else []
+    )
     loaded = [part for part in map(_part, parts) if part is not None]
     story = [] if run is None else journal.read(run)
-    begins = [_wall(part[0], min((r[2] for r in part[1] if r[2]), default=0)) for part in loaded if part[1]]
+    begins = [
+        _wall(part[0], min((r[2] for r in part[1] if r[2]), default=0))
+        for part in loaded
+        if part[1]
+    ]
     begins += [int(1e9 * row["time"]) for row in story]
     zero = min(begins, default=0)
     notes["zero"] = zero / 1e9  # seconds since 1970
@@ -163,7 +204,8 @@ def merged(folder: Path | None, run: Path | None, notes: dict[str, Any]) -> Iter
     yield from _story(story, zero)
     names: dict[tuple[int, str], dict[str, Any]] = {}
     for about, rows, path in loaded:
-        pid, shift = about["rank"], _wall(about, 0) - zero
+        pid = about["rank"]
+        shift = _wall(about, 0) - zero
         tracks: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         programs: dict[int, list[Any]] = {}
         for track, name, begun, ended, more in rows:
@@ -182,7 +224,13 @@ def merged(folder: Path | None, run: Path | None, notes: dict[str, Any]) -> Iter
             tid = _number(track)
             names[pid, track] = _meta("thread_name", pid, tid, name=track)
             for begun, ended, name, more in _nested(tracks[track]):
-                event = {"ph": "X", "name": name, "cat": track.split(" ")[0], "pid": pid, "tid": tid}
+                event = {
+                    "ph": "X",
+                    "name": name,
+                    "cat": track.split(" ")[0],
+                    "pid": pid,
+                    "tid": tid,
+                }
                 event |= {"ts": (begun + shift) / 1e3, "dur": (ended - begun) / 1e3}
                 yield event | {"args": more} if more else event
     yield from names.values()
@@ -193,7 +241,9 @@ def _wall(about: dict[str, Any], begun: int) -> int:
 
 
 def _number(track: str) -> int:
-    """The thread id of a track: steps, then the main thread, threads of steps, transfers, others."""
+    """The thread id of a track: steps, then the main thread, threads of steps, transfers,
+    others.
+    """
     kind, _, n = track.rpartition(" ")
     if track in ("steps", "main"):
         return int(track == "main")
@@ -221,19 +271,25 @@ def _part(path: Path) -> tuple[dict[str, Any], list[Any], Path] | None:
                 if i < len(lines) - 1:
                     place = path.parent.parent
                     raise DataError(
-                        f"[trace] {path}: line {i + 1} is damaged; to show the other recordings, move {path.parent} "
+                        f"[trace] {path}: line {i + 1} is damaged; to show the other recordings, "
+                        f"move {path.parent} "
                         f"out of {place}"
                     ) from None
     return (rows[0], rows[1:], path) if rows else None
 
 
 def _ops(path: Path, programs: dict[int, list[Any]], tracks: dict[str, Any]) -> bool:
-    """Puts the records of a rank on its tracks, under the passes that they are of; whether some were left out."""
+    """Puts the records of a rank on its tracks, under the passes that they are of; whether some
+    were left out.
+    """
     data = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
-    at, count = 0, 0
+    at = 0
+    count = 0
     while at + 3 <= len(data):
         program, thread, n = data[at : at + 3].tolist()
-        entries = data[at + 3 : at + 3 + 3 * n].reshape(-1, 3) if len(data) >= at + 3 + 3 * n else None
+        entries = (
+            data[at + 3 : at + 3 + 3 * n].reshape(-1, 3) if len(data) >= at + 3 + 3 * n else None
+        )
         at += 3 + 3 * n
         if entries is None or program not in programs:
             break
@@ -242,7 +298,13 @@ def _ops(path: Path, programs: dict[int, list[Any]], tracks: dict[str, Any]) -> 
         track = tracks.setdefault("main" if thread == 0 else f"thread {thread}", [])
         found = []
         for tag, begun, ended in entries.tolist():
-            what = "sum of gradients" if tag & SUM == SUM else "backward" if ops[tag & SUM][4] else "forward"
+            what = (
+                "sum of gradients"
+                if tag & SUM == SUM
+                else "backward"
+                if ops[tag & SUM][4]
+                else "forward"
+            )
             found.append((tag >> BITS, what, tag & SUM, begun, ended))
         for (first, what), group in itertools.groupby(found, lambda entry: entry[:2]):
             of = list(group)
@@ -270,7 +332,9 @@ def _lanes(spans: list[Any]) -> list[list[Any]]:
 
 
 def _nested(spans: list[Any]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
-    """Spans of a track in order, each within the one around it: one that would stick out ends with that."""
+    """Spans of a track in order, each within the one around it: one that would stick out ends
+    with that.
+    """
     ends: list[int] = []
     for begun, ended, name, more in sorted(spans, key=lambda s: (s[0], -s[1])):
         while ends and ends[-1] <= begun:
@@ -296,7 +360,8 @@ def _story(rows: list[dict[str, Any]], zero: int) -> Iterator[dict[str, Any]]:
         name = f"attempt {attempt} on {ranks} ranks" if attempt else f"training on {ranks} ranks"
         yield {"ph": "X", "name": name, "ts": begun, "dur": ended - begun, **at}
         for row in part:
-            at["ts"], what = (1e9 * row["time"] - zero) / 1e3, row["event"]
+            what = row["event"]
+            at["ts"] = (1e9 * row["time"] - zero) / 1e3
             if what == "progress":
                 loss = row.get("loss")
                 if loss is not None:

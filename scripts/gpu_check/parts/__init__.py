@@ -33,9 +33,11 @@ class Part(NamedTuple):
     """A part.
 
     Attributes:
-        do: returns the facts of the part; an exception means that it failed, Skip that it can't be run here.
+        do: returns the facts of the part; an exception means that it failed, Skip that it can't be
+            run here.
         seconds: the time that is reserved for it.
-        reads: the files and folders that it runs, from the root of the repository. If one changes, it runs again.
+        reads: the files and folders that it runs, from the root of the repository. If one changes,
+            it runs again.
         without: folders below these that it doesn't run.
         kernels: it uses the compiled kernels. If these change, it runs again.
     """

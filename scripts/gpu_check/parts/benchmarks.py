@@ -50,17 +50,36 @@ def run(c: Check) -> dict[str, Any]:
 
 
 def one(c: Check, model: str, precision: str) -> tuple[Any, list[str]]:
-    """The table of a model, and the errors. A process that ends takes all sides with it, so fewer are tried then."""
-    small = ["--batches", "64", "--steps", 1, "--rounds", 1] if c.options.emulated else ["--seconds", 0.3]
+    """The table of a model, and the errors.
+
+    A process that ends takes all sides with it, so fewer are tried then.
+    """
+    small = (
+        ["--batches", "64", "--steps", 1, "--rounds", 1]
+        if c.options.emulated
+        else ["--seconds", 0.3]
+    )
     problems = []
     table = None
     for number, fewer in enumerate(([], ["--kinds", "eager"], ["--no-torch"])):
         file = c.scratch / f"{model}-{precision}-{number}.json"
-        command = ["benchmarks/gpu.py", "--model", model, "--precision", precision, "--json", file, *small, *fewer]
+        command = [
+            "benchmarks/gpu.py",
+            "--model",
+            model,
+            "--precision",
+            precision,
+            "--json",
+            file,
+            *small,
+            *fewer,
+        ]
         problem = ""
         output = ""
         try:
-            code, output = c.attempt(sys.executable, *command, limit=600 if c.options.emulated else 120)
+            code, output = c.attempt(
+                sys.executable, *command, limit=600 if c.options.emulated else 120
+            )
             problem = f"exit code {code}: {output[-400:]}" if code else ""
         except (Skip, RuntimeError) as why:
             problem = str(why)

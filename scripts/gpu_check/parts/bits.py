@@ -20,7 +20,9 @@ def run(c: Check) -> dict[str, Any]:
     for n in (1, 2, 4):
         name = f"{n} workers"
         hashes[name] = c.once(name, lambda n=n: one("--num-gpus", n, "--oversubscribe"))
-    hashes["launch by launch"] = c.once("launch by launch", lambda: one("--num-gpus", 1, ODYSSEY_GPU_GRAPHS="0"))
+    hashes["launch by launch"] = c.once(
+        "launch by launch", lambda: one("--num-gpus", 1, ODYSSEY_GPU_GRAPHS="0")
+    )
     hashes["again"] = one("--num-gpus", 1)
     if len(set(hashes.values())) != 1:
         raise RuntimeError(f"different bits: {hashes}")

@@ -26,7 +26,11 @@ def run(c: Check) -> dict[str, Any]:
         code, output = c.attempt(*command, "--after", f"{name} shards")
     last = output.strip().splitlines()[-3:]
     if code or failed:
-        raise RuntimeError(f"exit code {code}; {len(failed)} failed; " + "\n".join([*failed[:20], *last]))
+        raise RuntimeError(
+            f"exit code {code}; {len(failed)} failed; " + "\n".join([*failed[:20], *last])
+        )
     errors = json.loads(file.read_text())
-    worst = sorted(((max(of_one.values(), default=0.0), name) for name, of_one in errors.items()), reverse=True)
+    worst = sorted(
+        ((max(of_one.values(), default=0.0), name) for name, of_one in errors.items()), reverse=True
+    )
     return {"summary": last[-1], "worst": worst[:8]}

@@ -72,7 +72,11 @@ def run(c: Check) -> dict[str, Any]:
     for name, command in {
         "nvidia-smi": ["nvidia-smi"],
         "gpus": ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader"],
-        "compilers": ["sh", "-c", "command -v mojo nvcc ptxas gcc cc mpirun compute-sanitizer ncu; true"],
+        "compilers": [
+            "sh",
+            "-c",
+            "command -v mojo nvcc ptxas gcc cc mpirun compute-sanitizer ncu; true",
+        ],
         "packages": [sys.executable, "-c", PACKAGES],
         "loader": ["sh", "-c", loader],
     }.items():
@@ -80,7 +84,9 @@ def run(c: Check) -> dict[str, Any]:
             facts[name] = c.run(*command, limit=20).strip()
     facts.pop("nvidia-smi", None)  # it is in the log
     wanted = r"LD_|CUDA_|NVIDIA_|ODYSSEY_|MODULAR_|OMPI_|SLURM_JOB_ID"
-    facts["environment"] = {name: value for name, value in c.environment.items() if re.match(wanted, name)}
+    facts["environment"] = {
+        name: value for name, value in c.environment.items() if re.match(wanted, name)
+    }
     facts["libraries"] = c.facts.get("libraries")
     c.attempt(sys.executable, "-m", "odyssey", "doctor", limit=60)  # for the log
     facts.update(last_json(c.python("-c", OPENED, limit=600 if c.options.emulated else 120)))
@@ -93,7 +99,10 @@ def run(c: Check) -> dict[str, Any]:
 
 
 def driver(c: Check) -> dict[str, str]:
-    """The places of the driver's libraries. If the loader does not find them, LD_LIBRARY_PATH gets their folder."""
+    """The places of the driver's libraries.
+
+    If the loader does not find them, LD_LIBRARY_PATH gets their folder.
+    """
     places: dict[str, str] = {}
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         loads = [sys.executable, "-c", f"import ctypes; ctypes.CDLL({name!r})"]

@@ -1,4 +1,6 @@
-"""The part peers: two ranks that read each other's GPU memory (CUDA IPC), on one GPU if there is only one."""
+"""The part peers: two ranks that read each other's GPU memory (CUDA IPC), on one GPU if there is
+only one.
+"""
 
 from __future__ import annotations
 

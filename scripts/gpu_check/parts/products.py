@@ -1,4 +1,6 @@
-"""The part products: the programs of tests/gpu/hopper, which multiply with Hopper's own instruction (wgmma)."""
+"""The part products: the programs of tests/gpu/hopper, which multiply with Hopper's own
+instruction (wgmma).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,14 @@ TIME = r"^(\w+) (\d+) x (\d+) x (\d+) in lanes of (\d+) columns (\d+) us (\S+) T
 
 
 def run(c: Check) -> dict[str, Any]:
-    """Exact sums are right, other sums have the same bits for all tiles, and the time of each product."""
+    """Exact sums are right, other sums have the same bits for all tiles, and the time of each
+    product.
+    """
     if CAPABILITY not in c.facts["capabilities"]:
-        raise Skip(f"wgmma wants compute capability {CAPABILITY}, this machine has {c.facts['capabilities']}")
+        raise Skip(
+            f"wgmma wants compute capability {CAPABILITY}, this machine has "
+            f"{c.facts['capabilities']}"
+        )
     if not list(prepare.HOPPER.glob("*.mojo")):
         raise Skip(f"{FOLDER} is not in this checkout")
     right = c.once("check", lambda: checked(c))
@@ -45,7 +52,10 @@ def compared(c: Check) -> dict[str, Any]:
     others = [line for line in output.splitlines() if "OTHER BITS" in line]
     same = re.findall(r"^.* same 0x", output, re.MULTILINE)
     if others or not same:
-        raise RuntimeError(f"{len(others)} of {len(others) + len(same)} have other bits:\n" + "\n".join(others[:40]))
+        raise RuntimeError(
+            f"{len(others)} of {len(others) + len(same)} have other bits:\n"
+            + "\n".join(others[:40])
+        )
     return {"same": len(same)}
 
 
@@ -53,9 +63,22 @@ def timed(c: Check) -> list[dict[str, Any]]:
     """The result of bench: microseconds and TFLOP/s of each product."""
     output = run_program(c, "bench", *([1, "--turns", 1] if c.options.emulated else BATCHES))
     rows = []
-    for product, batch, inputs, outputs, lanes, columns, time, speed in re.findall(TIME, output, re.MULTILINE):
-        numbers = {"batch": int(batch), "inputs": int(inputs), "outputs": int(outputs), "lanes": int(lanes)}
-        row = {"product": product, **numbers, "columns": int(columns), "us": float(time), "tflops": float(speed)}
+    for product, batch, inputs, outputs, lanes, columns, time, speed in re.findall(
+        TIME, output, re.MULTILINE
+    ):
+        numbers = {
+            "batch": int(batch),
+            "inputs": int(inputs),
+            "outputs": int(outputs),
+            "lanes": int(lanes),
+        }
+        row = {
+            "product": product,
+            **numbers,
+            "columns": int(columns),
+            "us": float(time),
+            "tflops": float(speed),
+        }
         rows.append(row)
     if not rows:
         raise RuntimeError(f"bench printed no times: {output[-600:]}")
@@ -70,7 +93,10 @@ def run_program(c: Check, name: str, *arguments: object) -> str:
         note = prepare.note_of(c.options.prepared)
         if note.get("programs") != prepare.programs_hash():
             raise RuntimeError(f"{folder} is from other sources than {FOLDER}; run --prepare again")
-        libraries = [str((c.options.kernels / "lib").resolve()), c.environment.get("LD_LIBRARY_PATH", "")]
+        libraries = [
+            str((c.options.kernels / "lib").resolve()),
+            c.environment.get("LD_LIBRARY_PATH", ""),
+        ]
         more["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in libraries if path)
         program = (folder / name).resolve()
     else:
@@ -83,7 +109,9 @@ def compiled(c: Check, name: str) -> Path:
     from odyssey.build import library
 
     if prepare.compiler() is None:
-        raise Skip("no compiled programs and no compiler; run --prepare where it is, then use --prepared")
+        raise Skip(
+            "no compiled programs and no compiler; run --prepare where it is, then use --prepared"
+        )
     program = library.cache_dir() / "gpu-check" / prepare.programs_hash() / name
     if not program.exists():
         c.write_log(f"\ncompiling {program}\n")

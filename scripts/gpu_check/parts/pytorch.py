@@ -15,7 +15,8 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def run(c: Check) -> dict[str, Any]:
-    """Plain PyTorch gives the same bits twice, in two processes. odyssey.torch gives those of one rank on two.
+    """Plain PyTorch gives the same bits twice, in two processes. odyssey.torch gives those of
+    one rank on two.
 
     The emulated GPU can't run PyTorch's kernels. There the same programs run on the CPU.
     """
@@ -27,7 +28,9 @@ def run(c: Check) -> dict[str, Any]:
     device = "cpu" if c.options.emulated else "cuda"
     plain = c.once("plain", lambda: compared(c, device))
     result: dict[str, Any] = {"device": device, "facts": facts, "plain": plain}
-    refused = c.once("accepts", lambda: last_json(c.python(PROGRAM, "accepts", device, **DETERMINISTIC)))["refused"]
+    refused = c.once(
+        "accepts", lambda: last_json(c.python(PROGRAM, "accepts", device, **DETERMINISTIC))
+    )["refused"]
     if refused:
         reason = f"odyssey.torch trains on CPUs only so far ({refused})"
         return {**result, "not run": reason}
@@ -46,7 +49,9 @@ def compared(c: Check, device: str) -> dict[str, str]:
     first, second = (last_json(output) for _, output in ended)
     apart = [name for name in first if first[name] != second[name]]
     if apart:
-        raise RuntimeError(f"two processes have different bits: {', '.join(apart)}: {first}, {second}")
+        raise RuntimeError(
+            f"two processes have different bits: {', '.join(apart)}: {first}, {second}"
+        )
     return first
 
 

@@ -10,7 +10,12 @@ from typing import Any
 
 from ..check import Check, Skip
 
-PLACES = ("usr/local/cuda*/bin", "usr/local/cuda*/compute-sanitizer", "opt/nvidia/*/bin", "opt/cuda*/bin")
+PLACES = (
+    "usr/local/cuda*/bin",
+    "usr/local/cuda*/compute-sanitizer",
+    "opt/nvidia/*/bin",
+    "opt/cuda*/bin",
+)
 UNUSABLE = r"not supported|unable to (attach|inject|find)|LibraryNotLoaded"
 
 
@@ -30,8 +35,26 @@ def run(c: Check) -> dict[str, Any]:
             results[kind] = c.kept(kind)
             continue
         # The runtime asks for functions that may be missing: errors of calls are not looked for.
-        command = [tool, "--tool", kind, "--report-api-errors", "no", "--error-exitcode", 9, sys.executable]
-        options = ["--num-gpus", 1, "--steps", 2, "--global-batch-size", 112, "--no-eval", "--no-progress"]
+        command = [
+            tool,
+            "--tool",
+            kind,
+            "--report-api-errors",
+            "no",
+            "--error-exitcode",
+            9,
+            sys.executable,
+        ]
+        options = [
+            "--num-gpus",
+            1,
+            "--steps",
+            2,
+            "--global-batch-size",
+            112,
+            "--no-eval",
+            "--no-progress",
+        ]
         try:
             code, output = c.attempt(*command, "-m", "odyssey.train", *options, limit=90)
         except Skip as why:

@@ -1,4 +1,6 @@
-"""The part times: the time of each launch of a step of GPT and ResNet-18, and ncu's numbers for the worst three."""
+"""The part times: the time of each launch of a step of GPT and ResNet-18, and ncu's numbers for
+the worst three.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,24 @@ METRICS = (
 
 
 def run(c: Check) -> dict[str, Any]:
-    """Each model's table is kept as soon as it is there. A missing or unusable ncu is no failure."""
+    """Each model's table is kept as soon as it is there.
+
+    A missing or unusable ncu is no failure.
+    """
     tables: dict[str, Any] = {}
     left = []
-    for number, (model, precision, batch) in enumerate(RUNS[:PROFILED] if c.options.emulated else RUNS):
+    for number, (model, precision, batch) in enumerate(
+        RUNS[:PROFILED] if c.options.emulated else RUNS
+    ):
         name = f"{model}-{precision}"
-        options = ["--model", model, "--precision", precision, "--batch", 1 if c.options.emulated else batch]
+        options = [
+            "--model",
+            model,
+            "--precision",
+            precision,
+            "--batch",
+            1 if c.options.emulated else batch,
+        ]
         if c.kept(name) is None and c.left < ENOUGH:
             left.append(name)
             continue
@@ -56,16 +70,20 @@ def timed(c: Check, name: str, options: list[object]) -> dict[str, Any]:
     """The table of a model, after a look at whether it can be right."""
     file = c.scratch / f"{name}-launches.json"
     replays = ["--replays", 1] if c.options.emulated else []
-    output = c.python(PROGRAM, *options, *replays, "--json", file, limit=3600 if c.options.emulated else 90)
+    output = c.python(
+        PROGRAM, *options, *replays, "--json", file, limit=3600 if c.options.emulated else 90
+    )
     print("\n".join(output.strip().splitlines()[:8]), flush=True)
     table = json.loads(file.read_text())
     if not table["rows"] or min(row["us"] for row in table["rows"]) < 0:
         raise RuntimeError(f"{name}: no times, or negative ones: {table['rows'][:3]}")
-    # Each launch has an event and a gap. More would mean that the events do not bracket what is timed.
+    # Each launch has an event and a gap. More would mean that the events do not bracket what is
+    # timed.
     bound = table["graph_us"] + table["launches"] * max(3 * table["event_us"], 5)
     if not c.options.emulated and not 0.5 * table["graph_us"] <= table["sum_us"] <= 1.5 * bound:
         raise RuntimeError(
-            f"{name}: the launches take {table['sum_us']:.0f} us one by one and {table['graph_us']:.0f} us as a graph"
+            f"{name}: the launches take {table['sum_us']:.0f} us one by one and "
+            f"{table['graph_us']:.0f} us as a graph"
         )
     return table
 
@@ -80,7 +98,16 @@ def profiled(c: Check, table: dict[str, Any], options: list[object]) -> Any:
     if tool is None:
         return "not run: ncu is not installed"
     labels = [row["label"] for row in table["rows"][:WORST]]
-    command = [tool, "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw"]
+    command = [
+        tool,
+        "--profile-from-start",
+        "off",
+        "--clock-control",
+        "none",
+        "--csv",
+        "--page",
+        "raw",
+    ]
     program = [sys.executable, PROGRAM, *options, "--profile", *labels]
     metrics = ["--metrics", ",".join(METRICS)]
     try:
@@ -88,11 +115,17 @@ def profiled(c: Check, table: dict[str, Any], options: list[object]) -> Any:
     except (Skip, RuntimeError) as problem:
         return f"not run: {problem}"
     rows = counters(output)
-    return {"launches": labels, "kernels": rows} if rows else f"not run: exit code {code}: {output.strip()[-300:]}"
+    return (
+        {"launches": labels, "kernels": rows}
+        if rows
+        else f"not run: exit code {code}: {output.strip()[-300:]}"
+    )
 
 
 def counters(output: str) -> list[dict[str, str]]:
-    """The rows of ncu's raw page, one for each kernel, with the metrics that were asked for and their units."""
+    """The rows of ncu's raw page, one for each kernel, with the metrics that were asked for and
+    their units.
+    """
     lines = output.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -104,6 +137,10 @@ def counters(output: str) -> list[dict[str, str]]:
     for values in table[2 if units else 1 :]:
         of_kernel = dict(zip(header, values, strict=False))
         row = {"kernel": of_kernel.get("Kernel Name", "?")}
-        row |= {name: f"{of_kernel[name]} {units.get(name, '')}".strip() for name in METRICS if name in of_kernel}
+        row |= {
+            name: f"{of_kernel[name]} {units.get(name, '')}".strip()
+            for name in METRICS
+            if name in of_kernel
+        }
         rows.append(row)
     return rows

@@ -30,7 +30,10 @@ def run(c: Check) -> dict[str, Any]:
             results.update(done)
             left = [name for name in names if name not in done]
             if left and code not in (0, 1, 3):
-                results[left[0]] = {"ok": False, "error": f"ended its process, exit code {code}: {output[-300:]}"}
+                results[left[0]] = {
+                    "ok": False,
+                    "error": f"ended its process, exit code {code}: {output[-300:]}",
+                }
                 left = left[1:]
             if len(left) == len(names):
                 raise RuntimeError(f"exit code {code}: {output[-600:]}")

@@ -1,4 +1,6 @@
-"""The commands of `odyssey`, each a file with the click command `command`; and what they have in common."""
+"""The commands of `odyssey`, each a file with the click command `command`; and what they have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,32 @@ from ...base.registry import provided
 from ...errors import ConfigError, OdysseyError, printable
 from ...settings.recipes import OWN_CLASS
 
-OWN = "train launch predict evaluate export verify plan generate inspect diff replay scale doctor build completion"
-#: Names of commands, as `odyssey --help` lists them, with their modules: those of this package, then others'.
-COMMANDS: dict[str, str] = {name: f"{__name__}.{name}" for name in OWN.split()} | provided("commands")
+OWN = (
+    "train launch predict evaluate export verify plan generate inspect diff replay scale "
+    "doctor build completion"
+)
+#: Names of commands, as `odyssey --help` lists them, with their modules: those of this package,
+#: then others'.
+COMMANDS: dict[str, str] = {name: f"{__name__}.{name}" for name in OWN.split()} | provided(
+    "commands"
+)
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-NAME_LIMIT, PATH_LIMIT = 255, 4095  # bytes of a file's name and of a path, as Linux and macOS have them
+# bytes of a file's name and of a path, as Linux and macOS have them
+NAME_LIMIT = 255
+PATH_LIMIT = 4095
 
 
 class FilePath(click.Path):
-    """A path that a file can have: asking for one that is too long would be an OSError wherever it is looked at."""
+    """A path that a file can have: asking for one that is too long would be an OSError wherever
+    it is looked at.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
-        if len(os.fsencode(path)) > PATH_LIMIT or any(len(os.fsencode(p)) > NAME_LIMIT for p in Path(path).parts):
+        if len(os.fsencode(path)) > PATH_LIMIT or any(
+            len(os.fsencode(p)) > NAME_LIMIT for p in Path(path).parts
+        ):
             self.fail(f"{printable(str(path), limit=60)!r}: file name too long", param, ctx)
         return path
 
@@ -40,14 +54,21 @@ class DataSet(click.Choice[str]):
         return super().convert(name, param, ctx) + colon + path
 
     @staticmethod
-    def parted(who: str, dataset: str | None, data_dir: Path | None) -> tuple[str | None, Path | None]:
-        """The name and the path of --dataset and --data-dir. Raises ConfigError: two paths, or none after a colon."""
+    def parted(
+        who: str, dataset: str | None, data_dir: Path | None
+    ) -> tuple[str | None, Path | None]:
+        """The name and the path of --dataset and --data-dir.
+
+        Raises ConfigError: two paths, or none after a colon.
+        """
         name, colon, path = (dataset or "").partition(":")
         if not colon:
             return dataset, data_dir
         if data_dir is not None or not path:
             what = "and --data-dir are both given" if path else "names no file"
-            raise ConfigError(f"[{who}] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
+            raise ConfigError(
+                f"[{who}] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir"
+            )
         return name, Path(path)
 
 
@@ -56,15 +77,23 @@ class OrOwn(click.Choice[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ".py" not in value and value not in self.choices:
-            self.fail(f"{value!r} is not one of {', '.join(self.choices)}, and not {OWN_CLASS}", param, ctx)
+            self.fail(
+                f"{value!r} is not one of {', '.join(self.choices)}, and not {OWN_CLASS}",
+                param,
+                ctx,
+            )
         return value
 
-    def get_metavar(self, param: click.Parameter, ctx: Any = None) -> str:  # click before 8.2 gives no context
+    # click before 8.2 gives no context
+    def get_metavar(self, param: click.Parameter, ctx: Any = None) -> str:
         return f"[{'|'.join(self.choices)}|{OWN_CLASS}]"
 
 
 FILE = FilePath(path_type=Path)
-DIFFERENT, REFUSED, UNAVAILABLE = 1, 65, 69  # exit codes
+# exit codes
+DIFFERENT = 1
+REFUSED = 65
+UNAVAILABLE = 69
 
 # Options of several commands.
 OWN_MODEL = click.option(
@@ -73,9 +102,17 @@ OWN_MODEL = click.option(
     metavar="FILE.py:NAME",
     help="Your own class, or a function that builds the model. (default: what the checkpoint says)",
 )
-JSON = click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
+JSON = click.option(
+    "--json",
+    "json_file",
+    type=FILE,
+    metavar="FILE",
+    help="Write the result. (default: not written)",
+)
 LAUNCHER = click.option(
-    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
+    "--launcher",
+    metavar="WORDS",
+    help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)",
 )
 
 
@@ -85,7 +122,13 @@ def machines(who: str, hosts: str | None, hostfile: Path | None) -> Any:
 
     if hosts is not None and hostfile is not None:
         raise ConfigError(f"[{who}] --hosts and --hostfile are both given; give one")
-    return parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
+    return (
+        parse_hosts(hosts)
+        if hosts is not None
+        else parse_hostfile(hostfile)
+        if hostfile is not None
+        else ()
+    )
 
 
 def without(words: Sequence[str], options: dict[str, int]) -> list[str]:

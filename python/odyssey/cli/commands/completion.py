@@ -10,7 +10,9 @@ from . import HELP
 SHELLS = ("bash", "zsh", "fish")
 
 
-@click.command("completion", short_help="Completion of commands and options in a shell.", context_settings=HELP)
+@click.command(
+    "completion", short_help="Completion of commands and options in a shell.", context_settings=HELP
+)
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:

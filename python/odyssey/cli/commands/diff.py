@@ -1,4 +1,6 @@
-"""`odyssey diff RUN_A RUN_B`: the first step in which two runs part, and in what; see odyssey/audit/replay.py."""
+"""`odyssey diff RUN_A RUN_B`: the first step in which two runs part, and in what; see
+odyssey/audit/replay.py.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from . import DIFFERENT, FILE, HELP, JSON
 @click.argument("run_b", type=FILE)
 @JSON
 def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
-    """Compare two runs step by step, by their step logs: cursor, rate, loss, gradients and weights, all bits.
+    """Compare two runs step by step, by their step logs: cursor, rate, loss, gradients and
+    weights, all bits.
 
-    Names the settings that differ, too. Ends with 0 if all steps that both have are the same, with 1 if not.
+    Names the settings that differ, too. Ends with 0 if all steps that both have are the same, with
+    1 if not.
     """
     from ...audit.replay import compare, log_of, settings_that_differ
     from ...audit.steplog import shown
@@ -29,7 +33,10 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
         outputs.check(json_file, "--json")
     logs = [log_of(run) for run in (run_a, run_b)]
     found = compare(*logs)
-    spans = [f"{name} has steps {log['step'][0]} to {log['step'][-1]}" for name, log in zip("AB", logs, strict=True)]
+    spans = [
+        f"{name} has steps {log['step'][0]} to {log['step'][-1]}"
+        for name, log in zip("AB", logs, strict=True)
+    ]
     if not found.common:
         raise DataError(f"[diff] the runs have no step in common: {', '.join(spans)}")
     described = [Run(run).description.exists() for run in (run_a, run_b)]
@@ -40,16 +47,21 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
         if not there:
             click.echo(f"odyssey: {run} has no run.json; settings are not compared", err=True)
     for name in found.unknown:
-        click.echo(f"odyssey: no step has a fingerprint of its {name} in both runs; they are not compared", err=True)
+        click.echo(
+            f"odyssey: no step has a fingerprint of its {name} in both runs; they are not compared",
+            err=True,
+        )
     if found.first is None:
         ends = {len(log) for log in logs} == {found.common}
         more = "" if ends else f" ({', '.join(spans)})"
         click.echo(f"same for all {found.common:,} common steps{more}")
     else:
         a, b = found.first
-        step, values = a.step, [shown(r, found.what) for r in (a, b)]
+        step = a.step
+        values = [shown(r, found.what) for r in (a, b)]
         click.echo(
-            f"the runs part at step {step:,} of {found.last:,} (epoch {a.epoch + 1}, batch {a.batch + 1}), "
+            f"the runs part at step {step:,} of {found.last:,} (epoch {a.epoch + 1}, batch "
+            f"{a.batch + 1}), "
             f"in the {found.what}: {values[0]} in A, {values[1]} in B"
         )
     if json_file is not None:

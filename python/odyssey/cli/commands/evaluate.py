@@ -13,16 +13,25 @@ from . import FILE, HELP, OWN_MODEL, DataSet, on_all_ranks
 
 @click.command("evaluate", short_help="Loss and metrics of a model.", context_settings=HELP)
 @click.argument("model", type=FILE, metavar="RUN|CHECKPOINT_DIR")
-@click.option("--dataset", type=DataSet(DATASETS), help="The data set. (default: that of the training)")
+@click.option(
+    "--dataset", type=DataSet(DATASETS), help="The data set. (default: that of the training)"
+)
 @click.option("--data-dir", type=FILE, help="Where its files are. (default: where they were)")
 @click.option("--train", "training", is_flag=True, help="Its training part, not its test part.")
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    model: Path, dataset: str | None, data_dir: Path | None, training: bool, own: str | None, as_json: bool
+    model: Path,
+    dataset: str | None,
+    data_dir: Path | None,
+    training: bool,
+    own: str | None,
+    as_json: bool,
 ) -> None:
-    """Print the loss and metrics of a model on the test set of its training, or on another. Under mpirun ranks share
-    the work: the same bits."""
+    """Print the loss and metrics of a model on the test set of its training, or on another.
+
+    Under mpirun ranks share the work: the same bits.
+    """
     from ... import data, optim
     from ...train import trained_models
     from ...train.trainer import DistributedTrainer
@@ -32,7 +41,8 @@ def command(
         found = trained_models.opened(model, trained_models.own_model(own))
         test = trained_models.samples(found, dataset, data_dir, training)
     loss = trained_models.loss_of(found)
-    how = "eager" if hasattr(found.model, "wrapped") else "replay"  # of PyTorch's there is no program
+    # of PyTorch's there is no program
+    how = "eager" if hasattr(found.model, "wrapped") else "replay"
     settings = {"loss": loss, "conv_algorithm": found.algorithm, "execution": how}
     trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), **settings)
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))

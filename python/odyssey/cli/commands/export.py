@@ -13,12 +13,15 @@ from . import FILE, HELP, OWN_MODEL
 
 @click.command("export", short_help="A trained model for other programs.", context_settings=HELP)
 @click.argument("model", type=FILE, metavar="RUN|CHECKPOINT_DIR")
-@click.option("--format", "kind", required=True, type=click.Choice(FORMATS), help="What is written.")
+@click.option(
+    "--format", "kind", required=True, type=click.Choice(FORMATS), help="What is written."
+)
 @click.option("--output", required=True, type=FILE, metavar="FILE", help="Where.")
 @OWN_MODEL
 def command(model: Path, kind: str, output: Path, own: str | None) -> None:
-    """Write the model of a checkpoint: its weights by name as safetensors or as a PyTorch state dict, or the whole
-    model as ONNX, for samples that are normalised as in the training."""
+    """Write the model of a checkpoint: its weights by name as safetensors or as a PyTorch state
+    dict, or the whole model as ONNX, for samples that are normalised as in the training.
+    """
     from ...train import trained_models
 
     outputs.check(output, "--output")

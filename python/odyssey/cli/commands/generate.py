@@ -1,4 +1,6 @@
-"""`odyssey generate`: text from a model that `odyssey train --model gpt` or gpt-mini has trained."""
+"""`odyssey generate`: text from a model that `odyssey train --model gpt` or gpt-mini has
+trained.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,28 @@ from . import FILE, HELP
 @click.command("generate", short_help="Write text with a trained GPT.", context_settings=HELP)
 @click.argument("run", type=FILE)
 @click.option("--prompt", default="\n", help="The text to go on from. (default: an empty line)")
-@click.option("--tokens", type=click.IntRange(1), default=500, help="How many tokens to write. (default: 500)")
-@click.option("--temperature", type=click.FloatRange(0), default=0.8, help="0: the likeliest token. (default: 0.8)")
-@click.option("--top-k", type=click.IntRange(1), help="Draw among so many likeliest tokens. (default: all)")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the draws. (default: 0)")
-def command(run: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
+@click.option(
+    "--tokens", type=click.IntRange(1), default=500, help="How many tokens to write. (default: 500)"
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.8,
+    help="0: the likeliest token. (default: 0.8)",
+)
+@click.option(
+    "--top-k", type=click.IntRange(1), help="Draw among so many likeliest tokens. (default: all)"
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the draws. (default: 0)"
+)
+def command(
+    run: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int
+) -> None:
     """Write the text that a model puts behind a prompt.
 
-    RUN is a checkpoint, or the directory that `odyssey train --run-dir` or --checkpoint-dir wrote, whose newest valid
-    one is read. The same prompt and seed give the same text.
+    RUN is a checkpoint, or the directory that `odyssey train --run-dir` or --checkpoint-dir wrote,
+    whose newest valid one is read. The same prompt and seed give the same text.
     """
     from ...data import Vocabulary
     from ...nn import GPT
@@ -30,9 +45,12 @@ def command(run: Path, prompt: str, tokens: int, temperature: float, top_k: int 
     found = trained_models.opened(run)
     if not isinstance(found.model, GPT) or found.vocabulary is None:
         raise ConfigError(
-            f"[generate] {printable(found.name)} is of {type(found.model).__name__}, without a vocabulary; give the "
+            f"[generate] {printable(found.name)} is of {type(found.model).__name__}, without a "
+            "vocabulary; give the "
             "directory that odyssey train --model gpt --run-dir DIR wrote"
         )
     vocabulary = Vocabulary.restored(found.vocabulary, found.name)
     ids = vocabulary.encode(prompt)
-    click.echo(vocabulary.decode([*ids, *found.model.generate(ids, tokens, temperature, top_k, seed)]))
+    click.echo(
+        vocabulary.decode([*ids, *found.model.generate(ids, tokens, temperature, top_k, seed)])
+    )

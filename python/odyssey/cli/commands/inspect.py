@@ -1,4 +1,5 @@
-"""`odyssey inspect`: what is in a checkpoint, in all checkpoints of a directory or of a run, and whether it is intact.
+"""`odyssey inspect`: what is in a checkpoint, in all checkpoints of a directory or of a run, and
+whether it is intact.
 
 Reads every byte and compares it with its checksum; loads nothing, needs neither kernels nor MPI.
 """
@@ -43,11 +44,17 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
     else:
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         found = [
-            (one.path, None, one.reason) if isinstance(one, Refused) else (folder / step_name(one.step), one, None)
+            (one.path, None, one.reason)
+            if isinstance(one, Refused)
+            else (folder / step_name(one.step), one, None)
             for one in Store(folder, owner=False, key=key).verified()
         ]
     if as_json:
-        click.echo(json.dumps({"path": str(path), "checkpoints": [_plain(*one) for one in found]}, indent=1))
+        click.echo(
+            json.dumps(
+                {"path": str(path), "checkpoints": [_plain(*one) for one in found]}, indent=1
+            )
+        )
     elif not found:
         click.echo(f"{printable(str(path))}: no checkpoint")
     else:
@@ -77,7 +84,9 @@ def _line(path: Path, manifest: Any, reason: str | None) -> str:
     if manifest is None:
         return f"{name}  refused: {reason}"
     tensors = sum(len(file.tensors) for file in manifest.files)
-    return f"{name}  valid  attempt {manifest.attempt}, {tensors} tensors, {manifest.nbytes:,} bytes"
+    return (
+        f"{name}  valid  attempt {manifest.attempt}, {tensors} tensors, {manifest.nbytes:,} bytes"
+    )
 
 
 def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: bool) -> None:
@@ -89,7 +98,10 @@ def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: 
     click.echo(f"  signed {checked if manifest.signed else 'no'}")
     for name, value in manifest.values.items():
         text = json.dumps(value)
-        click.echo(f"  {printable(name)} {text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}")
+        click.echo(
+            f"  {printable(name)} "
+            f"{text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}"
+        )
     for file in manifest.files:
         click.echo(f"  {file.name}  {len(file.tensors)} tensors, {file.size:,} bytes")
         for tensor, digest in zip(file.tensors, file.digests, strict=True):
@@ -105,7 +117,10 @@ def _plain(path: Path, manifest: Any, reason: str | None) -> dict[str, Any]:
     files = []
     for file in manifest.files:
         each = zip(file.tensors, file.digests, strict=True)
-        tensors = [{"name": t.name, "dtype": t.dtype, "shape": t.shape, "sha256": digest} for t, digest in each]
+        tensors = [
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sha256": digest}
+            for t, digest in each
+        ]
         files.append({"name": file.name, "bytes": file.size, "tensors": tensors})
     facts = {"step": manifest.step, "attempt": manifest.attempt, "signed": manifest.signed}
     return {"path": str(path), "valid": True, **facts, "values": manifest.values, "files": files}

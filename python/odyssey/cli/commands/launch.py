@@ -18,37 +18,79 @@ SHORT = "Start ranks, and start them again when something fails."
 
 
 @click.command("launch", short_help=SHORT, context_settings=BEFORE_SCRIPT)
-@click.option("-n", "-np", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)")
-@click.option("--run-dir", type=FILE, metavar="RUN", help="The run's directory. (default: runs/DATE-TIME-NAME)")
-@click.option("--hosts", metavar="H1,H2:N", help="Machines, and how many ranks each takes. (default: this one)")
+@click.option(
+    "-n", "-np", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)"
+)
+@click.option(
+    "--run-dir",
+    type=FILE,
+    metavar="RUN",
+    help="The run's directory. (default: runs/DATE-TIME-NAME)",
+)
+@click.option(
+    "--hosts",
+    metavar="H1,H2:N",
+    help="Machines, and how many ranks each takes. (default: this one)",
+)
 @click.option("--hostfile", type=FILE, metavar="FILE", help="The same from a file, one a line.")
 @click.option(
     "--launcher",
     type=click.Choice(["auto", "mpirun", "srun"]),
     default="auto",
-    help="What starts ranks. (default: auto: srun in a SLURM allocation, else this environment's mpirun)",
+    help="What starts ranks. (default: auto: srun in a SLURM allocation, else this environment's "
+    "mpirun)",
 )
-@click.option("--elastic", metavar="MIN:MAX", help="Ranks the run may go on with. (default: always as many)")
-@click.option("--max-restarts", type=int, default=3, help="Restarts without progress in between. (default: 3)")
-@click.option("--backoff", type=float, default=1.0, help="Seconds before the second, then doubled. (default: 1)")
-@click.option("--grace", type=float, default=30.0, help="Seconds that ranks have to stop on request. (default: 30)")
-@click.option("--watchdog", type=float, help="Seconds without progress that mean a hung rank. (default: ranks' own)")
-@click.option("--env", multiple=True, metavar="NAME", help="A variable that ranks get too; may be repeated.")
+@click.option(
+    "--elastic", metavar="MIN:MAX", help="Ranks the run may go on with. (default: always as many)"
+)
+@click.option(
+    "--max-restarts", type=int, default=3, help="Restarts without progress in between. (default: 3)"
+)
+@click.option(
+    "--backoff",
+    type=float,
+    default=1.0,
+    help="Seconds before the second, then doubled. (default: 1)",
+)
+@click.option(
+    "--grace",
+    type=float,
+    default=30.0,
+    help="Seconds that ranks have to stop on request. (default: 30)",
+)
+@click.option(
+    "--watchdog",
+    type=float,
+    help="Seconds without progress that mean a hung rank. (default: ranks' own)",
+)
+@click.option(
+    "--env", multiple=True, metavar="NAME", help="A variable that ranks get too; may be repeated."
+)
 @click.option("--bind-if", metavar="IF", help="Network interface for MPI. (default: MPI's choice)")
-@click.option("--allow-root", is_flag=True, help="Start as root although others work on this machine.")
+@click.option(
+    "--allow-root", is_flag=True, help="Start as root although others work on this machine."
+)
 @click.argument("script", metavar="SCRIPT.py|-m MODULE|PROGRAM|train")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
-    context: click.Context, ranks: int, hosts: str | None, hostfile: Path | None, elastic: str | None, script: str,
-    arguments: tuple[str, ...], **given: Any,
-) -> None:  # fmt: skip
-    """Start ranks of a script and keep the run going: restart after a failure, stop on request with a checkpoint.
+    context: click.Context,
+    ranks: int,
+    hosts: str | None,
+    hostfile: Path | None,
+    elastic: str | None,
+    script: str,
+    arguments: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Start ranks of a script and keep the run going: restart after a failure, stop on request
+    with a checkpoint.
 
-    `odyssey launch -n 4 train --epochs 8` trains with four ranks; `odyssey launch -n 4 script.py`, `-m package.module`,
-    `python script.py` and `./program` start others, with or without "--" before them. The same command with the same
-    --run-dir goes on with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69 given up, else that
-    of the rank that failed.
+    `odyssey launch -n 4 train --epochs 8` trains with four ranks; `odyssey launch -n 4 script.py`,
+    `-m package.module`, `python script.py` and `./program` start others, with or without "--"
+    before them. The same command with the same
+    --run-dir goes on with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69
+    given up, else that of the rank that failed.
     """
     from odyssey.launch import DistributedLauncher, LaunchConfig
     from odyssey.run.config import parse_elastic
@@ -58,16 +100,26 @@ def command(
     script, *rest = plain([script, *arguments])
     if script == "train":
         _check_configuration(tuple(rest))
-    named, bounds = machines("launch", hosts, hostfile), None if elastic is None else parse_elastic(elastic)
+    named = machines("launch", hosts, hostfile)
+    bounds = None if elastic is None else parse_elastic(elastic)
     config = LaunchConfig(nproc_per_node=ranks, hosts=named, elastic=bounds, **given)
     sys.exit(DistributedLauncher(config).launch(script, *rest))
 
 
 def no_option(script: str, context: click.Context) -> None:
-    """Refuses what stands where a script should, and is an option that the command does not have."""
+    """Refuses what stands where a script should, and is an option that the command does not
+    have.
+    """
     if script.startswith("-") and script != "-m":
-        known = [name for option in context.command.params for name in option.opts if name.startswith("--")]
-        raise click.NoSuchOption(script, possibilities=near(script.partition("=")[0], known), ctx=context)
+        known = [
+            name
+            for option in context.command.params
+            for name in option.opts
+            if name.startswith("--")
+        ]
+        raise click.NoSuchOption(
+            script, possibilities=near(script.partition("=")[0], known), ctx=context
+        )
 
 
 def _check_configuration(words: tuple[str, ...]) -> None:
@@ -82,6 +134,7 @@ def _check_configuration(words: tuple[str, ...]) -> None:
         for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
             if name in given:
                 raise ConfigError(
-                    f"[launch] {path} has {name.replace('_', '-')}, which is too late for ranks that are started; give "
+                    f"[launch] {path} has {name.replace('_', '-')}, which is too late for ranks "
+                    "that are started; give "
                     f"`odyssey launch {option}` and take it out, or use `odyssey train --config`"
                 )

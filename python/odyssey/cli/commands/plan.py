@@ -25,23 +25,58 @@ from .verify import layouts_among
 @click.argument("what", metavar="MODEL|SCRIPT")
 @click.option("--ranks", type=int, required=True, help="How many ranks there will be.")
 @click.option("--per-node", type=int, help="How many of them share a machine. (default: all)")
-@click.option("--layouts", "-l", multiple=True, metavar="LAYOUT", help="Which, e.g. dp=4,zero=1. (default: all)")
-@click.option("--memory", type=float, metavar="MB", help="What a rank may have. (default: its share of this machine's)")
-@click.option("--bandwidth", type=float, default=10, metavar="GBIT/S", help="Between machines. (default: 10)")
-@click.option("--latency", type=float, default=50, metavar="US", help="Of a message between machines. (default: 50)")
-@click.option("--measure", is_flag=True, help="Start two ranks, and measure their link instead of assuming one.")
+@click.option(
+    "--layouts",
+    "-l",
+    multiple=True,
+    metavar="LAYOUT",
+    help="Which, e.g. dp=4,zero=1. (default: all)",
+)
+@click.option(
+    "--memory",
+    type=float,
+    metavar="MB",
+    help="What a rank may have. (default: its share of this machine's)",
+)
+@click.option(
+    "--bandwidth", type=float, default=10, metavar="GBIT/S", help="Between machines. (default: 10)"
+)
+@click.option(
+    "--latency",
+    type=float,
+    default=50,
+    metavar="US",
+    help="Of a message between machines. (default: 50)",
+)
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Start two ranks, and measure their link instead of assuming one.",
+)
 @LAUNCHER
 @JSON
-@click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
+@click.argument(
+    "rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED
+)
 def command(  # noqa: C901
-    what: str, ranks: int, per_node: int | None, layouts: tuple[str, ...], memory: float | None, bandwidth: float,
-    latency: float, measure: bool, launcher: str | None, json_file: Path | None, rest: tuple[str, ...],
-) -> None:  # fmt: skip
-    """Predict what a training takes on RANKS ranks of machines like this one, and name its best layouts.
+    what: str,
+    ranks: int,
+    per_node: int | None,
+    layouts: tuple[str, ...],
+    memory: float | None,
+    bandwidth: float,
+    latency: float,
+    measure: bool,
+    launcher: str | None,
+    json_file: Path | None,
+    rest: tuple[str, ...],
+) -> None:
+    """Predict what a training takes on RANKS ranks of machines like this one, and name its best
+    layouts.
 
-    One rank of each layout is rehearsed here, without the others: memory and bytes are those of the trainer, the time
-    is measured, and that of transfers is added. Options that are not listed here are those of `odyssey train`, or the
-    script's, which must train with fit().
+    One rank of each layout is rehearsed here, without the others: memory and bytes are those of the
+    trainer, the time is measured, and that of transfers is added. Options that are not listed here
+    are those of `odyssey train`, or the script's, which must train with fit().
     """
     from ...audit import planner
     from ...audit.verify import parse
@@ -55,19 +90,30 @@ def command(  # noqa: C901
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"[plan] {name} is {value:g}; give a number above 0")
     if what not in RECIPES and not os.path.isfile(what):
-        raise ConfigError(f"[plan] {what!r} is no file and no model; give a script, or one of {', '.join(RECIPES)}")
+        raise ConfigError(
+            f"[plan] {what!r} is no file and no model; give a script, or one of "
+            f"{', '.join(RECIPES)}"
+        )
     for text in layouts:
         if (has := ranks_of(parse(text))) != ranks:
-            raise ConfigError(f"[plan] layout {text} has {has} ranks, and --ranks is {ranks}; give layouts of {ranks}")
+            raise ConfigError(
+                f"[plan] layout {text} has {has} ranks, and --ranks is {ranks}; give layouts of "
+                f"{ranks}"
+            )
     if json_file is not None:
         outputs.check(json_file, "--json")
-    limit = planner.machine_memory() // min(per_node, ranks) if memory is None else round(memory * 1e6)
-    near, far = planner.NEAR, planner.Link(latency * 1e-6, bandwidth * 1e9 / 8)
+    limit = (
+        planner.machine_memory() // min(per_node, ranks) if memory is None else round(memory * 1e6)
+    )
+    near = planner.NEAR
+    far = planner.Link(latency * 1e-6, bandwidth * 1e9 / 8)
     if measure:
         link, shared = planner.measured(launcher)
         near, far = (link, far) if shared else (near, link)
         where = "within a machine" if shared else "between machines"
-        click.echo(f"measured {where}: {1e6 * link.latency:.0f} us, {8e-9 * link.bandwidth:.1f} Gbit/s")
+        click.echo(
+            f"measured {where}: {1e6 * link.latency:.0f} us, {8e-9 * link.bandwidth:.1f} Gbit/s"
+        )
     model = ("-m", "odyssey.train", "--no-progress", "--model") if what in RECIPES else ()
     words = [sys.executable, *model, what, *without(rest, {"--run-dir": 1, "--layout": 1})]
     make = planner.Planner(words, per_node, limit, near, far)
@@ -79,7 +125,9 @@ def command(  # noqa: C901
             return click.echo(f"{p.layout:{width}}  no: {p.why}")
         times = f"{1e3 * p.seconds:8.1f} ms a step ({1e3 * p.computes:.1f} computing)"
         wire = f", {size(p.wire)} to other machines" if ranks > per_node else ""
-        click.echo(f"{p.layout:{width}}  {size(p.memory):>8} a rank  {times}  sends {size(p.sent)}{wire}")
+        click.echo(
+            f"{p.layout:{width}}  {size(p.memory):>8} a rank  {times}  sends {size(p.sent)}{wire}"
+        )
 
     plans = make(looked, show)
     found = planner.best(plans)
@@ -92,4 +140,8 @@ def command(  # noqa: C901
     if json_file is not None:
         best = [p.layout for p in found]
         rows = [dataclasses.asdict(p) for p in plans]
-        outputs.write_json(json_file, "--json", {"ranks": ranks, "per_node": per_node, "best": best, "layouts": rows})
+        outputs.write_json(
+            json_file,
+            "--json",
+            {"ranks": ranks, "per_node": per_node, "best": best, "layouts": rows},
+        )

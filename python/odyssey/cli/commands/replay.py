@@ -1,4 +1,6 @@
-"""`odyssey replay RUN --step N`: a logged step of a run taken again, alone; see odyssey/audit/replay.py."""
+"""`odyssey replay RUN --step N`: a logged step of a run taken again, alone; see
+odyssey/audit/replay.py.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,44 @@ import click
 from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER
 
 
-@click.command("replay", short_help="Take a step of a run again and compare its bits.", context_settings=HELP)
+@click.command(
+    "replay", short_help="Take a step of a run again and compare its bits.", context_settings=HELP
+)
 @click.argument("run", type=FILE)
-@click.option("--step", type=int, required=True, help="Which step, counted from 1, as the step log counts them.")
-@click.option("--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)")
-@click.option("--layout", metavar="LAYOUT", help='On another layout, e.g. "pp=2,dp=2"; as in odyssey verify.')
-@click.option("--save", type=FILE, metavar="FILE.safetensors", help="Write its gradients and the weights after it.")
+@click.option(
+    "--step",
+    type=int,
+    required=True,
+    help="Which step, counted from 1, as the step log counts them.",
+)
+@click.option(
+    "--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)"
+)
+@click.option(
+    "--layout", metavar="LAYOUT", help='On another layout, e.g. "pp=2,dp=2"; as in odyssey verify.'
+)
+@click.option(
+    "--save",
+    type=FILE,
+    metavar="FILE.safetensors",
+    help="Write its gradients and the weights after it.",
+)
 @LAUNCHER
 @JSON
 def command(
-    run: Path, step: int, ranks: int | None, layout: str | None, save: Path | None, launcher: str | None,
+    run: Path,
+    step: int,
+    ranks: int | None,
+    layout: str | None,
+    save: Path | None,
+    launcher: str | None,
     json_file: Path | None,
-) -> None:  # fmt: skip
-    """Take a step of a run again, from the newest checkpoint before it, and compare all bits with the run's log.
+) -> None:
+    """Take a step of a run again, from the newest checkpoint before it, and compare all bits
+    with the run's log.
 
-    It runs the command that stands in RUN/run.json: replay only runs that you trust. Nothing is written in RUN.
-    Ends with 0 if loss, gradients and weights have the same bits, with 1 if not.
+    It runs the command that stands in RUN/run.json: replay only runs that you trust. Nothing is
+    written in RUN. Ends with 0 if loss, gradients and weights have the same bits, with 1 if not.
     """
     from ...audit.replay import replay
     from ...audit.steplog import COMPARED, UNKNOWN, shown
@@ -47,13 +71,22 @@ def command(
         if UNKNOWN in (logged, replayed):
             said = f"{UNKNOWN} in the {'log' if logged == UNKNOWN else 'replay'}: not compared"
         else:
-            said = f"{logged}  same" if logged == replayed else f"{logged} in the log, {replayed} now  DIFFERS"
+            said = (
+                f"{logged}  same"
+                if logged == replayed
+                else f"{logged} in the log, {replayed} now  DIFFERS"
+            )
         click.echo(f"{what:10}{said}")
-    first, start, n = result.comparison.first, result.checkpoint or "the beginning", result.comparison.common
+    first = result.comparison.first
+    start = result.checkpoint or "the beginning"
+    n = result.comparison.common
     if first is None:
         click.echo(f"step {step}: same bits, in all {n} step{'s' if n > 1 else ''} from {start}")
     elif first[0].step < step:
-        click.echo(f"step {step}: DIFFERS, as does step {first[0].step}, the first that differs from {start} on")
+        click.echo(
+            f"step {step}: DIFFERS, as does step {first[0].step}, the first that differs from "
+            f"{start} on"
+        )
     else:
         before = f"; the {n - 1} before it, from {start} on, are the same" if n > 1 else ""
         click.echo(f"step {step}: DIFFERS{before}")
@@ -63,7 +96,9 @@ def command(
             "step": step,
             "same": result.same,
             "differing": list(result.differing),
-            "values": {what: {"logged": logged, "replayed": replayed} for what, logged, replayed in rows},
+            "values": {
+                what: {"logged": logged, "replayed": replayed} for what, logged, replayed in rows
+            },
             "first_different_step": first and first[0].step,
             "steps": result.comparison.common,
             "checkpoint": result.checkpoint,

@@ -1,4 +1,6 @@
-"""The options of `odyssey train`, and the settings that a command line stands for. training.py runs them."""
+"""The options of `odyssey train`, and the settings that a command line stands for. training.py
+runs them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from . import FILE, HELP, DataSet, OrOwn, on_all_ranks, without
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
     if path is not None:
         context.default_map = read_config(path, context.command.params)
-        if runs.ATTEMPT in os.environ:  # what is the launcher's it has read already, here or on its command line
+        # what is the launcher's it has read already, here or on its command line
+        if runs.ATTEMPT in os.environ:
             for name in ("ranks", "run_dir"):
                 context.default_map.pop(name, None)
 
@@ -33,8 +36,15 @@ def _option(s: Setting) -> click.Option:
     choice = DataSet if s.name == "dataset" else OrOwn if s.own else click.Choice
     kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
-    more: dict[str, Any] = {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
-    return click.Option([s.name, *(s.flags or (option(s.name),))], default=s.default, help=s.help_text(option), **more)
+    more: dict[str, Any] = (
+        {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
+    )
+    return click.Option(
+        [s.name, *(s.flags or (option(s.name),))],
+        default=s.default,
+        help=s.help_text(option),
+        **more,
+    )
 
 
 CONFIG = click.Option(
@@ -59,19 +69,24 @@ class _Sectioned(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        of = {"config": declarations.DATA, **{name: s.section for name, s in declared(Command).items()}}
+        of = {
+            "config": declarations.DATA,
+            **{name: s.section for name, s in declared(Command).items()},
+        }
         for section in (*SECTIONS, "Other"):
             options = [o for o in self.get_params(ctx) if of.get(str(o.name), "Other") == section]
             with formatter.section(section):
-                formatter.write_dl([row for row in (o.get_help_record(ctx) for o in options) if row])
+                formatter.write_dl(
+                    [row for row in (o.get_help_record(ctx) for o in options) if row]
+                )
 
 
 @click.pass_context
 def _command(context: click.Context, verbose: bool, ranks: int | None, **_: Any) -> None:
     """Train a network and print one line of results.
 
-    Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and to start them again
-    when something fails: odyssey launch -n 4 train
+    Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and
+    to start them again when something fails: odyssey launch -n 4 train
     """
     with on_all_ranks():
         settings = settings_of(context)
@@ -82,9 +97,15 @@ def _command(context: click.Context, verbose: bool, ranks: int | None, **_: Any)
     from odyssey.launch import DistributedLauncher, LaunchConfig
 
     gc.enable()
-    config = LaunchConfig(nproc_per_node=ranks, run_dir=settings.run_dir, max_restarts=3, watchdog=settings.watchdog)
+    config = LaunchConfig(
+        nproc_per_node=ranks, run_dir=settings.run_dir, max_restarts=3, watchdog=settings.watchdog
+    )
     words = without(sys.argv[1:], {"--ranks": 1, "--run-dir": 1, "--watchdog": 1})
-    sys.exit(DistributedLauncher(config).launch("train", *(words[1:] if words[:1] == ["train"] else words)))
+    sys.exit(
+        DistributedLauncher(config).launch(
+            "train", *(words[1:] if words[:1] == ["train"] else words)
+        )
+    )
 
 
 command = _Sectioned(
@@ -105,25 +126,39 @@ def settings_of(context: click.Context) -> Settings:
     verbose = values.pop("verbose")
     if values["no_progress"] and verbose:
         raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
-    values["dataset"], values["data_dir"] = DataSet.parted("train", values["dataset"], values["data_dir"])
+    values["dataset"], values["data_dir"] = DataSet.parted(
+        "train", values["dataset"], values["data_dir"]
+    )
     declarations.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
     if batch_size is not None:
-        values["global_batch_size"] = _one_batch_size(context, batch_size, ranks, values["num_gpus"])
+        values["global_batch_size"] = _one_batch_size(
+            context, batch_size, ranks, values["num_gpus"]
+        )
     settings = declarations.settings(values)
     if ranks is not None and launchers.launched() is not None:
-        raise ConfigError(f"[train] --ranks {ranks} is given, but the ranks were started already; leave one out")
+        raise ConfigError(
+            f"[train] --ranks {ranks} is given, but the ranks were started already; leave one out"
+        )
     return settings
 
 
-def _one_batch_size(context: click.Context, size: int, ranks: int | None, workers: int | None) -> int:
+def _one_batch_size(
+    context: click.Context, size: int, ranks: int | None, workers: int | None
+) -> int:
     """--batch-size as the global one, if it can mean nothing else."""
-    if context.get_parameter_source("global_batch_size") not in (None, click.core.ParameterSource.DEFAULT):
-        raise ConfigError("[train] --batch-size and --global-batch-size are both given; leave out --batch-size")
+    if context.get_parameter_source("global_batch_size") not in (
+        None,
+        click.core.ParameterSource.DEFAULT,
+    ):
+        raise ConfigError(
+            "[train] --batch-size and --global-batch-size are both given; leave out --batch-size"
+        )
     started = launchers.launched()
     count = (ranks or (started.size if started else 1)) * (workers or 1)
     if count > 1:
         raise ConfigError(
-            f"[train] --batch-size {size} on {count} workers is not clear; give --global-batch-size {count * size} "
+            f"[train] --batch-size {size} on {count} workers is not clear; give "
+            f"--global-batch-size {count * size} "
             f"({size} samples on each) or --global-batch-size {size} (over all of them)"
         )
     return size

@@ -25,7 +25,8 @@ from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER, on_all_ranks
     "-l",
     multiple=True,
     metavar="LAYOUT",
-    help='What to compare, e.g. "dp=4" "pp=2,dp=2,schedule=gpipe" "tp=2" "dp=2,zero=3"; several may follow one option.',
+    help='What to compare, e.g. "dp=4" "pp=2,dp=2,schedule=gpipe" "tp=2" "dp=2,zero=3"; several '
+    "may follow one option.",
 )
 @click.option("--steps", type=int, default=5, help="Optimizer steps to compare. (default: 5)")
 @click.option(
@@ -35,28 +36,40 @@ from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER, on_all_ranks
     help="Instead: compare the outputs of a trained model, however they are computed.",
 )
 @click.option("--samples", type=click.IntRange(1), help="How many, with --inference. (default: 48)")
-@click.option("--script", type=FILE, help="A script that uses DistributedTrainer, instead of odyssey train.")
+@click.option(
+    "--script", type=FILE, help="A script that uses DistributedTrainer, instead of odyssey train."
+)
 @LAUNCHER
 @JSON
-@click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
+@click.argument(
+    "rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED
+)
 def command(
-    layouts: tuple[str, ...], steps: int, inference: Path | None, samples: int | None, script: Path | None,
-    launcher: str | None, json_file: Path | None, rest: tuple[str, ...],
-) -> None:  # fmt: skip
+    layouts: tuple[str, ...],
+    steps: int,
+    inference: Path | None,
+    samples: int | None,
+    script: Path | None,
+    launcher: str | None,
+    json_file: Path | None,
+    rest: tuple[str, ...],
+) -> None:
     """Train on one process and on each layout, and compare every bit after every step.
 
-    Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
-    Ends with 0 if all layouts gave the same bits, with 1 if one did not.
+    Options that are not listed here are those of `odyssey train` (--model, --global-batch-size,
+    ...), or the script's. Ends with 0 if all layouts gave the same bits, with 1 if one did not.
 
-    With --inference RUN: compare the outputs of its model for samples one by one, in random batches, in a training's
-    forward pass, and, of a GPT, of texts that go on from a cache.
+    With --inference RUN: compare the outputs of its model for samples one by one, in random
+    batches, in a training's forward pass, and, of a GPT, of texts that go on from a cache.
     """
     from ...audit.verify import Verifier
 
     found = launchers.launched()
     if found is not None and found.size > 1:
         with on_all_ranks():
-            raise ConfigError("[verify] it starts the ranks of each layout itself; run it without mpirun or srun")
+            raise ConfigError(
+                "[verify] it starts the ranks of each layout itself; run it without mpirun or srun"
+            )
     layouts, rest = layouts_among(layouts, rest)
     if json_file is not None:
         outputs.check(json_file, "--json")
@@ -70,17 +83,26 @@ def command(
         what = "--samples is for --inference RUN" if layouts else "nothing to compare is given"
         raise ConfigError(f"[verify] {what}; give --layouts, e.g. dp=2 tp=2, or --inference RUN")
     check_integer("[verify] --steps", steps, 1)
-    words = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
+    words = [
+        sys.executable,
+        *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]),
+        *rest,
+    ]
     width = max(len(text) for text in layouts)
 
     def show(result: Any) -> None:
-        click.echo(f"{result.layout:{width}}  {result.ranks} rank{'s' if result.ranks > 1 else ' '}  {result}")
+        click.echo(
+            f"{result.layout:{width}}  {result.ranks} rank{'s' if result.ranks > 1 else ' '}  "
+            f"{result}"
+        )
 
     results = Verifier(words, steps, launcher)(layouts, show)
     same = sum(result.same for result in results)
     click.echo(f"{same} of {len(results)} layouts give the bits of one process")
     if json_file is not None:
-        outputs.write_json(json_file, "--json", {"command": words[1:], "results": [r.json() for r in results]})
+        outputs.write_json(
+            json_file, "--json", {"command": words[1:], "results": [r.json() for r in results]}
+        )
     if same < len(results):
         sys.exit(DIFFERENT)
 
@@ -91,21 +113,32 @@ def _inference(run: Path, samples: int, json_file: Path | None) -> None:
     from ...train.inference import ways
 
     found = trained_models.opened(run)
-    data, results = trained_models.samples(found), []
+    data = trained_models.samples(found)
+    results = []
     loss = trained_models.loss_of(found)
-    for way in ways(lambda: trained_models.opened(run).model, data, loss, samples, algorithm=found.algorithm):
+    for way in ways(
+        lambda: trained_models.opened(run).model, data, loss, samples, algorithm=found.algorithm
+    ):
         click.echo(f"{way.name:44}  {way}")
         results.append(way)
     same = sum(way.same for way in results)
     click.echo(f"{same} of {len(results)} ways give the bits of one batch of {found.name}")
     if json_file is not None:
-        outputs.write_json(json_file, "--json", {"checkpoint": found.name, "results": [way.json() for way in results]})
+        outputs.write_json(
+            json_file,
+            "--json",
+            {"checkpoint": found.name, "results": [way.json() for way in results]},
+        )
     if same < len(results):
         sys.exit(DIFFERENT)
 
 
-def layouts_among(given: tuple[str, ...], rest: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Layouts that follow the option's first one without repeating it are among the arguments: "key=value" words."""
+def layouts_among(
+    given: tuple[str, ...], rest: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Layouts that follow the option's first one without repeating it are among the arguments:
+    "key=value" words.
+    """
     from ...audit.verify import KEYS
 
     more = tuple(word for word in rest if word.split("=")[0] in KEYS and "=" in word)

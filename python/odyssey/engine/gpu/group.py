@@ -1,6 +1,8 @@
-"""The GPUs of this process: one per worker, each with the parameters, the optimizer's state and room to compute in.
+"""The GPUs of this process: one per worker, each with the parameters, the optimizer's state and
+room to compute in.
 
-All workers hold the same parameters and take the same steps. Here is what lasts; plan.py and runner.py decide per step.
+All workers hold the same parameters and take the same steps. Here is what lasts; plan.py and
+runner.py decide per step.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ GRADIENTS = ("sums", "gradients", "result", "met")  # areas that hold some
 
 
 class Worker:
-    """One worker's device and what it holds there. Areas grow when more is asked for and keep nothing then."""
+    """One worker's device and what it holds there.
+
+    Areas grow when more is asked for and keep nothing then.
+    """
 
     def __init__(self, number: int) -> None:
         self.gpu = Gpu(number)
@@ -41,13 +46,16 @@ class Worker:
         self.written_for: Any = None  # whom the block's lasting fields were written for
         self.turn = 0  # of the two places for batches that are brought
         self.prefetched: Any = None  # the last one: who asked for it, the batch, where it is
-        self.events = [self.gpu.event(), self.gpu.event()]  # of the two places: the copy into it is done
+        # of the two places: the copy into it is done
+        self.events = [self.gpu.event(), self.gpu.event()]
         self.block = self.area("block", BLOCK_BYTES)
         self.host_block = self.pinned("block", BLOCK_BYTES)
         self.host_params = StepBlock.from_address(self.host_block.ctypes.data)
 
     def area(self, name: str, nbytes: int, *, clear: bool = False) -> int:
-        """Address of device memory that all runners use for the same thing, as one runs at a time."""
+        """Address of device memory that all runners use for the same thing, as one runs at a
+        time.
+        """
         at, size = self._areas.get(name, (0, -1))
         if size < nbytes:
             if size >= 0:
@@ -70,7 +78,9 @@ class Worker:
         return self._pinned[name][:nbytes]
 
     def copy(self, other: Worker, to: int, at: int, nbytes: int) -> None:
-        """Enqueues a copy of `nbytes` to an address here from one on another worker's device, or on this one."""
+        """Enqueues a copy of `nbytes` to an address here from one on another worker's device, or
+        on this one.
+        """
         if other is self:
             self.gpu.move(to, at, nbytes)
         else:
@@ -83,18 +93,27 @@ class Worker:
 
     @property
     def flag(self) -> int:
-        """Address of the flag on the device: 1 while all numbers checked in this step were finite."""
+        """Address of the flag on the device: 1 while all numbers checked in this step were
+        finite.
+        """
         return self.block + StepBlock.flag.offset
 
     @property
     def divisor(self) -> int:
-        """Address of the number on the device that gradients are divided by, where the host has set one."""
+        """Address of the number on the device that gradients are divided by, where the host has
+        set one.
+        """
         return self.block + StepBlock.divisor.offset
 
     def run(self, records: np.ndarray) -> None:
         """Enqueues records whose operands are addresses."""
         step = GpuStep(
-            program=records.ctypes.data, records=len(records), context=self.block, flag=self.flag, shards=1, fold=1
+            program=records.ctypes.data,
+            records=len(records),
+            context=self.block,
+            flag=self.flag,
+            shards=1,
+            fold=1,
         )
         self.gpu.run(step)
 
@@ -105,7 +124,9 @@ class Worker:
 
     def memory(self) -> tuple[int, int]:
         """Bytes of device memory for gradients and their sums, and for everything else in areas."""
-        gradients = sum(size for name, (_, size) in self._areas.items() if name.split()[0] in GRADIENTS)
+        gradients = sum(
+            size for name, (_, size) in self._areas.items() if name.split()[0] in GRADIENTS
+        )
         return gradients, self.nbytes - gradients
 
 
@@ -127,17 +148,22 @@ class DeviceGroup:
         arena.mirror = self.parameters
         self._state: Mirror | None = None
         self._offloaded: Offloaded | None = None
-        self._records = [np.zeros((3, host.library().record), np.int64) for _ in self.workers]  # of an update
+        # of an update
+        self._records = [np.zeros((3, host.library().record), np.int64) for _ in self.workers]
         self._checks: list[Fingerprints] = []
         self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
         self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
-        self.graphs = os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"  # are used where they can be (graph.py)
+        # are used where they can be (graph.py)
+        self.graphs = os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"
         self.notes: list[str] = []  # what the user should know, until it was shown
-        self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
+        # sums of the last step, whose blocks are being read until they are fetched
+        self.pending: Any = None
         self._data: dict[int, tuple[weakref.ref[Any], list[Placed | None]]] = {}
         for a, b in itertools.permutations(self.gpus, 2):
             if a.number != b.number:
-                a.reaches(b)  # may read its memory from now on, if it can; else the driver copies through the host
+                # may read its memory from now on, if it can; else the driver copies through the
+                # host
+                a.reaches(b)
 
     @property
     def gpus(self) -> list[Gpu]:
@@ -149,19 +175,27 @@ class DeviceGroup:
         text = ", ".join(f"gpu:{n} {name}" for n, name in sorted(devices.items()))
         return f"{text} ({len(self.gpus)} workers)" if len(devices) < len(self.gpus) else text
 
-    def keep(self, optimizer: Optimizer, offload: str | Path | None = None, window: int = 0) -> None:
-        """Takes the optimizer's state to the devices, or offloads it: "cpu", or files, `window` floats at a time."""
+    def keep(
+        self, optimizer: Optimizer, offload: str | Path | None = None, window: int = 0
+    ) -> None:
+        """Takes the optimizer's state to the devices, or offloads it: "cpu", or files, `window`
+        floats at a time.
+        """
         _ = optimizer.state
         self._optimizer = optimizer
         if offload is not None:
             size = self.arena.size
-            self._offloaded = Offloaded(self.workers, optimizer, size, None if offload == "cpu" else window)
+            self._offloaded = Offloaded(
+                self.workers, optimizer, size, None if offload == "cpu" else window
+            )
             return
         self._state = Mirror(self.gpus, lambda: list(optimizer.arrays.values()))
         optimizer.mirror = self._state
 
     def write(self) -> None:
-        """Brings the devices what the host, or another trainer of the same parameters, may have changed."""
+        """Brings the devices what the host, or another trainer of the same parameters, may have
+        changed.
+        """
         if self.arena.mirror is not self.parameters:
             _ = self.arena.params
             self.arena.mirror = self.parameters
@@ -179,10 +213,14 @@ class DeviceGroup:
     def update(self, w: int, result: int) -> Update:
         """The update of all parameters on worker w from gradients at `result`."""
         state = () if self._state is None else tuple(self._state.addresses[w])
-        return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state, self.workers[w])
+        return Update(
+            self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state, self.workers[w]
+        )
 
     def _enqueue(self, w: int, records: list[list[int]]) -> None:
-        """Enqueues records on worker w, written into memory that stays: most steps have the same number of them."""
+        """Enqueues records on worker w, written into memory that stays: most steps have the same
+        number of them.
+        """
         if len(self._records[w]) < len(records):
             self._records[w] = np.zeros((len(records), host.library().record), np.int64)
         for i, record in enumerate(records):
@@ -190,14 +228,17 @@ class DeviceGroup:
         self.workers[w].run(self._records[w][: len(records)])
 
     def commit_step(self, optimizer: Optimizer, sums: Any, divisor: int, lr: float) -> bool:
-        """Takes the step on all workers if the loss and all gradients are finite; returns whether they were.
+        """Takes the step on all workers if the loss and all gradients are finite; returns
+        whether they were.
 
-        The devices decide that themselves: the update is enqueued behind the check and does nothing if it failed.
+        The devices decide that themselves: the update is enqueued behind the check and does nothing
+        if it failed.
 
-        sums: of runner.GpuRunner; those of its own step.
-        divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
+        sums: of runner.GpuRunner; those of its own step. divisor: address of the number gradients
+        are divided by: sums.samples_address, or one of the host.
         """
-        lib, n = library(), self.arena.size
+        lib = library()
+        n = self.arena.size
         self.write()
         optimizer.steps += 1
         optimizer._recorded.begin_step()
@@ -209,14 +250,20 @@ class DeviceGroup:
             if not own:
                 if worker.host_params.divisor != value:  # else the block has it
                     worker.host_params.divisor = value
-                    worker.gpu.upload(worker.divisor, worker.host_block[StepBlock.divisor.offset :][:4])
+                    worker.gpu.upload(
+                        worker.divisor, worker.host_block[StepBlock.divisor.offset :][:4]
+                    )
                 by = worker.divisor
             counted = result + 4 * (n + 1)  # the samples
             checked = [[lib.codes["finite"], result, n + host.library().stats]]
 
             def rules(u: Update, by: int = by, counted: int = counted) -> list[list[int]]:
                 pieces = optimizer.trained([u])
-                return [rule for piece in pieces for rule in optimizer.records(lib, piece, by, lr, counted)]
+                return [
+                    rule
+                    for piece in pieces
+                    for rule in optimizer.records(lib, piece, by, lr, counted)
+                ]
 
             whole = self.update(w, result)
             if self._offloaded is None:
@@ -249,10 +296,13 @@ class DeviceGroup:
         return array
 
     def largest(self, runs: Sequence[tuple[int, int]]) -> float:
-        """The largest absolute value of a run (address, floats) there; its squares are counted behind it."""
+        """The largest absolute value of a run (address, floats) there; its squares are counted
+        behind it.
+        """
         ((address, floats),) = runs  # all ranks hold all gradients, in one run
         worker = self.workers[0]
-        there, back = worker.area("norm", 24), worker.pinned("norm", 24)
+        there = worker.area("norm", 24)
+        back = worker.pinned("norm", 24)
         worker.gpu.norm(there, address, floats)
         worker.gpu.download(back, there)
         worker.gpu.synchronize()
@@ -260,7 +310,9 @@ class DeviceGroup:
         return self._norm[0]
 
     def squares(self, runs: Sequence[tuple[int, int]], unit: float) -> np.ndarray:
-        """The sum of squares, int64 (2,), of the run that `largest` was just asked for, in the unit that follows."""
+        """The sum of squares, int64 (2,), of the run that `largest` was just asked for, in the
+        unit that follows.
+        """
         largest, squares = self._norm
         assert 0.5 <= largest * unit < 1, (largest, unit)
         return squares
@@ -269,7 +321,9 @@ class DeviceGroup:
         """The fingerprint of the parameters of each worker; all must be equal."""
         if not self._checks:
             of = zip(self.workers, self.parameters.addresses, strict=True)
-            self._checks = [Fingerprints(worker, [[(own[0], self.arena.size, 0)]]) for worker, own in of]
+            self._checks = [
+                Fingerprints(worker, [[(own[0], self.arena.size, 0)]]) for worker, own in of
+            ]
         self.write()
         for check in self._checks:
             check.enqueue()
@@ -278,7 +332,10 @@ class DeviceGroup:
     def fingerprints(
         self, wholes: Sequence[Sequence[fingerprint.Run]], after: list[Update] | None = None
     ) -> Callable[[], list[int]]:
-        """See Engine.fingerprints. Those of a step's updates are enqueued with it: the host waits for both at once."""
+        """See Engine.fingerprints.
+
+        Those of a step's updates are enqueued with it: the host waits for both at once.
+        """
         made = Fingerprints(self.workers[0], wholes)
         if after is not None:
             self._asked[id(after)] = made
@@ -288,9 +345,11 @@ class DeviceGroup:
     # --- data ---
 
     def place(self, data: ArrayDataset, samples: int) -> list[Placed | None]:
-        """The data set on the devices of all workers; None where it is brought batch by batch, as it does not fit.
+        """The data set on the devices of all workers; None where it is brought batch by batch,
+        as it does not fit.
 
-        One that has no more than the samples of a batch is brought as a batch: a loader of arrays makes a new one each.
+        One that has no more than the samples of a batch is brought as a batch: a loader of arrays
+        makes a new one each.
         """
         if len(data) <= samples:
             return [None] * len(self.workers)
@@ -303,13 +362,17 @@ class DeviceGroup:
                 if gone is not None:
                     gone.free(worker)
         nbytes = sum(a.nbytes for a in data.all_arrays)
-        placed = [Placed(w, data) if nbytes <= DATA_SHARE * w.gpu.memory()[0] else None for w in self.workers]
+        placed = [
+            Placed(w, data) if nbytes <= DATA_SHARE * w.gpu.memory()[0] else None
+            for w in self.workers
+        ]
         self._data[key] = (weakref.ref(data), placed)
         return placed
 
 
 class Fingerprints:
-    """The fingerprints (fingerprint.py) of several wholes on a worker's device, taken again and again.
+    """The fingerprints (fingerprint.py) of several wholes on a worker's device, taken again and
+    again.
 
     Calling it gives one number per whole: those that were enqueued, or those of now.
 
@@ -329,7 +392,9 @@ class Fingerprints:
             if longest:
                 runs = gpu.allocate(table.nbytes + gpu.fingerprint_scratch(len(table), longest))
                 gpu.upload(runs, table)
-                self._calls.append((self._at + 8 * i, runs + table.nbytes, runs, len(table), longest))
+                self._calls.append(
+                    (self._at + 8 * i, runs + table.nbytes, runs, len(table), longest)
+                )
         gpu.synchronize()
         self._enqueued = self._here = False
 
@@ -338,7 +403,8 @@ class Fingerprints:
         for call in self._calls:
             self._gpu.fingerprint(*call)
         self._gpu.download(self._out.view(np.uint8), self._at)
-        self._enqueued, self._here = True, False
+        self._enqueued = True
+        self._here = False
 
     def came(self) -> None:
         """The host has waited for them."""
@@ -354,7 +420,9 @@ class Fingerprints:
 
 
 class Placed:
-    """A whole data set on one worker's device: addresses of its arrays; `bytes` is 1 if images are uint8."""
+    """A whole data set on one worker's device: addresses of its arrays; `bytes` is 1 if images
+    are uint8.
+    """
 
     def __init__(self, worker: Worker, data: ArrayDataset) -> None:
         self._addresses: list[int] = []
@@ -368,7 +436,8 @@ class Placed:
         self.images = put(data.images) if data.normalised else 0
         self.bytes = int(data.normalised and data.images.dtype.itemsize == 1)
         self.arrays = put(np.array([put(a) for a in data.gathered], np.int64))
-        self.scale, self.shift = put(data.scale), put(data.shift)
+        self.scale = put(data.scale)
+        self.shift = put(data.shift)
 
     def free(self, worker: Worker) -> None:
         worker.gpu.synchronize()
@@ -377,21 +446,32 @@ class Placed:
 
 
 def devices(
-    count: int, workers: int, local_rank: int, local_size: int, oversubscribe: bool, own: bool = False
+    count: int,
+    workers: int,
+    local_rank: int,
+    local_size: int,
+    oversubscribe: bool,
+    own: bool = False,
 ) -> list[int]:
-    """The devices of a process's workers: consecutive ones, rank after rank on a machine with `count` GPUs.
+    """The devices of a process's workers: consecutive ones, rank after rank on a machine with
+    `count` GPUs.
 
     own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
 
     Raises DeviceError: there are too few, and they are not to be shared.
     """
     if own:
-        local_rank, local_size = 0, 1
+        local_rank = 0
+        local_size = 1
     wanted = workers * local_size
     if count < 1:
         raise DeviceError("[gpu] this machine has no GPU that can be used; use --device cpu")
     if wanted > count and not oversubscribe:
-        who = f"{local_size} ranks x {workers} = {wanted} GPUs" if local_size > 1 else f"{wanted} GPUs"
+        who = (
+            f"{local_size} ranks x {workers} = {wanted} GPUs"
+            if local_size > 1
+            else f"{wanted} GPUs"
+        )
         raise DeviceError(
             f"[gpu] {who} were asked for and this {'rank' if own else 'machine'} has {count}; use "
             + (f"--num-gpus {count}, " if local_size == 1 else f"-n {max(count // workers, 1)}, ")

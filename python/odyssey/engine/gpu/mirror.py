@@ -1,8 +1,10 @@
-"""Arrays that are on the host and on GPUs at once: which copy is the newer one, and when it has to move.
+"""Arrays that are on the host and on GPUs at once: which copy is the newer one, and when it has
+to move.
 
-The GPUs train; the host reads the numbers for checkpoints and messages. Whoever touches a host array first asks for it
-(`read`), so that it holds what the GPUs hold. As it may have been written to from then on, the GPUs take it back before
-they go on (`write`). Nothing moves while nobody looks.
+The GPUs train; the host reads the numbers for checkpoints and messages. Whoever touches a host
+array first asks for it (`read`), so that it holds what the GPUs hold. As it may have been written
+to from then on, the GPUs take it back before they go on (`write`). Nothing moves while nobody
+looks.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ class Mirror:
 
     Args:
         gpus: of the workers; a device may come several times.
-        arrays: gives the host arrays, C-contiguous; asked each time, as they may be replaced by others of their size.
+        arrays: gives the host arrays, C-contiguous; asked each time, as they may be replaced by
+            others of their size.
     """
 
     def __init__(self, gpus: Sequence[Gpu], arrays: Callable[[], Sequence[np.ndarray]]) -> None:
-        self._gpus, self._arrays = gpus, arrays
+        self._gpus = gpus
+        self._arrays = arrays
         self.sizes = [a.nbytes for a in arrays()]  # bytes
-        self.addresses = [[gpu.allocate(n) for n in self.sizes] for gpu in gpus]  # by worker, then array
+        # by worker, then array
+        self.addresses = [[gpu.allocate(n) for n in self.sizes] for gpu in gpus]
         self._host_newer = True
         self._gpus_newer = False
 
@@ -42,11 +47,13 @@ class Mirror:
 
     def outdated(self) -> None:
         """The host has other numbers than the GPUs."""
-        self._host_newer, self._gpus_newer = True, False
+        self._host_newer = True
+        self._gpus_newer = False
 
     def changed(self) -> None:
         """The GPUs change their copies, all alike, in what was just enqueued; follows a `write`."""
-        self._gpus_newer, self._host_newer = True, False
+        self._gpus_newer = True
+        self._host_newer = False
 
     def read(self) -> None:
         """Before the host reads or writes its arrays: brings it what the GPUs have."""

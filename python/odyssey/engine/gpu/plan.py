@@ -1,6 +1,8 @@
-"""Plans for the GPUs of one process: in which pieces shards are computed, and how the sums of its workers meet.
+"""Plans for the GPUs of one process: in which pieces shards are computed, and how the sums of
+its workers meet.
 
-Pure functions. The tree is that of parallel/plan.py; what is computed in one go, and where, does not change it.
+Pure functions. The tree is that of parallel/plan.py; what is computed in one go, and where, does
+not change it.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from typing import NamedTuple
 
 from ...parallel.plan import Action, Node, combine, nodes, split
 
-# Shards whose parameter gradients a kernel adds before they go to memory: at most 8, and only where at least this many
-# sums are left to compute side by side.
+# Shards whose parameter gradients a kernel adds before they go to memory: at most 8, and only where
+# at least this many sums are left to compute side by side.
 FOLD = 8
 SIDE_BY_SIDE = 32
 
 
 class ComputeNode(NamedTuple):
-    """Computes the node (first shard, shards) in one go, `fold` shards per gradient buffer, into sum `to`."""
+    """Computes the node (first shard, shards) in one go, `fold` shards per gradient buffer, into
+    sum `to`.
+    """
 
     first: int
     shards: int
@@ -26,9 +30,11 @@ class ComputeNode(NamedTuple):
 
 
 class WorkerPlan(NamedTuple):
-    """Plan of one worker: actions in order; afterwards sum i is that of node i of `nodes`, for all of them.
+    """Plan of one worker: actions in order; afterwards sum i is that of node i of `nodes`, for
+    all of them.
 
-    It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards` workspaces.
+    It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards`
+    workspaces.
     """
 
     actions: tuple[ComputeNode | Action, ...]
@@ -47,7 +53,8 @@ def fold_of(shards: int, most: int = FOLD) -> int:
 
 
 def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> WorkerPlan:
-    """The plan of a worker that owns shards run[0] .. run[1]-1 of `shards`, and has memory for `limit` at a time.
+    """The plan of a worker that owns shards run[0] .. run[1]-1 of `shards`, and has memory for
+    `limit` at a time.
 
     most: largest fold allowed, 1 where gradients of a parameter come from several ops.
     """
@@ -63,14 +70,16 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
         if n <= limit:
             fold = fold_of(n, most)
             actions.append(ComputeNode(first, n, fold, to))
-            largest, pieces = max(largest, n), max(pieces, -(-n // fold))
+            largest = max(largest, n)
+            pieces = max(pieces, -(-n // fold))
             return
         left = split(n)
         compute((first, left), to)
         if free:
             other = free.pop()
         else:
-            other, sums = sums, sums + 1
+            other = sums
+            sums = sums + 1
         compute((first + left, n - left), other)
         actions.append(Action("add", to, other))
         free.append(other)
@@ -83,7 +92,8 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
 class Meeting(NamedTuple):
     """How the sums of a process's workers become those of its own nodes.
 
-    Sums are numbered through, worker after worker. After the `adds`, in order, number at[i] is that of node nodes[i].
+    Sums are numbered through, worker after worker. After the `adds`, in order, number at[i] is that
+    of node nodes[i].
     """
 
     adds: tuple[Action, ...]
@@ -92,6 +102,8 @@ class Meeting(NamedTuple):
 
 
 def meeting(workers: Sequence[Sequence[Node]], shards: int) -> Meeting:
-    """The plan for workers that have the sums of these nodes, of a process with the shards of all of them."""
+    """The plan for workers that have the sums of these nodes, of a process with the shards of
+    all of them.
+    """
     adds, kept = combine(tuple(node for own in workers for node in own), shards)
     return Meeting(adds, tuple(node for node, _ in kept), tuple(at for _, at in kept))

@@ -1,6 +1,8 @@
-"""Sums between processes whose workers are GPUs: how the tree of docs/determinism.md is completed across ranks.
+"""Sums between processes whose workers are GPUs: how the tree of docs/determinism.md is
+completed across ranks.
 
-Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead to the whole sum:
+Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead
+to the whole sum:
 
     StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
     DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
@@ -53,17 +55,26 @@ class GpuExchange:
     reductions: Sequence[Any]  # what counts the bytes that it sends
 
     def __init__(self, runner: GpuRunner, comm: Communicator) -> None:
-        self.runner, self.comm, self.workers = runner, comm, runner.group.workers
+        self.runner = runner
+        self.comm = comm
+        self.workers = runner.group.workers
 
     def run(self) -> list[int]:
-        """Sees to it that the whole sum is, or arrives in the COMPUTE queue, at these addresses, one per worker."""
+        """Sees to it that the whole sum is, or arrives in the COMPUTE queue, at these addresses,
+        one per worker.
+        """
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Waits until nothing that the devices still do waits for another rank. Raises CollectiveError."""
+        """Waits until nothing that the devices still do waits for another rank.
+
+        Raises CollectiveError.
+        """
 
     def _result(self, w: int) -> int:
-        return self.workers[w].area(f"result {self.runner.floats}", 4 * self.runner.floats, clear=True)
+        return self.workers[w].area(
+            f"result {self.runner.floats}", 4 * self.runner.floats, clear=True
+        )
 
 
 def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchange:
@@ -79,17 +90,27 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchang
             if links:
                 return DirectExchange(runner, comm, links)
         elif runner.train:
-            what = f"compression={chosen.compression!r}" if chosen.compression else f"reduction={chosen.reduction!r}"
-            _warn(runner, f"{what} goes through the host: only reduction='tree' goes from GPU to GPU")
+            what = (
+                f"compression={chosen.compression!r}"
+                if chosen.compression
+                else f"reduction={chosen.reduction!r}"
+            )
+            _warn(
+                runner, f"{what} goes through the host: only reduction='tree' goes from GPU to GPU"
+            )
     return StagedExchange(runner, comm, own)
 
 
 _Links = Sequence[devices.DeviceTransport]
-_known: weakref.WeakKeyDictionary[DeviceGroup, dict[Communicator, _Links]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[DeviceGroup, dict[Communicator, _Links]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _links(runner: GpuRunner, comm: Communicator) -> _Links:
-    """A transport per worker, made when it is first asked for; none if sums are to go through the host."""
+    """A transport per worker, made when it is first asked for; none if sums are to go through
+    the host.
+    """
     known = _known.setdefault(runner.group, {})
     if comm not in known:
         links, why = devices.connect(comm, runner.group.gpus)
@@ -107,34 +128,50 @@ def _warn(runner: GpuRunner, text: str) -> None:
 class StagedExchange(GpuExchange):
     """From the devices through pinned memory into a reduction, and back to every device.
 
-    The floats are cut into pieces: while one is sent, the next comes from the device and the one before goes back. What
-    comes takes the COPY queue, what goes back COMPUTE, so a device does both at once. The host waits for every piece
-    that comes, so a step ends with nothing left in the COPY queue, and the next may overwrite the sums.
+    The floats are cut into pieces: while one is sent, the next comes from the device and the one
+    before goes back. What comes takes the COPY queue, what goes back COMPUTE, so a device does both
+    at once. The host waits for every piece that comes, so a step ends with nothing left in the COPY
+    queue, and the next may overwrite the sums.
     """
 
     def __init__(self, runner: GpuRunner, comm: Communicator, own: planning.Run) -> None:
         super().__init__(runner, comm)
-        lay, nodes = runner.layout, runner.meeting.nodes
+        lay = runner.layout
+        nodes = runner.meeting.nodes
         self.nodes = len(nodes)
         content = runner.content(whole=True)
         whole = lay.reduction.compression is not None  # it looks at all gradients at once
         size = runner.floats if whole else PIECE
         self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
         plan = planning.Plan(
-            runner.shards, own, ((),), (), tuple((node, i) for i, node in enumerate(nodes)), max(self.nodes, 1)
+            runner.shards,
+            own,
+            ((),),
+            (),
+            tuple((node, i) for i, node in enumerate(nodes)),
+            max(self.nodes, 1),
         )
         self.reductions = [
-            strategy.make(lay.reduction, comm, plan, hi - lo, lay.workers, content=content if whole else None)
+            strategy.make(
+                lay.reduction, comm, plan, hi - lo, lay.workers, content=content if whole else None
+            )
             for lo, hi in self.pieces
         ]
         self._computed = [w.gpu.event() for w in self.workers]
         self._came: list[list[Event]] = [[w.gpu.event() for w in self.workers] for _ in self.pieces]
 
     def run(self) -> list[int]:
-        runner, workers = self.runner, self.workers
+        runner = self.runner
+        workers = self.workers
         rows = max(self.nodes, 1)
-        # pinned memory of one device is that of all; the step before has ended, so nothing reads or writes it
-        out = workers[0].pinned("out", 4 * runner.floats * rows).view(np.float32).reshape(rows, runner.floats)
+        # pinned memory of one device is that of all; the step before has ended, so nothing reads or
+        # writes it
+        out = (
+            workers[0]
+            .pinned("out", 4 * runner.floats * rows)
+            .view(np.float32)
+            .reshape(rows, runner.floats)
+        )
         back = workers[0].pinned("in", 4 * runner.floats).view(np.float32)
         parts = runner.gathered()
         for event in self._computed:
@@ -142,7 +179,8 @@ class StagedExchange(GpuExchange):
             event.hold(COPY)
         for (lo, hi), events in zip(self.pieces, self._came, strict=True):
             for worker, part, event in zip(workers, parts, events, strict=True):
-                a, b = max(lo, part.lo), min(hi, part.hi)
+                a = max(lo, part.lo)
+                b = min(hi, part.hi)
                 for i in range(len(part.rows) if b > a else 0):
                     worker.gpu.download(out[i, a:b], part.at(i, a), COPY)
                 event.record(COPY)
@@ -170,10 +208,12 @@ class StagedExchange(GpuExchange):
 
 
 class DirectExchange(GpuExchange):
-    """The tree completed from device to device: an all-to-all, additions and an all-gather, all in COMPUTE queues.
+    """The tree completed from device to device: an all-to-all, additions and an all-gather, all
+    in COMPUTE queues.
 
-    Worker w of every rank has range w of the floats (runner.py); these are cut again between the ranks, and rank p adds
-    piece p of every worker's range. Nothing here waits if the transport does not.
+    Worker w of every rank has range w of the floats (runner.py); these are cut again between the
+    ranks, and rank p adds piece p of every worker's range. Nothing here waits if the transport does
+    not.
 
     links: of each worker to those of the same number in the other ranks.
     """
@@ -183,7 +223,8 @@ class DirectExchange(GpuExchange):
         self.links = links
         x = planning.exchange(runner.shards, comm.size, runner.layout.workers, runner.floats)
         assert x.nodes[comm.rank] == runner.meeting.nodes
-        self._first = [sum(map(len, x.nodes[:p])) for p in range(comm.size + 1)]  # number of each rank's first node
+        # number of each rank's first node
+        self._first = [sum(map(len, x.nodes[:p])) for p in range(comm.size + 1)]
         self._adds = [(add.a, add.b) for add in x.adds]
         total = self._first[-1]
         self._at_once = self._adds == tree_adds(total)
@@ -194,7 +235,9 @@ class DirectExchange(GpuExchange):
     def run(self) -> list[int]:
         parts = self.runner.gathered()
         results = [self._result(w) for w in range(len(self.workers))]
-        self._exchanged = devices.Exchanged(self.comm, self.links, f"exchange of {self.runner.floats} float32 on GPUs")
+        self._exchanged = devices.Exchanged(
+            self.comm, self.links, f"exchange of {self.runner.floats} float32 on GPUs"
+        )
         try:
             self._run(parts, results)
         except CollectiveError as error:
@@ -206,7 +249,10 @@ class DirectExchange(GpuExchange):
     def _run(self, parts: Sequence[GpuRange], results: Sequence[int]) -> None:
         cuts = []
         for w, part in enumerate(parts):
-            cut = [(part.lo + a, part.lo + b) for a, b in planning.ranges(part.hi - part.lo, self.comm.size)]
+            cut = [
+                (part.lo + a, part.lo + b)
+                for a, b in planning.ranges(part.hi - part.lo, self.comm.size)
+            ]
             cuts.append(cut)
             self._hand_out(w, part, cut, results[w])
         for w, cut in enumerate(cuts):
@@ -215,16 +261,29 @@ class DirectExchange(GpuExchange):
             for p, part in enumerate(parts):
                 if p != q and part.hi > part.lo:
                     at = 4 * part.lo
-                    worker.gpu.take(self.workers[p].gpu, results[q] + at, results[p] + at, 4 * (part.hi - part.lo))
+                    worker.gpu.take(
+                        self.workers[p].gpu,
+                        results[q] + at,
+                        results[p] + at,
+                        4 * (part.hi - part.lo),
+                    )
 
     def _hand_out(self, w: int, part: GpuRange, cut: Sequence[planning.Run], result: int) -> None:
         """Piece p of all nodes goes to rank p, which adds them up into its result."""
-        rank, worker = self.comm.rank, self.workers[w]
+        rank = self.comm.rank
+        worker = self.workers[w]
         a, b = cut[rank]
-        n, total = b - a, self._first[-1]
+        n = b - a
+        total = self._first[-1]
         area = worker.area("exchange", max(4 * n * total, 16))
         mine = range(len(part.rows))
-        sends = [(p, part.at(i, c), 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank for i in mine if d > c]
+        sends = [
+            (p, part.at(i, c), 4 * (d - c))
+            for p, (c, d) in enumerate(cut)
+            if p != rank
+            for i in mine
+            if d > c
+        ]
         receives = [
             (p, area + 4 * n * j, 4 * n)
             for p in range(self.comm.size)
@@ -254,21 +313,28 @@ class DirectExchange(GpuExchange):
         a, b = cut[rank]
         others = [p for p in range(self.comm.size) if p != rank]
         sends = [(p, result + 4 * a, 4 * (b - a)) for p in others if b > a]
-        receives = [(p, result + 4 * c, 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank and d > c]
+        receives = [
+            (p, result + 4 * c, 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank and d > c
+        ]
         self._exchange(w, sends, receives)
 
-    def _exchange(self, w: int, sends: list[devices.Message], receives: list[devices.Message]) -> None:
+    def _exchange(
+        self, w: int, sends: list[devices.Message], receives: list[devices.Message]
+    ) -> None:
         self.bytes_sent += sum(size for _, _, size in sends)
         self.bytes_plain = self.bytes_sent
         self.links[w].exchange(sends, receives)
 
     def wait(self) -> None:
         if self._exchanged is not None:
-            exchanged, self._exchanged = self._exchanged, None
+            exchanged = self._exchanged
+            self._exchanged = None
             exchanged.wait()
 
 
 def tree_adds(n: int) -> list[tuple[int, int]]:
-    """The additions, (to, from), of a tree over n leaves that lie side by side, as kernels' `tree_sum` makes them."""
+    """The additions, (to, from), of a tree over n leaves that lie side by side, as kernels'
+    `tree_sum` makes them.
+    """
     adds, _ = planning.combine(tuple((i, 1) for i in range(n)), n)
     return [(add.a, add.b) for add in adds]

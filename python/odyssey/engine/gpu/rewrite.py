@@ -1,7 +1,9 @@
-"""A recorded program as GPUs run it: pairs of launches made one, and operands that a device can reach.
+"""A recorded program as GPUs run it: pairs of launches made one, and operands that a device can
+reach.
 
-The records are those of the CPU (program.py). What is fused here pays on a GPU, where a launch costs as much as a small
-op: a convolution with its ReLU and max-pool, a padded input's gradient without its frame, a loss with its gradient.
+The records are those of the CPU (program.py). What is fused here pays on a GPU, where a launch
+costs as much as a small op: a convolution with its ReLU and max-pool, a padded input's gradient
+without its frame, a loss with its gradient.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from ...errors import ConfigError
 
 
 def fuse(records: list[Record]) -> list[Record]:
-    """The same program with fewer launches, by the ops of GPUs that stand for two (`of:` in mojo/kernels/op.mojo)."""
+    """The same program with fewer launches, by the ops of GPUs that stand for two (`of:` in
+    mojo/kernels/op.mojo).
+    """
     fused = {op.of: op for op in library().ops.values() if op.of}
     return _with_reader(_with_gradient(records, fused), fused)
 
 
 def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
-    """An op and what alone reads it: a convolution with its ReLU and a max-pool, whose large output is not written; the
-    gradient of a convolution's padded input and what cuts the frame off, which then is not computed.
+    """An op and what alone reads it: a convolution with its ReLU and a max-pool, whose large
+    output is not written; the gradient of a convolution's padded input and what cuts the
+    frame off, which then is not computed.
     """
     users = slot_users(records)
     out: list[Record | None] = list(records)
@@ -35,7 +40,9 @@ def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]
         reader = records[used[1]]
         known = r.named | {f"{name} of y": value for name, value in reader.named.items()}
         known |= zip(reader.declared.outputs, reader.args, strict=False)
-        out[used[1]] = reader.changed(op=op.name, args=[known[name] for name in op.arguments], dtype=r.dtype)
+        out[used[1]] = reader.changed(
+            op=op.name, args=[known[name] for name in op.arguments], dtype=r.dtype
+        )
         out[i] = None
     return [r for r in out if r is not None]
 
@@ -45,18 +52,28 @@ def _with_gradient(records: list[Record], fused: Mapping[tuple[str, ...], host.O
     users = slot_users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
-        readers = [k for k in users.get(id(r.args[1]), []) if k != i] if len(r.declared.outputs) > 1 else []
+        readers = (
+            [k for k in users.get(id(r.args[1]), []) if k != i]
+            if len(r.declared.outputs) > 1
+            else []
+        )
         op = fused.get((r.op, records[readers[0]].op)) if len(readers) == 1 else None
         if op is None or "scaled" not in op.sizes:
             continue
         gradient = records[readers[0]].named
         seed = gradient["dloss"]
-        seeded = [k for k in users.get(id(seed), []) if k != readers[0]] if isinstance(seed, Slot) else []
+        seeded = (
+            [k for k in users.get(id(seed), []) if k != readers[0]]
+            if isinstance(seed, Slot)
+            else []
+        )
         if len(seeded) != 1:
             continue
         first = records[seeded[0]]
         scaled = first.declared.outputs == ("scale",)
-        if not scaled and not (first.declared.arguments == ("y", "a", "n") and first.args[1:] == [1.0, 1]):
+        if not scaled and not (
+            first.declared.arguments == ("y", "a", "n") and first.args[1:] == [1.0, 1]
+        ):
             continue
         known = gradient | r.named | {"scaled": int(scaled)}
         out[i] = r.changed(op=op.name, args=[known[name] for name in op.arguments])
@@ -72,10 +89,14 @@ def check(records: Sequence[Record]) -> None:
 
 
 def written_once(records: Sequence[Record], arena: Arena) -> bool:
-    """Returns whether every gradient comes from one op that adds up over shards: buffers need not be cleared."""
+    """Returns whether every gradient comes from one op that adds up over shards: buffers need
+    not be cleared.
+    """
     seen: set[int] = set()
     for r in records:
-        written = [a for a in r.args if isinstance(a, Range) and a.arena is arena and a.space == host.GRADS]
+        written = [
+            a for a in r.args if isinstance(a, Range) and a.arena is arena and a.space == host.GRADS
+        ]
         if not written:
             continue
         if "sums" not in library().ops[r.op].traits:

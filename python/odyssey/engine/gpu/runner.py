@@ -1,9 +1,10 @@
-"""A step on the GPUs of this process: launches for all shards, then sums between devices and between processes.
+"""A step on the GPUs of this process: launches for all shards, then sums between devices and
+between processes.
 
-run() only enqueues: what the step needs from the host goes in one copy, every op is one launch for all shards of a
-piece, gradients are added along the tree on the device, devices exchange ranges of their sums, and processes exchange
-through pinned memory in pieces, so that copying, sending and adding overlap. The host waits once, when it is asked for
-the sums.
+run() only enqueues: what the step needs from the host goes in one copy, every op is one launch for
+all shards of a piece, gradients are added along the tree on the device, devices exchange ranges of
+their sums, and processes exchange through pinned memory in pieces, so that copying, sending and
+adding overlap. The host waits once, when it is asked for the sums.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ from . import reduction, rewrite
 from .graph import Graph
 from .group import DeviceGroup, Placed, Worker
 
-# Of the memory that is free before the data set is placed (which takes at most group.DATA_SHARE of it) what the shards
-# of a piece may take.
+# Of the memory that is free before the data set is placed (which takes at most group.DATA_SHARE of
+# it) what the shards of a piece may take.
 MEMORY_SHARE = 0.4
-MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
+# of a launch; that are added in one
+MOST_SHARDS = 65535
+MOST_SUMS = 8191
 
 
 class GpuSums(Sums):
     """The same, but the numbers are on their way: reading one waits for the step."""
 
     def __init__(self, runner: GpuRunner, results: list[int], updates: list[Update]) -> None:
-        self._runner, self.results, self.updates = runner, results, updates
+        self._runner = runner
+        self.results = results
+        self.updates = updates
         self.samples_address = results[0] + 4 * (runner.stats_at + 1)
         self._values: np.ndarray | None = None
 
@@ -58,7 +63,9 @@ class GpuSums(Sums):
 
     @property
     def samples(self) -> float:
-        """How many there are; known before the step has ended, but where float32 cannot count them."""
+        """How many there are; known before the step has ended, but where float32 cannot count
+        them.
+        """
         n = self._runner.samples
         return float(n) if n <= EXACT else self.values[1]
 
@@ -72,16 +79,27 @@ class GpuRunner(Runner):
         super().__init__(inputs)
         assert inputs.team is not None
         self.group = inputs.team
-        lay, lib, arena, comm = self.layout, host.library(), self.arena, self.groups.dp
+        lay = self.layout
+        lib = host.library()
+        arena = self.arena
+        comm = self.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
         records = rewrite.fuse(self.programs[0].records)
         rewrite.check(records)
         self.work_floats = plan_memory(records) // 4
         self.once = rewrite.written_once(records, arena)
-        self._constants: dict[int, tuple[Any, list[int]]] = {}  # by id; memory, and its copies by worker
+        # by id; memory, and its copies by worker
+        self._constants: dict[int, tuple[Any, list[int]]] = {}
         self._tables = [
-            serialize(records, arena, [], self._locate, library(), lambda memory, w=w: self._constant(memory, w))
+            serialize(
+                records,
+                arena,
+                [],
+                self._locate,
+                library(),
+                lambda memory, w=w: self._constant(memory, w),
+            )
             for w in range(len(self.group.workers))
         ]
         self.runs = [
@@ -106,7 +124,9 @@ class GpuRunner(Runner):
         self._prepared: list[_Prepared | None] = [None] * lay.workers
 
     def _constant(self, memory: Any, w: int) -> int:
-        """A copy on worker w's device of what a program names by address, such as the zeros of a missing bias."""
+        """A copy on worker w's device of what a program names by address, such as the zeros of a
+        missing bias.
+        """
         if id(memory) not in self._constants:
             addresses = [worker.gpu.allocate(memory.array.nbytes) for worker in self.group.workers]
             for worker, at in zip(self.group.workers, addresses, strict=True):
@@ -116,7 +136,9 @@ class GpuRunner(Runner):
         return self._constants[id(memory)][1][w]
 
     def _limit(self, most: int) -> int:
-        """Shards that fit into a device at a time, and into a launch; the same on all workers of this process."""
+        """Shards that fit into a device at a time, and into a launch; the same on all workers of
+        this process.
+        """
         per_shard = 4 * (self.work_floats + self.floats)
         limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
         lay = self.layout
@@ -129,7 +151,8 @@ class GpuRunner(Runner):
 
     def use(self, data: ArrayDataset) -> None:
         """Brings the data set to the devices, or gets ready to bring its batches."""
-        self.data, self._placed = data, self.group.place(data, self.samples)
+        self._placed = self.group.place(data, self.samples)
+        self.data = data
 
     @property
     def looks_ahead(self) -> bool:
@@ -153,18 +176,23 @@ class GpuRunner(Runner):
         self._look_ahead()
         updates = [self.group.update(0, self._results[0])] if self.train else []
         if self._updates and updates == self._updates:
-            updates = self._updates  # the same list: who has prepared something for it finds it again
+            # the same list: who has prepared something for it finds it again
+            updates = self._updates
         self._updates = updates
         self.group.pending = sums = GpuSums(self, self._results, updates)
         return sums
 
     def _look_ahead(self) -> None:
-        """Brings the next batch, if it is one for this runner, where its data set is not on the device."""
+        """Brings the next batch, if it is one for this runner, where its data set is not on the
+        device.
+        """
         following = self.upcoming
         if following is None or len(following.indices) != self.samples:
             return
         same = following.dataset is self.data
-        if not same and (len(following.dataset) > self.samples or following.dataset.form != self.form):
+        if not same and (
+            len(following.dataset) > self.samples or following.dataset.form != self.form
+        ):
             return
         for batches, placed in zip(self._batches, self._placed, strict=True):
             if placed is None or not same:
@@ -173,19 +201,27 @@ class GpuRunner(Runner):
     def _sums(self, w: int) -> int:
         """Address of the sums of worker w's nodes.
 
-        Areas that hold gradients go by their layout: what no kernel writes there is zero from the start and stays so.
+        Areas that hold gradients go by their layout: what no kernel writes there is zero from the
+        start and stays so.
         """
         return self.group.workers[w].area(
             f"sums {self.floats}", 4 * self.floats * max(self.plans[w].sums, 1), clear=True
         )
 
-    def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]) -> None:
+    def _compute(
+        self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]
+    ) -> None:
         """Enqueues worker w's shards. `where`: see _Batches.bring."""
-        gpu, params = worker.gpu, worker.host_params
+        gpu = worker.gpu
+        params = worker.host_params
         params.flag = 1
         params.divisor = self.samples * self.context.loss_scale  # of gradients that are not clipped
-        if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
-            gpu.upload(worker.divisor, worker.host_block[StepBlock.divisor.offset : StepBlock.unused.offset])
+        # a last batch may have fewer shards than there are workers; it takes the others' step
+        if not plan.nodes:
+            gpu.upload(
+                worker.divisor,
+                worker.host_block[StepBlock.divisor.offset : StepBlock.unused.offset],
+            )
             return
         prepared = self._prepared[w]
         if prepared is None or prepared.generation != worker.generation:
@@ -198,19 +234,26 @@ class GpuRunner(Runner):
                 gpu.synchronize()  # the block is being read
             if worker.written_for != (self, k, where):
                 worker.written_for = (self, k, where)
-                context, action = params.context, piece.action
+                context = params.context
+                action = piece.action
                 first = action.first * self.shard_size
-                context.seed, context.first = self.context.seed, first
-                context.samples, context.shard_size = self.samples, self.shard_size
+                context.seed = self.context.seed
+                context.first = first
+                context.samples = self.samples
+                context.shard_size = self.shard_size
                 images, arrays, rows, context.scale, context.shift, context.bytes = where
-                context.images, context.arrays = images, arrays
+                context.images = images
+                context.arrays = arrays
                 context.rows = rows + 8 * (first - self._batches[w].first)
-            params.context.step, params.context.loss_scale = self.context.step, self.context.loss_scale
+            params.context.step = self.context.step
+            params.context.loss_scale = self.context.loss_scale
             gpu.upload(worker.block, worker.host_block)
             piece.enqueue(self.group)
 
     def _prepare(self, w: int, worker: Worker, plan: pieces.WorkerPlan) -> _Prepared:
-        """Sets what does not change from step to step, while the worker's areas stay where they are."""
+        """Sets what does not change from step to step, while the worker's areas stay where they
+        are.
+        """
         size = 4 * self.floats
         sums = self._sums(w)
         grads = worker.area(f"gradients {self.floats}", size * plan.pieces, clear=True)
@@ -248,13 +291,21 @@ class GpuRunner(Runner):
         return _Prepared(worker.generation, prepared)
 
     def _meet(self) -> None:
-        """Worker p adds range p of the sums of all; a process alone hands the whole back to everyone."""
-        workers, meeting = self.group.workers, self.meeting
+        """Worker p adds range p of the sums of all; a process alone hands the whole back to
+        everyone.
+        """
+        workers = self.group.workers
+        meeting = self.meeting
         places = [
-            (q, self._sums(q) + 4 * self.floats * i) for q, p in enumerate(self.plans) for i in range(len(p.nodes))
+            (q, self._sums(q) + 4 * self.floats * i)
+            for q, p in enumerate(self.plans)
+            for i in range(len(p.nodes))
         ]
-        self._results = [w.area(f"result {self.floats}", 4 * self.floats, clear=True) for w in workers]
-        self._met: list[tuple[int, int]] = []  # by worker: address of its ranges of all sums, floats of one
+        self._results = [
+            w.area(f"result {self.floats}", 4 * self.floats, clear=True) for w in workers
+        ]
+        # by worker: address of its ranges of all sums, floats of one
+        self._met: list[tuple[int, int]] = []
         for p, (lo, hi) in enumerate(self.ranges):
             n = hi - lo
             met = workers[p].area("met", max(4 * n * len(places), 16))
@@ -276,7 +327,9 @@ class GpuRunner(Runner):
                     worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
 
     def gathered(self) -> list[reduction.GpuRange]:
-        """Where each worker has its range of the sums of this process's nodes, once they have met."""
+        """Where each worker has its range of the sums of this process's nodes, once they have
+        met.
+        """
         if len(self.group.workers) == 1:
             nodes = tuple(range(len(self.meeting.nodes)))
             return [reduction.GpuRange(self._sums(0), self.floats, nodes, 0, self.floats)]
@@ -286,7 +339,9 @@ class GpuRunner(Runner):
         ]
 
     def fetch(self, result: int) -> tuple[np.ndarray, bool]:
-        """Waits for the step; its statistics, and whether the numbers checked are finite, on the first worker."""
+        """Waits for the step; its statistics, and whether the numbers checked are finite, on the
+        first worker.
+        """
         lib = host.library()
         self.group.pending = None
         for w, worker in enumerate(self.group.workers):
@@ -301,23 +356,36 @@ class GpuRunner(Runner):
         backs = [worker.pinned("back", 4 * lib.stats + 4) for worker in self.group.workers]
         flags = {bool(back[4 * lib.stats :].view(np.int32)[0]) for back in backs}
         if len(flags) > 1:
-            raise NumericsError("[gpu] workers disagree whether a step is finite: a memory or hardware error")
-        back, taken = backs[0], flags.pop()
+            raise NumericsError(
+                "[gpu] workers disagree whether a step is finite: a memory or hardware error"
+            )
+        back = backs[0]
+        taken = flags.pop()
         return back[: 4 * lib.stats].view(np.float32).copy(), taken
 
 
 class _Prepared(NamedTuple):
-    """Work that a worker enqueues per step: pieces, and (arguments of tree_sum) additions of two sums."""
+    """Work that a worker enqueues per step: pieces, and (arguments of tree_sum) additions of two
+    sums.
+    """
 
     generation: int  # of the worker's areas
     pieces: list[Any]
 
 
 class _Piece:
-    """The launches of one piece: launch by launch at first, which loads the kernels, then as a graph."""
+    """The launches of one piece: launch by launch at first, which loads the kernels, then as a
+    graph.
+    """
 
-    def __init__(self, gpu: Gpu, action: pieces.ComputeNode, step: GpuStep, to: int, buffers: int) -> None:
-        self._gpu, self.action, self.step, self._to, self._buffers = gpu, action, step, to, buffers
+    def __init__(
+        self, gpu: Gpu, action: pieces.ComputeNode, step: GpuStep, to: int, buffers: int
+    ) -> None:
+        self._gpu = gpu
+        self.action = action
+        self.step = step
+        self._to = to
+        self._buffers = buffers
         self._graph: Graph | None = None
         self._runs = 0
 
@@ -347,7 +415,9 @@ class _Piece:
 
 
 class _Batches:
-    """Brings what a worker needs of a batch to its device: numbers of its samples, and these if they are not there."""
+    """Brings what a worker needs of a batch to its device: numbers of its samples, and these if
+    they are not there.
+    """
 
     def __init__(self, worker: Worker, run: tuple[int, int], shard_size: int, samples: int) -> None:
         self.worker = worker
@@ -355,7 +425,9 @@ class _Batches:
         self.count = min(run[1] * shard_size, samples) - self.first
 
     def bring(self, batch: Batch, placed: Placed | None) -> tuple[int, ...]:
-        """For this batch: addresses on the device of images, arrays, rows, scale and shift; `bytes` (Context)."""
+        """For this batch: addresses on the device of images, arrays, rows, scale and shift;
+        `bytes` (Context).
+        """
         if placed is not None:
             pinned = self.worker.pinned("rows", 8 * self.count)
             pinned.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
@@ -371,25 +443,48 @@ class _Batches:
         return where
 
     def prefetch(self, batch: Batch) -> None:
-        """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""
-        worker, data, n = self.worker, batch.dataset, self.count
+        """Gathers a batch in pinned memory and sends it on the copy queue, while the step before
+        is computed.
+        """
+        worker = self.worker
+        data = batch.dataset
+        n = self.count
         turn = worker.turn = 1 - worker.turn
         indices = batch.indices[self.first : self.first + n]
         taken = [(a, math.prod((n, *a.shape[1:])) * a.dtype.itemsize) for a in data.all_arrays]
-        # all goes in one copy: numbers of samples, scale and shift of the channels, addresses of the arrays, the arrays
-        sizes = [8 * n, data.scale.nbytes, data.shift.nbytes, 8 * len(taken), *(size for _, size in taken)]
-        rows, scale, shift, table, *places = itertools.accumulate((-(-s // 16) * 16 for s in sizes), initial=0)
-        area, words = worker.area(f"batch {turn}", places[-1]), worker.pinned(f"batch {turn}", places[-1])
+        # all goes in one copy: numbers of samples, scale and shift of the channels, addresses of
+        # the arrays, the arrays
+        sizes = [
+            8 * n,
+            data.scale.nbytes,
+            data.shift.nbytes,
+            8 * len(taken),
+            *(size for _, size in taken),
+        ]
+        rows, scale, shift, table, *places = itertools.accumulate(
+            (-(-s // 16) * 16 for s in sizes), initial=0
+        )
+        area = worker.area(f"batch {turn}", places[-1])
+        words = worker.pinned(f"batch {turn}", places[-1])
         worker.events[turn].wait()  # the last copy from this pinned memory is done
         words[: 8 * n].view(np.int64)[:] = np.arange(n)
         words[scale:][: data.scale.nbytes].view(np.float32)[:] = data.scale
         words[shift:][: data.shift.nbytes].view(np.float32)[:] = data.shift
         words[table:][: 8 * len(taken)].view(np.int64)[:] = [area + at for at in places[:-1]]
         for (a, size), at in zip(taken, places, strict=False):
-            np.take(a, indices, axis=0, out=words[at : at + size].view(a.dtype).reshape(n, *a.shape[1:]))
+            np.take(
+                a, indices, axis=0, out=words[at : at + size].view(a.dtype).reshape(n, *a.shape[1:])
+            )
         worker.gpu.upload(area, words, COPY)
         worker.events[turn].record(COPY)
         arrays = area + table + 8 * data.normalised  # the first is no array that is gathered
         first = area + places[0]
-        where = (first, arrays, area + rows, area + scale, area + shift, int(taken[0][0].dtype.itemsize == 1))
+        where = (
+            first,
+            arrays,
+            area + rows,
+            area + scale,
+            area + shift,
+            int(taken[0][0].dtype.itemsize == 1),
+        )
         worker.prefetched = (self, batch, where)

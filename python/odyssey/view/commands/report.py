@@ -11,12 +11,17 @@ from ...cli.commands import FILE, HELP
 
 @click.command("report", short_help="Runs as one HTML page.", context_settings=HELP)
 @click.option(
-    "-o", "--output", type=FILE, default=Path("report.html"), metavar="FILE.html",
+    "-o",
+    "--output",
+    type=FILE,
+    default=Path("report.html"),
+    metavar="FILE.html",
     help="Where to write it. (default: report.html)",
-)  # fmt: skip
+)
 @click.argument("runs", type=FILE, nargs=-1, required=True, metavar="RUN [RUN2 ...]")
 def command(runs: tuple[Path, ...], output: Path) -> None:
-    """Write what the run directories say as one page: curves, restarts, the layout, the environment, what was verified.
+    """Write what the run directories say as one page: curves, restarts, the layout, the
+    environment, what was verified.
 
     Several runs have their curves in the same pictures. The page is one file and loads nothing.
     """

@@ -13,20 +13,25 @@ import click
 from ...cli.commands import FILE, HELP
 
 
-@click.command("top", short_help="Show what each rank of a running job does.", context_settings=HELP)
+@click.command(
+    "top", short_help="Show what each rank of a running job does.", context_settings=HELP
+)
 @click.argument("job", required=False, type=FILE, metavar="[RUN|PID]")
 @click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per look, one a line.")
 @click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, metavar="SECONDS",
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    metavar="SECONDS",
     help="Between two looks. (default: 1)",
-)  # fmt: skip
+)
 def command(job: Path | None, once: bool, as_json: bool, interval: float) -> None:
-    """Show what every rank of a running job does: step, phase, what it waits for, samples/s, memory, and where its time
-    goes.
+    """Show what every rank of a running job does: step, phase, what it waits for, samples/s,
+    memory, and where its time goes.
 
-    Without an argument: the newest job of this user on this machine. RUN is a run directory, PID a process of the job:
-    a rank, or its mpirun.
+    Without an argument: the newest job of this user on this machine. RUN is a run directory, PID a
+    process of the job: a rank, or its mpirun.
     """
     from ...errors import LaunchError
     from .. import top as view
@@ -34,10 +39,15 @@ def command(job: Path | None, once: bool, as_json: bool, interval: float) -> Non
     if job is None:
         found = view.pids()
         if not found:
-            raise LaunchError("[top] no job of this user runs on this machine with more than one rank, or in a run")
+            raise LaunchError(
+                "[top] no job of this user runs on this machine with more than one rank, or in a "
+                "run"
+            )
         if len(found) > 1:
             others = ", ".join(map(str, found[1:9]))
-            click.echo(f"the newest of {len(found)} jobs; the others: odyssey top {others}", err=True)
+            click.echo(
+                f"the newest of {len(found)} jobs; the others: odyssey top {others}", err=True
+            )
         connected = view.local(found[0])
     elif str(job).isascii() and str(job).isdigit() and not job.is_dir():
         connected = view.of_process(int(str(job)))
@@ -88,8 +98,16 @@ def _table(now: dict[str, Any]) -> Any:
 
     table = Table(title=Text(view.title(now)), title_justify="left", box=None, pad_edge=False)
     for name in view.COLUMNS:
-        table.add_column(name, justify="left" if name in ("host", "now") else "right", no_wrap=name != "now")
+        table.add_column(
+            name, justify="left" if name in ("host", "now") else "right", no_wrap=name != "now"
+        )
     for row, seen in zip(view.rows(now), now["ranks"], strict=True):
-        style = "red" if seen.state in ("T", "t", "gone") else "yellow" if seen.rank in now["slow"] else ""
+        style = (
+            "red"
+            if seen.state in ("T", "t", "gone")
+            else "yellow"
+            if seen.rank in now["slow"]
+            else ""
+        )
         table.add_row(*(Text(cell) for cell in row), style=style)
     return table
