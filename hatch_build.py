@@ -1,4 +1,4 @@
-"""Kernels in a wheel: where scripts/release has compiled some, they go into it, and it is for their system then."""
+"""Puts kernels that scripts/release has compiled into a wheel, which is then for their system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ class Kernels(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """ODYSSEY_WHEEL names a folder with `tag`, `sbom/` and `kernels/`; without it the wheel is for all systems."""
+        """Reads ODYSSEY_WHEEL, a folder with `tag`, `sbom/` and `kernels/`.
+
+        Without it the wheel is for all systems.
+        """
         home = os.environ.get("ODYSSEY_WHEEL")
         if not home or version == "editable":
             return

@@ -2,7 +2,8 @@
 turns in one run.
 
     mpirun -n 2 python benchmarks/c10d.py [--rounds 7]
-    python benchmarks/c10d.py --rate 1e9   # each rank on a host of its own, with wires of so many bits a second
+    python benchmarks/c10d.py --rate 1e9   # each rank on a host of its own, with wires of so many
+                                           # bits a second
 
 One thread per rank. A ratio is the median of the rounds' ratios: the two are timed one after the
 other, so that what else the machine does meets both.

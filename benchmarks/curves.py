@@ -30,7 +30,7 @@ class Setting:
         from odyssey import data, nn, optim
         from odyssey.settings import recipes
 
-        self.own, self.recipe = recipes.OWN[name], recipes.RECIPES[name]
+        self.own, self.recipe = recipes.MODEL_DEFAULTS[name], recipes.RECIPES[name]
         self.steps, self.batch = steps or self.own["steps"], self.own["global_batch_size"]
         length = self.own["sequence_length"]
         train, self.test = (data.shakespeare(length=length, train=part) for part in (True, False))

@@ -9,7 +9,8 @@ with their loaders. Printed are, by form:
     step       median over the steps of the second epoch, ms, of rank 0
     MiB        the largest resident memory of rank 0, of the whole process
     1 = 2      whether the weights after two epochs are the same bytes with one process and with two
-    a kill     SIGKILL of rank 1 in the second epoch of the transformer, under the form's own launcher
+    a kill     SIGKILL of rank 1 in the second epoch of the transformer, under the form's own
+               launcher
 
 Horovod itself has had no release since 2023: its API is measured over odyssey's communicator. What
 is not installed is left out, and named. A few minutes at most; times of a busy machine say little.
@@ -105,7 +106,8 @@ def samples(name: str) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 100, (SAMPLES, TOKENS)).astype(np.int64), y
 
 
-# --- in a rank: each form trains a model, tells `mark` of every step, gives its rank and the weights
+# --- in a rank: each form trains a model, tells `mark` of every step, gives its rank and the
+#     weights
 
 Mark = Callable[[int], None]
 Trained = tuple[int, list[np.ndarray]]

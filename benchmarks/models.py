@@ -31,7 +31,9 @@ import common
 import nets
 from step import in_turns
 
-CASES = "gpt:8 gpt:16 resnet18:32 resnet18:64 resnet18:128 lenet5:1 lenet5:64 lenet5:256 mlp:256".split()
+CASES = (
+    "gpt:8 gpt:16 resnet18:32 resnet18:64 resnet18:128 lenet5:1 lenet5:64 lenet5:256 mlp:256"
+).split()
 IMAGES = {"resnet18": (3, 32, 32), "lenet5": (1, 28, 28), "mlp": (1, 28, 28)}
 VOCABULARY, CONTEXT = 76, 256  # of gpt
 TUNED = {

@@ -2,7 +2,8 @@
 
     python examples/pytorch.py
     mpirun -n 2 python examples/pytorch.py
-    odyssey launch -n 4 --run-dir runs/torch examples/pytorch.py      # restarts, goes on from its checkpoints
+    odyssey launch -n 4 --run-dir runs/torch examples/pytorch.py      # restarts, goes on from its
+                                                                      # checkpoints
 
 All print the same SHA-256 of the weights. Needs PyTorch: `pip install -e '.[torch]'` in a checkout.
 """

@@ -44,13 +44,13 @@ class Logger(Callback):
         self.log_every_n_steps = check_integer(name, log_every_n_steps, 1)
         self._state: dict[str, Any] = {}
         self._opened = self._failed = False
-        self._seen = 0  # of what callbacks logged
+        self._log_calls_seen = 0  # of what callbacks logged
         # of what was trained after the last row
         self._since = 0.0
         self._samples = 0
 
     @classmethod
-    def at(cls, folder: Path, log_every_n_steps: int) -> Logger:
+    def in_folder(cls, folder: Path, log_every_n_steps: int) -> Logger:
         """The logger that `odyssey train --log NAME --log-dir FOLDER` makes."""
         return cls(folder=folder, log_every_n_steps=log_every_n_steps)  # type: ignore[call-arg]
 
@@ -75,21 +75,21 @@ class Logger(Callback):
         self._state = {}
         self._opened = False
         self._failed = False
-        self._seen = 0
+        self._log_calls_seen = 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._opened:  # the training goes back
             self.flush()
-        self._seen = int(state.get("seen", 0))
+        self._log_calls_seen = int(state.get("seen", 0))
         self._state = state
         self._opened = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen}
+        return {"seen": self._log_calls_seen}
 
     def on_epoch_start(self, context: Context) -> None:
         if context.trainer.comm.rank == 0 and not self._opened and not self._failed:
-            with self._told(context):
+            with self._tolerate_write_errors(context):
                 self.open(context, self._state)
                 self._opened = True
         self._since = time.perf_counter()
@@ -121,39 +121,43 @@ class Logger(Callback):
 
     def on_checkpoint(self, context: Context) -> None:
         if self._opened:
-            with self._told(context):
+            with self._tolerate_write_errors(context):
                 self.flush()
 
     def on_fit_end(self, context: Context) -> None:
         if self._opened:
             self._opened = False
-            with self._told(context):
+            with self._tolerate_write_errors(context):
                 self.close(context)
 
     def _row(self, context: Context, row: dict[str, Any]) -> None:
-        known = {
+        figures = {
             k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
         }
-        if not math.isfinite(known.get("grad_norm", 0.0)):
-            del known["grad_norm"]  # of a step that was not taken
+        if not math.isfinite(figures.get("grad_norm", 0.0)):
+            del figures["grad_norm"]  # of a step that was not taken
         new = {
-            name: value for name, (number, value) in context.logged.items() if number > self._seen
+            name: value
+            for name, (number, value) in context.logged.items()
+            if number > self._log_calls_seen
         }
-        self._seen = context.log_calls
-        with self._told(context):
-            self.write({k: v if type(v) is int else float(v) for k, v in {**known, **new}.items()})
+        self._log_calls_seen = context.log_calls
+        with self._tolerate_write_errors(context):
+            self.write(
+                {k: v if type(v) is int else float(v) for k, v in {**figures, **new}.items()}
+            )
 
     @contextlib.contextmanager
-    def _told(self, context: Context) -> Any:
+    def _tolerate_write_errors(self, context: Context) -> Any:
         """A file that cannot be written costs the log and not the training."""
         try:
             yield
         except (OSError, OutputError) as problem:
             self._opened = False
             self._failed = True
-            why = getattr(problem, "strerror", None) or problem
+            reason = getattr(problem, "strerror", None) or problem
             context.trainer.say(
-                f"[{type(self).__name__}] {why}; training goes on, without this log from here on"
+                f"[{type(self).__name__}] {reason}; training goes on, without this log from here on"
             )
 
 
@@ -177,11 +181,11 @@ class _Rows(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows: list[Row] = []
         if context.steps and self.path.exists():
-            done = context.cursor.epoch  # epochs whose record is made
+            epochs_done = context.cursor.epoch  # epochs whose record is made
             rows = [
                 r
                 for r in self.read()
-                if (r["epoch"] <= done if "epoch" in r else r["step"] <= context.steps)
+                if (r["epoch"] <= epochs_done if "epoch" in r else r["step"] <= context.steps)
             ]
         self._rows = []
         self.rewrite(rows)
@@ -226,10 +230,10 @@ class JSONLLogger(_Rows):
         return "".join(json.dumps(row) + "\n" for row in plain)
 
     def read(self) -> list[Row]:
-        found = [
+        rows = [
             parse_json(line.encode(), self.path.name) for line in self.whole_lines().splitlines()
         ]
-        return [{k: math.nan if v is None else v for k, v in row.items()} for row in found]
+        return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
 
 
 class CSVLogger(_Rows):
@@ -381,10 +385,10 @@ class MLflowLogger(Logger):
         self._joined = False
         self._metrics: list[Any] = []
         # the newest step of each metric that an earlier process has written
-        self._known: dict[str, int] = {}
+        self._newest_steps: dict[str, int] = {}
 
     @classmethod
-    def at(cls, folder: Path, log_every_n_steps: int) -> MLflowLogger:
+    def in_folder(cls, folder: Path, log_every_n_steps: int) -> MLflowLogger:
         """Logs to MLFLOW_TRACKING_URI, or where that is not set into a SQLite store in the
         folder.
         """
@@ -404,9 +408,9 @@ class MLflowLogger(Logger):
 
         self._client = client = mlflow.MlflowClient(self.uri)
         self.run_id = state.get("run")
-        self._known = {}
+        self._newest_steps = {}
         self._metrics = []
-        said = {}
+        logged_parameters = {}
         active = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
         self._joined = active is not None
         if active is not None:
@@ -417,36 +421,36 @@ class MLflowLogger(Logger):
             except mlflow.MlflowException:  # another store, or removed
                 self.run_id = None
             else:
-                said = run.data.params
+                logged_parameters = run.data.params
                 if not self._joined:
                     client.update_run(self.run_id, "RUNNING")
                 if self.run_id == state.get("run"):
                     for key in run.data.metrics:
-                        self._known[key] = max(
+                        self._newest_steps[key] = max(
                             m.step for m in client.get_metric_history(self.run_id, key)
                         )
         if self.run_id is None:
-            found = client.get_experiment_by_name(self.experiment)
+            experiment = client.get_experiment_by_name(self.experiment)
             number = (
-                found.experiment_id
-                if found
+                experiment.experiment_id
+                if experiment
                 else client.create_experiment(self.experiment, self._artifacts)
             )
             self.run_id = client.create_run(number, run_name=self.run_name).info.run_id
         new = {
             name: str(value)[:500]
             for name, value in parameters(context).items()
-            if name not in said
+            if name not in logged_parameters
         }
         client.log_batch(self.run_id, params=[mlflow.entities.Param(*pair) for pair in new.items()])
 
     def write(self, row: Row) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
+        time_ms = int(time.time() * 1000)
         for name, value in row.items():
-            if name not in ("step", "epoch") and row["step"] > self._known.get(name, -1):
-                self._metrics.append(Metric(name, value, now, row["step"]))
+            if name not in ("step", "epoch") and row["step"] > self._newest_steps.get(name, -1):
+                self._metrics.append(Metric(name, value, time_ms, row["step"]))
         if len(self._metrics) >= 500:
             self.flush()
 
@@ -458,7 +462,7 @@ class MLflowLogger(Logger):
     def on_epoch_end(self, context: Context) -> None:
         super().on_epoch_end(context)
         if self._opened:
-            with self._told(context):
+            with self._tolerate_write_errors(context):
                 self.flush()
 
     def close(self, context: Context) -> None:
@@ -472,7 +476,7 @@ class MLflowLogger(Logger):
             best = context.folder / "best"
             chosen = best if best.exists() else context.folder / names[-1]
             self._client.log_artifacts(self.run_id, str(chosen), "checkpoint")
-        how = (
+        status = (
             "FINISHED"
             if context.error is None
             else "KILLED"
@@ -480,7 +484,7 @@ class MLflowLogger(Logger):
             else "FAILED"
         )
         if not self._joined:
-            self._client.set_terminated(self.run_id, how)
+            self._client.set_terminated(self.run_id, status)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "run": self.run_id}
@@ -512,15 +516,20 @@ class WandbLogger(Logger):
         import wandb
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        where = {
+        run_options = {
             "project": self.project,
             "dir": str(self.folder),
             "mode": self.mode,
             "config": parameters(context),
         }
-        again = state.get("run")
+        earlier_run_id = state.get("run")
         quiet = wandb.Settings(silent=True, console="off")
-        self._run = wandb.init(**where, id=again, resume="allow" if again else None, settings=quiet)
+        self._run = wandb.init(
+            **run_options,
+            id=earlier_run_id,
+            resume="allow" if earlier_run_id else None,
+            settings=quiet,
+        )
         self.run_id = self._run.id
 
     def write(self, row: Row) -> None:
@@ -548,11 +557,11 @@ def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[
 
     Raises ConfigError: there is no such logger.
     """
-    wanted = dict.fromkeys(part.strip() for part in names.split(","))
-    for name in wanted:
+    kinds = dict.fromkeys(part.strip() for part in names.split(","))
+    for name in kinds:
         if name not in KINDS:
             raise ConfigError(f"[train] --log names {name!r}{did_you_mean(name, KINDS)}")
-    return [KINDS[name].at(folder or Path("logs"), log_every_n_steps) for name in wanted]
+    return [KINDS[name].in_folder(folder or Path("logs"), log_every_n_steps) for name in kinds]
 
 
 def asked(
@@ -566,15 +575,15 @@ def asked(
     "runs"), MLflow's (default experiment "odyssey"), or none. DistributedConfig,
     PyTorchDDPTrainer and their like take all of them.
     """
-    found: list[Logger] = []
+    loggers: list[Logger] = []
     if tensorboard or tensorboard_dir is not None:
-        found.append(
+        loggers.append(
             TensorBoardLogger(
                 "runs" if tensorboard_dir is None else tensorboard_dir, log_every_n_steps
             )
         )
     if mlflow_tracking or mlflow_experiment is not None:
-        found.append(
+        loggers.append(
             MLflowLogger(mlflow_experiment or "odyssey", log_every_n_steps=log_every_n_steps)
         )
-    return found
+    return loggers

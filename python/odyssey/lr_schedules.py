@@ -179,9 +179,9 @@ def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
     """
     if name not in _SCHEDULES:
         raise ConfigError(f"[schedule] {name!r} is unknown; choose from {', '.join(SCHEDULES)}")
-    made = _SCHEDULES[name]
+    factory = _SCHEDULES[name]
     if not warmup_steps:
-        return made(max(total_steps, 1))
+        return factory(max(total_steps, 1))
     if name == "linear-warmup":
         return linear_warmup(warmup_steps)
-    return linear_warmup(warmup_steps, made(max(total_steps - warmup_steps, 1)))
+    return linear_warmup(warmup_steps, factory(max(total_steps - warmup_steps, 1)))

@@ -22,7 +22,7 @@ from .core import functional as F
 from .core import native, setting_versions
 from .core.arena import Arena
 from .core.partial_arrays import guarded
-from .core.rule import MOST, RulePrograms
+from .core.rule import MAX_STATES, RulePrograms
 from .core.tensor import Parameter, Tensor
 from .errors import ConfigError, NumericsError, check_number
 from .lr_schedules import *  # noqa: F403
@@ -158,9 +158,10 @@ class Optimizer(setting_versions.VersionedSettings):
                 f"{', '.join(self.states) or '*states'})`, "
                 "which returns the new p and states"
             )
-        if len(self.states) > MOST:
+        if len(self.states) > MAX_STATES:
             raise ConfigError(
-                f"[{owner.__name__}] has {len(self.states)} states; at most {MOST} are supported"
+                f"[{owner.__name__}] has {len(self.states)} states; at most {MAX_STATES} are "
+                "supported"
             )
         for name, value in settings.items():
             setattr(self, name, _checked(owner.__name__, name, value))
@@ -176,15 +177,17 @@ class Optimizer(setting_versions.VersionedSettings):
         # brings the state of a checkpoint, once it is known whose it is
         self.coming: Callable[[], None] | None = None
         if params is not None:
-            named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
-            if any(not isinstance(p, Parameter) for _, p in named):
+            named_params = [
+                p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)
+            ]
+            if any(not isinstance(p, Parameter) for _, p in named_params):
                 raise ConfigError(
                     f"[{type(self).__name__}] params must be parameters; give "
                     "model.parameters(), and for groups "
                     "without weight decay set optimizer.undecayed = optim.vectors, or a function "
                     "of (name, parameter)"
                 )
-            self.bind(Arena.of(named))
+            self.bind(Arena.of(named_params))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -222,9 +225,9 @@ class Optimizer(setting_versions.VersionedSettings):
         if self.arena is arena:
             # buffers have been added, or it is in files
             if self._floats < arena.size or self._make is not arena.make:
-                before = self.arrays
+                old_arrays = self.arrays
                 self._start(arena)
-                for name, a in before.items():
+                for name, a in old_arrays.items():
                     self.arrays[name][: a.size] = a
             return
         if self.arena is not None:
@@ -312,14 +315,14 @@ class Optimizer(setting_versions.VersionedSettings):
     @contextlib.contextmanager
     def whole(self, arrays: dict[str, np.ndarray]) -> Iterator[None]:
         """Inside, `state` is these arrays, which may be written."""
-        before = self.arrays
+        previous_arrays = self.arrays
         self.arrays = arrays
         locked = self.locked
         self.locked = False
         try:
             yield
         finally:
-            self.arrays = before
+            self.arrays = previous_arrays
             self.locked = locked
 
     def check_whole(self) -> None:
@@ -359,13 +362,13 @@ class Optimizer(setting_versions.VersionedSettings):
         table, checks = self._table(
             lib, updates, divisor, lr, divisor if samples is None else samples
         )
-        at = table.ctypes.data
+        address = table.ctypes.data
         if agree is None:
-            ok = lib.run(at, len(table), self._context) < 0
+            ok = lib.run(address, len(table), self._context) < 0
         else:
-            ok = agree(lib.run(at, checks, self._context) < 0)
+            ok = agree(lib.run(address, checks, self._context) < 0)
             if ok:
-                lib.run(at + 8 * checks * lib.record, len(table) - checks, self._context)
+                lib.run(address + 8 * checks * lib.record, len(table) - checks, self._context)
         if not ok:
             self.steps -= 1
         return ok
@@ -508,12 +511,12 @@ class Optimizer(setting_versions.VersionedSettings):
             return updates
         pieces = []
         for u in updates:
-            at = u.at
+            start = u.at
             end = u.at + u.n
             for lo, hi in [*frozen, (end, end)]:
-                if at < (stop := min(lo, end)):
-                    pieces.append(run(u, at, stop))
-                at = max(at, min(hi, end))
+                if start < (stop := min(lo, end)):
+                    pieces.append(run(u, start, stop))
+                start = max(start, min(hi, end))
         return pieces
 
     def _exempt(self) -> list[bool] | None:
@@ -659,9 +662,9 @@ _BOUNDS = {
 def _checked(owner: str, name: str, value: Any) -> Any:
     """A setting that is allowed, numbers as floats. Raises ConfigError."""
 
-    def number(shown: str, v: Any) -> float:
+    def number(label: str, v: Any) -> float:
         return check_number(
-            f"[{owner}] {shown}", v, *_BOUNDS.get(name, (-math.inf,)), open_low=name == "eps"
+            f"[{owner}] {label}", v, *_BOUNDS.get(name, (-math.inf,)), open_low=name == "eps"
         )
 
     if isinstance(value, (bool, str)):
@@ -727,7 +730,7 @@ class Adam(Optimizer):
         numbers = lr, *self.betas, self.eps, self.weight_decay if decays else 0.0
         places = self._places("adam", lib, u, divisor)
         corrections = (1 - beta**self.steps for beta in self.betas)
-        numbers, corrections = (map(native.float_bits, some) for some in (numbers, corrections))
+        numbers, corrections = (map(native.float_bits, values) for values in (numbers, corrections))
         return [[*places, *numbers, int(self.decoupled), *corrections]]
 
 

@@ -68,8 +68,8 @@ def check_op(
         rng = np.random.default_rng(
             [batch, *(n for shape in (*shapes, *parameters) for n in shape)]
         )
-        wanted = [*((batch, *shape) for shape in shapes), *parameters]
-        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in wanted]
+        full_shapes = [*((batch, *shape) for shape in shapes), *parameters]
+        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in full_shapes]
         if positive:
             arrays = [np.abs(a) + np.float32(0.1) for a in arrays]
         _check_values(op, formula, arrays, len(shapes), tolerance, rng)
@@ -123,7 +123,7 @@ def _check_values(
     wide = [a.astype(np.float64) for a in arrays]
     executor = _Guarded()
     with program.using(executor):
-        given: list[Tensor] = []
+        arguments: list[Tensor] = []
         for i, a in enumerate(arrays):
             memory = executor.alloc(a.nbytes)
             gradient = executor.alloc(a.nbytes)
@@ -133,39 +133,39 @@ def _check_values(
                 t.grad.data[...] = 0
             t.data[...] = a
             t.requires_grad = True
-            given.append(t)
-        y = op(*given)
-        wanted = np.asarray(formula(*wide))
-        _compare(f"{name} of {batch} samples", y.numpy(), wanted, tolerance)
-        dy = rng.standard_normal(wanted.shape).astype(np.float32)
+            arguments.append(t)
+        y = op(*arguments)
+        expected = np.asarray(formula(*wide))
+        _compare(f"{name} of {batch} samples", y.numpy(), expected, tolerance)
+        dy = rng.standard_normal(expected.shape).astype(np.float32)
         y.backward(dy)
-        gradients = [None if t.grad is None else t.grad.numpy() for t in given]
-    for i, (t, a) in enumerate(zip(given, arrays, strict=True)):
+        gradients = [None if t.grad is None else t.grad.numpy() for t in arguments]
+    for i, (t, a) in enumerate(zip(arguments, arrays, strict=True)):
         if not np.array_equal(t.numpy(), a):
             raise OpError(f"[check_op] {name} changes its argument {i}")
-        got = gradients[i]
-        if got is None:
+        computed = gradients[i]
+        if computed is None:
             raise OpError(f"[check_op] {name} gives no gradient for its argument {i}")
         places = rng.permutation(a.size)[:COORDINATES]
         slopes = _differences(formula, wide, i, dy, places)
-        what = f"{name} of {batch} samples: the gradient of argument {i}"
-        _compare(what, got.reshape(-1)[places], slopes, 10 * tolerance)
+        label = f"{name} of {batch} samples: the gradient of argument {i}"
+        _compare(label, computed.reshape(-1)[places], slopes, 10 * tolerance)
     _check_declared(
-        executor.records, {id(t.grad.memory): t for t in given[tensors:] if t.grad is not None}
+        executor.records, {id(t.grad.memory): t for t in arguments[tensors:] if t.grad is not None}
     )
 
 
-def _compare(what: str, got: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
-    if got.shape != wanted.shape:
-        raise OpError(f"[check_op] {what} has the shape {got.shape}, the formula {wanted.shape}")
-    scale = float(np.abs(wanted).max()) or 1.0
-    error = float(np.abs(got - wanted).max()) / scale
+def _compare(label: str, y: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    if y.shape != expected.shape:
+        raise OpError(f"[check_op] {label} has the shape {y.shape}, the formula {expected.shape}")
+    scale = float(np.abs(expected).max()) or 1.0
+    error = float(np.abs(y - expected).max()) / scale
     if not error <= tolerance:
-        at = np.unravel_index(int(np.abs(got - wanted).argmax()), wanted.shape)
+        i = np.unravel_index(int(np.abs(y - expected).argmax()), expected.shape)
         raise OpError(
-            f"[check_op] {what} is off by {error:.1e} of the largest value ({tolerance:.0e} is "
+            f"[check_op] {label} is off by {error:.1e} of the largest value ({tolerance:.0e} is "
             "allowed); at "
-            f"{tuple(map(int, at))} it is {got[at]:.7g}, by the formula {wanted[at]:.7g}"
+            f"{tuple(map(int, i))} it is {y[i]:.7g}, by the formula {expected[i]:.7g}"
         )
 
 
@@ -228,7 +228,7 @@ class _Around(nn.Module):
         self.op = op
         self.shapes = list(shapes)
         self.positive = positive
-        self.before = nn.ModuleList([nn.Linear(12, math.prod(shape)) for shape in shapes])
+        self.input_layers = nn.ModuleList([nn.Linear(12, math.prod(shape)) for shape in shapes])
         rng = np.random.default_rng(3)
         self.names = [f"p{i}" for i in range(len(parameters))]
         for name, shape in zip(self.names, parameters, strict=True):
@@ -236,19 +236,19 @@ class _Around(nn.Module):
         with program.using(program.Eager()):
             samples = [Tensor(np.ones((5, *shape), np.float32)) for shape in shapes]
             out = op(*samples, *(getattr(self, name) for name in self.names))
-        self.after = nn.Linear(out.size // 5, 8)
+        self.output_layer = nn.Linear(out.size // 5, 8)
         self.loss = nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
         values = [
             F.reshape(layer(x), n, *shape)
-            for layer, shape in zip(self.before, self.shapes, strict=True)
+            for layer, shape in zip(self.input_layers, self.shapes, strict=True)
         ]
         if self.positive:
             values = [F.add(F.sigmoid(v), 0.1) for v in values]
         y = self.op(*values, *(getattr(self, name) for name in self.names))
-        return self.after(F.reshape(y, n, -1))
+        return self.output_layer(F.reshape(y, n, -1))
 
 
 def _check_training(
@@ -262,8 +262,8 @@ def _check_training(
     def trained(**settings: Any) -> DistributedTrainer:
         nn.manual_seed(4)
         model = _Around(op, shapes, parameters, positive)
-        how = {"shard_size": 16, "threads": 1, "device": "cpu", "backend": "local", **settings}
-        trainer = DistributedTrainer(model, optim.SGD(lr=0.05, momentum=0.9), **how)
+        options = {"shard_size": 16, "threads": 1, "device": "cpu", "backend": "local", **settings}
+        trainer = DistributedTrainer(model, optim.SGD(lr=0.05, momentum=0.9), **options)
         for batch in data.DataLoader(dataset, batch_size=40, shuffle=True, seed=1):
             trainer.train_step(batch)
         return trainer
@@ -272,15 +272,15 @@ def _check_training(
         return trained(**settings).weights_sha256()
 
     name = name_of(op)
-    one = train()
-    for what, settings in {
+    reference = train()
+    for label, settings in {
         "eager": {"execution": "eager"},
         "on 2 threads": {"threads": 2},
         "on 3 workers": {"num_gpus": 3, "threads": 3},
     }.items():
-        if train(**settings) != one:
+        if train(**settings) != reference:
             raise OpError(
-                f"[check_op] {name}: a training {what} gives other weights than replayed on one "
+                f"[check_op] {name}: a training {label} gives other weights than replayed on one "
                 "thread"
             )
     if train(shard_size=3) != train(shard_size=3, execution="eager"):
@@ -288,26 +288,29 @@ def _check_training(
             f"[check_op] {name}: trained in rows (shards of 3), eager gives other weights than "
             "replayed"
         )
-    for what, ranks, settings in (
+    for label, ranks, settings in (
         ("on 2 ranks", 2, {}),
         ("whose layers 2 ranks share (mesh tp=2)", 2, {"mesh": Mesh(tp=2)}),
         ("whose layers 3 ranks share (mesh tp=3)", 3, {"mesh": Mesh(tp=3)}),
     ):
-        found = mock.run(ranks, lambda comm, settings=settings: train(comm=comm, **settings))
-        if set(found) != {one}:
+        digests = mock.run(ranks, lambda comm, settings=settings: train(comm=comm, **settings))
+        if set(digests) != {reference}:
             raise OpError(
-                f"[check_op] {name}: a training {what} gives other weights than one alone; an op "
+                f"[check_op] {name}: a training {label} gives other weights than one alone; an op "
                 "with the trait "
                 '"features" must compute every feature by itself'
             )
     if gpus.count():
-        several = {n: trained(device="gpu", num_gpus=n, oversubscribe=True) for n in (1, 3)}
-        if several[1].weights_sha256() != several[3].weights_sha256():
+        gpu_trainers = {n: trained(device="gpu", num_gpus=n, oversubscribe=True) for n in (1, 3)}
+        if gpu_trainers[1].weights_sha256() != gpu_trainers[3].weights_sha256():
             raise OpError(
                 f"[check_op] {name}: a training on 3 workers on GPUs gives other weights than on "
                 "one"
             )
-        for what, wanted in trained().state_dict().items():
+        for label, expected in trained().state_dict().items():
             _compare(
-                f"{name}: {what}, trained on a GPU", several[1].state_dict()[what], wanted, 1e-3
+                f"{name}: {label}, trained on a GPU",
+                gpu_trainers[1].state_dict()[label],
+                expected,
+                1e-3,
             )

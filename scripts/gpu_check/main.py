@@ -1,6 +1,7 @@
 """Everything that needs a GPU, in one command, under 8 minutes on one H200-class device.
 
-    scripts/gpu-check --prepare DIR                      # elsewhere, from the same commit: kernels and programs
+    scripts/gpu-check --prepare DIR                      # elsewhere, from the same commit: kernels
+                                                         # and programs
     scripts/gpu-check --prepared DIR --resume            # on the machine with the GPU
 
 It looks at the machine, checks the kernels against the CPU's, compares bits of workers and ranks,

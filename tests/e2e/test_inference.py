@@ -98,7 +98,7 @@ def pictures(n=37):
 def test_pictures_in_random_batches(seed):
     rng = np.random.default_rng(seed)
     given = int(rng.integers(1, 20)), int(rng.integers(1, 40)), 0.3
-    found = list(ways(lambda: made(Net, *given), pictures(), most=30, seed=seed))
+    found = list(ways(lambda: made(Net, *given), pictures(), max_samples=30, seed=seed))
     assert [str(way.difference) for way in found] == ["None"] * 3
     assert found[2].name == "forward pass of a training's evaluation"
 
@@ -154,7 +154,9 @@ def test_predictions_are_computed_as_the_training_was():
     x, y = rng.normal(size=(20, 1, 12, 12)).astype(np.float32), rng.integers(0, 5, 20)
     outputs = {}
     for algorithm in ("direct", "winograd"):
-        found = list(ways(lambda: made(Deep), data.arrays(x, y), most=20, algorithm=algorithm))
+        found = list(
+            ways(lambda: made(Deep), data.arrays(x, y), max_samples=20, algorithm=algorithm)
+        )
         assert len(found) == 3 and all(way.same for way in found), found
         trainer = DistributedTrainer(made(Deep), optim.SGD(lr=0.1), conv_algorithm=algorithm)
         outputs[algorithm] = trainer.predict(data.arrays(x, y))

@@ -76,7 +76,7 @@ def test_large_pieces_fold():
         8,
         8,
     ]
-    assert pieces.fold_of(10000, most=1) == 1
+    assert pieces.fold_of(10000, max_fold=1) == 1
 
 
 def test_the_sums_of_workers_meet_in_the_tree():
@@ -93,10 +93,10 @@ def test_the_sums_of_workers_meet_in_the_tree():
             sums = [tree(*node) for mine in nodes for node in mine]
             for add in meeting.adds:
                 sums[add.a] = (sums[add.a], sums[add.b])
-            assert [sums[i] for i in meeting.at] == [tree(*node) for node in meeting.nodes]
+            assert [sums[i] for i in meeting.places] == [tree(*node) for node in meeting.nodes]
             assert list(meeting.nodes) == planning.nodes(own, shards)
             if ranks == 1:
-                assert meeting.at == (0,)
+                assert meeting.places == (0,)
 
 
 def test_devices_go_round_by_rank():

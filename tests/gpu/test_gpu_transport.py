@@ -239,6 +239,6 @@ def test_one_launch_adds_along_the_tree_where_the_nodes_allow(shards, ranks):
 
 def test_where_a_part_has_its_floats():
     part = reduction.GpuRange(1 << 20, 32, (0, 2, 3), 64, 96)
-    assert part.at(0, 64) == 1 << 20
-    assert part.at(1, 70) == (1 << 20) + 4 * (64 + 6)
-    assert part.at(2, 95) == (1 << 20) + 4 * (96 + 31)
+    assert part.address_of(0, 64) == 1 << 20
+    assert part.address_of(1, 70) == (1 << 20) + 4 * (64 + 6)
+    assert part.address_of(2, 95) == (1 << 20) + 4 * (96 + 31)

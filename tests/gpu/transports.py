@@ -43,16 +43,16 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def asked(gpu_mpi: bool = True, piece: int = reduction.PIECE) -> Iterator[None]:
+def asked(gpu_mpi: bool = True, piece: int = reduction.PIECE_FLOATS) -> Iterator[None]:
     """With ODYSSEY_GPU_MPI, and host-staged sums in pieces of so many floats."""
-    before = reduction.PIECE
+    before = reduction.PIECE_FLOATS
     os.environ[devices.GPU_MPI] = str(int(gpu_mpi))
-    reduction.PIECE = piece
+    reduction.PIECE_FLOATS = piece
     try:
         yield
     finally:
         del os.environ[devices.GPU_MPI]
-        reduction.PIECE = before
+        reduction.PIECE_FLOATS = before
 
 
 def make(backend: str, **settings: Any) -> DistributedTrainer:
@@ -172,7 +172,7 @@ def peers() -> dict[str, str]:
     wanted = mock.patch.object(devices, "wanted", lambda group: group.size > 1)
     with wanted, mock.patch.object(devices, "connect", connect):
         seen, trainer = train("auto", reduction.DirectExchange, oversubscribe=True)
-    (links,) = reduction._known[trainer._train.team].values()
+    (links,) = reduction._links_by_group[trainer._train.team].values()
     ready = links[0].numbers[: trainer.comm.size].tolist()
     assert ready == [links[0]._count] * trainer.comm.size
     assert links[0]._count > 0
@@ -241,7 +241,7 @@ def a_rank_is_gone() -> None:
     """
     world = comm.world("nccl")
     _, trainer = train("nccl")
-    (links,) = reduction._known[trainer._train.team].values()
+    (links,) = reduction._links_by_group[trainer._train.team].values()
     if world.rank == world.size - 1:
         stops_in_its_next_step(trainer, links[0].abort)
     try:

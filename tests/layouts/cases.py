@@ -172,7 +172,7 @@ def _close(trainer: DistributedTrainer, comm: Communicator) -> None:
         return
     for part in (groups.tp, groups.pp, groups.dp, groups.model):
         if part is not comm and part.size > 1:
-            for lane in PhaseCommunicators.of(part)._more:
+            for lane in PhaseCommunicators.of(part)._extra_lanes:
                 lane.close()
             part.close()
 

@@ -334,7 +334,7 @@ def test_gradient_compression_is_smaller_and_loses_nothing():
         assert {k: v.shape for k, v in back.items()} == {"w": (30, 20), "b": (3,)}
         assert np.count_nonzero(back["w"]) == 60
         sent, total = sent + back["w"].astype(np.float64), total + gradients["w"]
-    assert np.allclose(sent + compression._left["w"].reshape(30, 20), total, atol=1e-5)
+    assert np.allclose(sent + compression._residuals["w"].reshape(30, 20), total, atol=1e-5)
 
 
 def test_gradient_compression_of_a_list_without_feedback():

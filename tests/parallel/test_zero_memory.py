@@ -131,14 +131,14 @@ def test_a_tied_weight_costs_itself():
 
 
 def test_which_buckets_are_kept():
-    assert zeros.kept([5, 5, 5, 5]) == ()
-    assert zeros.kept([5, 30, 5, 5]) == (1,)
-    assert zeros.kept([7]) == (0,) and zeros.kept([7, 7]) == (0, 1)
-    assert zeros.kept([100, 1, 40, 2]) == (0, 2, 3, 1)
+    assert zeros.unshared_buckets([5, 5, 5, 5]) == ()
+    assert zeros.unshared_buckets([5, 30, 5, 5]) == (1,)
+    assert zeros.unshared_buckets([7]) == (0,) and zeros.unshared_buckets([7, 7]) == (0, 1)
+    assert zeros.unshared_buckets([100, 1, 40, 2]) == (0, 2, 3, 1)
     rng = random.Random(0)
     for _ in range(200):
         floats = [rng.randint(1, 40) for _ in range(rng.randint(1, 9))]
-        kept = zeros.kept(floats)
+        kept = zeros.unshared_buckets(floats)
         rest = [n for b, n in enumerate(floats) if b not in kept]
         assert sum(floats[b] for b in kept) + 2 * max(rest, default=0) == slots(floats)
 

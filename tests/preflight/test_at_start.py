@@ -42,9 +42,10 @@ def test_ranks_that_fit_together_start_without_a_word(monkeypatch):
 
 def test_what_belongs_to_a_host_may_differ(monkeypatch):
     monkeypatch.setattr(preflight, "_mask", lambda: 0b1111)
-    start = lambda comm: preflight.at_start(
-        comm, {**SETTINGS, "data_dir": f"/d{comm.rank}"}, environment={}
-    )  # noqa: E731
+
+    def start(comm):
+        return preflight.at_start(comm, {**SETTINGS, "data_dir": f"/d{comm.rank}"}, environment={})
+
     assert together(3, start) == [[]] * 3
 
 
@@ -97,9 +98,9 @@ def test_another_version_is_named(monkeypatch, field):
 
 
 def test_a_rank_of_another_attempt_is_named():
-    start = lambda comm: preflight.at_start(
-        comm, environment={"ODYSSEY_ATTEMPT": "12"[comm.rank == 0]}
-    )  # noqa: E731
+    def start(comm):
+        return preflight.at_start(comm, environment={"ODYSSEY_ATTEMPT": "12"[comm.rank == 0]})
+
     assert "rank 1 has attempt 1, rank 0 has 2" in str(together(2, start)[0])
 
 

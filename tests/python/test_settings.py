@@ -26,7 +26,7 @@ from odyssey.settings.declarations import (
     check,
     declared,
     keywords,
-    made,
+    make_settings,
     option,
     setting,
 )
@@ -82,7 +82,7 @@ def test_one_declaration_is_an_option_a_key_a_keyword_and_its_checks():
 
     parameter = inspect.signature(take).parameters["tensor_fusion"]
     assert (parameter.default, parameter.kind) == (None, parameter.KEYWORD_ONLY)
-    assert made(More, {"tensor_fusion": 2, "reduction": "ring"}).tensor_fusion == 2
+    assert make_settings(More, {"tensor_fusion": 2, "reduction": "ring"}).tensor_fusion == 2
     for given, spell, says in (
         ({"tensor_fusion": 9}, option, r"--tensor-fusion is 9; it must be an integer from 1 to 8$"),
         (

@@ -18,26 +18,27 @@ def test_stop():
     with pytest.raises(
         NumericsError, match=r"the loss is not finite at step 7 \(epoch 1, batch 4, rate 0.1\)"
     ):
-        NonFinite().found(7, 0, 3, None, "loss", 0.1)
+        NonFinite().handle_nonfinite(7, 0, 3, None, "loss", 0.1)
 
 
 def test_skip_at_most_limit_in_a_row():
     policy = NonFinite("skip")
     for _ in range(2):
         for k in range(10):
-            assert f"the step is skipped ({k + 1} of at most 10 in a row)" in policy.found(
-                10 + k, 0, k, None
+            assert (
+                f"the step is skipped ({k + 1} of at most 10 in a row)"
+                in policy.handle_nonfinite(10 + k, 0, k, None)
             )
         policy.fine()
     for k in range(10):
-        policy.found(20 + k, 0, k, None)
+        policy.handle_nonfinite(20 + k, 0, k, None)
     with pytest.raises(NumericsError, match="the 10 steps before it were skipped"):
-        policy.found(30, 0, 10, None)
+        policy.handle_nonfinite(30, 0, 10, None)
 
 
 def test_rollback_leaves_the_batch_out():
     policy = NonFinite("rollback")
-    said = policy.found(37, 1, 5, 30)
+    said = policy.handle_nonfinite(37, 1, 5, 30)
     assert "going back to step 30 and leaving this batch out (1 of at most 3 times)" in said
     assert policy.leaves_out(1, 5)
     assert not policy.leaves_out(1, 4) and not policy.leaves_out(0, 5)
@@ -46,33 +47,33 @@ def test_rollback_leaves_the_batch_out():
 def test_three_rollbacks_to_one_checkpoint_and_new_ones_to_the_next():
     policy = NonFinite("rollback")
     for k in range(3):
-        assert "going back to step 30" in policy.found(37, 1, k, 30)
+        assert "going back to step 30" in policy.handle_nonfinite(37, 1, k, 30)
         policy.fine()
-    assert "going back to step 40" in policy.found(47, 2, 0, 40)
+    assert "going back to step 40" in policy.handle_nonfinite(47, 2, 0, 40)
     with pytest.raises(NumericsError, match="went back to step 30 3 times already"):
-        policy.found(39, 1, 9, 30)
+        policy.handle_nonfinite(39, 1, 9, 30)
 
 
 def test_rollback_without_a_checkpoint():
     with pytest.raises(NumericsError, match="no checkpoint to go back to"):
-        NonFinite("rollback").found(1, 0, 0, None)
+        NonFinite("rollback").handle_nonfinite(1, 0, 0, None)
 
 
 def test_state_goes_through_json():
     policy = NonFinite("rollback")
-    policy.found(37, 1, 5, 30)
-    policy.found(38, 1, 6, 30)
+    policy.handle_nonfinite(37, 1, 5, 30)
+    policy.handle_nonfinite(38, 1, 6, 30)
     other = NonFinite("rollback")
     other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert other.leaves_out(1, 5) and other.leaves_out(1, 6)
-    assert other.found(39, 1, 7, 30).endswith("(3 of at most 3 times)")
+    assert other.handle_nonfinite(39, 1, 7, 30).endswith("(3 of at most 3 times)")
     skipping, again = NonFinite("skip"), NonFinite("skip")
     for step in range(9):
-        skipping.found(step, 0, step, None)
+        skipping.handle_nonfinite(step, 0, step, None)
     again.load_state_dict(skipping.state_dict())
-    again.found(9, 0, 9, None)
+    again.handle_nonfinite(9, 0, 9, None)
     with pytest.raises(NumericsError):
-        again.found(10, 0, 10, None)
+        again.handle_nonfinite(10, 0, 10, None)
 
 
 @pytest.mark.parametrize(

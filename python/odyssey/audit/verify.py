@@ -5,8 +5,10 @@ This file runs it on each and compares.
 Every run is the same command, started by mpirun if it has several ranks, with two environment
 variables:
 
-    ODYSSEY_TRACE         directory and number of steps, "DIR:5": the trainer writes what it holds after each step
-    ODYSSEY_TRACE_LAYOUT  the layout, e.g. "pp=2,dp=2,zero=1", which goes before the trainer's own arguments
+    ODYSSEY_TRACE         directory and number of steps, "DIR:5": the trainer writes what it holds
+                          after each step
+    ODYSSEY_TRACE_LAYOUT  the layout, e.g. "pp=2,dp=2,zero=1", which goes before the trainer's own
+                          arguments
 
 After every step rank 0 writes the loss, the metrics, all parameters and all values of the
 optimizer, whole.

@@ -33,7 +33,8 @@ class Launched(NamedTuple):
 
 # launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI)
 # and `srun
-# --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI. SLURM_NTASKS would not
+# --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI.
+# SLURM_NTASKS would not
 # do: a batch script has it too, with SLURM_PROCID 0, and is no rank.
 _COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _NAMES = (

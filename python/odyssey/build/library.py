@@ -7,12 +7,14 @@ what is refused. Nothing here opens a library; see `odyssey.core.native`.
     <cache>/kernels/<key>/part.o            or a part of one, an entry like any other
     <cache>/kernels/<key>/build.json        what it was built from, and its SHA-256
     <cache>/kernels/<key>.lock              held while compiling; names the process that does
-    <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
+    <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next
+                                            builder removes it
 
 A wheel may bring kernels for some CPUs (scripts/release); where one is for this CPU, nothing is
 compiled:
 
-    odyssey/_kernels/<cpu>/libodyssey.so    a folder of folder.py, which says of what sources and by which compiler
+    odyssey/_kernels/<cpu>/libodyssey.so    a folder of folder.py, which says of what sources and by
+                                            which compiler
 
 Environment: `ODYSSEY_KERNELS` (a prebuilt library, or the directory it is in), `ODYSSEY_CACHE_DIR`,
 `ODYSSEY_TARGET_CPU`, `ODYSSEY_TARGET_ACCELERATOR`.

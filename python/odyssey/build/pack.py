@@ -29,7 +29,8 @@ from . import library as build
 DEPENDENCIES = ("click", "rich", "markdown-it-py", "mdurl", "pygments", "safetensors")
 _LAUNCHER = """\
 #!/bin/sh
-# Runs odyssey from this folder with its compiled kernels. ODYSSEY_PYTHON names the Python, 3.10 or newer.
+# Runs odyssey from this folder with its compiled kernels. ODYSSEY_PYTHON names the Python,
+# 3.10 or newer.
 home=$(dirname "$(readlink -f "$0")")
 export ODYSSEY_KERNELS="$home"
 export PYTHONPATH="$home/python:$home/site${PYTHONPATH:+:$PYTHONPATH}"

@@ -82,8 +82,8 @@ class Context:
     figures: Sequence[str] | None = None
 
     def __repr__(self) -> str:
-        where = f"epoch {min(self.epoch, self.epochs)} of {self.epochs}, step {self.steps}"
-        return f"Context({where}, loss={self.loss:.6g}, record={self.record})"
+        position = f"epoch {min(self.epoch, self.epochs)} of {self.epochs}, step {self.steps}"
+        return f"Context({position}, loss={self.loss:.6g}, record={self.record})"
 
     def emit(self, event: str) -> None:
         """Calls a method of all callbacks, in their order."""
@@ -123,12 +123,12 @@ class Context:
         """The callbacks that were given to fit(), by the names that checkpoints have for them:
         Timer, Timer-2.
         """
-        found: dict[str, Callback] = {}
+        callbacks: dict[str, Callback] = {}
         for callback in self.given:
             name = type(callback).__name__
-            count = sum(other.partition("-")[0] == name for other in found)
-            found[f"{name}-{count + 1}" if count else name] = callback
-        return found
+            count = sum(earlier_name.partition("-")[0] == name for earlier_name in callbacks)
+            callbacks[f"{name}-{count + 1}" if count else name] = callback
+        return callbacks
 
 
 class Callback:

@@ -64,19 +64,19 @@ class Monitor(Callback):
         if context.figures is not None:
             self.check(context.figures)
 
-    def check(self, known: Sequence[str]) -> None:
+    def check(self, figures: Sequence[str]) -> None:
         """Raises ConfigError, on all ranks: `monitor` is none of the figures that an epoch has."""
-        if self.monitor not in known:
+        if self.monitor not in figures:
             part, _, figure = self.monitor.partition("_")
-            why = ""
+            hint = ""
             tests = ("test", "val", "valid", "validation", "eval")
-            if part in tests[1:] and f"test_{figure}" in known:
-                why = f"write 'test_{figure}', or "
-            elif part in tests and not any(name.startswith("test_") for name in known):
-                why = "give fit() a validation set, whose figures are test_loss, ..., or "
+            if part in tests[1:] and f"test_{figure}" in figures:
+                hint = f"write 'test_{figure}', or "
+            elif part in tests and not any(name.startswith("test_") for name in figures):
+                hint = "give fit() a validation set, whose figures are test_loss, ..., or "
             raise ConfigError(
-                f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose "
-                f"from {', '.join(known)}"
+                f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {hint}choose "
+                f"from {', '.join(figures)}"
             ).on_all_ranks()
 
     def value(self, context: Context) -> float | None:
@@ -84,12 +84,12 @@ class Monitor(Callback):
         validation out.
         """
         record = context.record
-        known = [
+        figures = [
             name for name, v in record.items() if isinstance(v, (int, float)) and name != "epoch"
         ]
-        if self.monitor not in known and not context.validate:
+        if self.monitor not in figures and not context.validate:
             return None
-        self.check(known)
+        self.check(figures)
         return float(
             context.trainer.comm.broadcast(np.array([record[self.monitor]], np.float64))[0]
         )
@@ -155,9 +155,9 @@ class EarlyStopping(Patience):
     def on_epoch_end(self, context: Context) -> None:
         if self.too_long(context):
             by = f" by {self.min_delta:g}" if self.min_delta else ""
-            what = "a number" if self.best is None else f"better than {self.best:.6g}{by}"
+            goal = "a number" if self.best is None else f"better than {self.best:.6g}{by}"
             epochs = "an epoch" if self.waited == 1 else f"{self.waited} epochs"
-            context.finish(f"{self.monitor} was not {what} in {epochs}")
+            context.finish(f"{self.monitor} was not {goal} in {epochs}")
 
     def still_finished(self, context: Context) -> bool:
         return self.waited >= max(self.patience, 1)
@@ -279,8 +279,8 @@ class ModelCheckpoint(Monitor):
             return
         sign = 1 if self.mode == "min" else -1
         # an epoch may end twice: before a restart, after
-        others = [one for one in self.top if one[1] != context.steps]
-        self.top = sorted([*others, (value, context.steps)], key=lambda one: sign * one[0])[
+        other_epochs = [one for one in self.top if one[1] != context.steps]
+        self.top = sorted([*other_epochs, (value, context.steps)], key=lambda one: sign * one[0])[
             : self.save_top_k
         ]
         context.due = context.due or any(step == context.steps for _, step in self.top)
@@ -321,14 +321,14 @@ class Timer(Callback):
     exact = False
 
     def __init__(self, duration: float | str | datetime.timedelta) -> None:
-        self.duration = self._seconds(duration)
-        self._begun = 0.0
-        self._before = 0.0
+        self.duration = self._parse_duration(duration)
+        self._started_at = 0.0
+        self._seconds_before = 0.0
 
-    def _seconds(self, given: Any) -> float:
-        seconds = given.total_seconds() if isinstance(given, datetime.timedelta) else given
-        if isinstance(given, str):
-            parts = given.split(":")
+    def _parse_duration(self, duration: Any) -> float:
+        seconds = duration.total_seconds() if isinstance(duration, datetime.timedelta) else duration
+        if isinstance(duration, str):
+            parts = duration.split(":")
             ok = 3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts)
             seconds = (
                 sum(int(p) * n for p, n in zip(parts[::-1], (1, 60, 3600, 86400), strict=False))
@@ -336,17 +336,21 @@ class Timer(Callback):
                 else None
             )
         ok = _number(seconds) and seconds > 0
-        _check(self, "duration", given, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'")
+        _check(self, "duration", duration, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'")
         return float(seconds)
 
     @property
     def elapsed(self) -> float:
         """Seconds of training so far."""
-        return self._before + time.monotonic() - self._begun if self._begun else self._before
+        return (
+            self._seconds_before + time.monotonic() - self._started_at
+            if self._started_at
+            else self._seconds_before
+        )
 
     def on_fit_start(self, context: Context) -> None:
-        self._begun = time.monotonic()
-        self._before = 0.0
+        self._started_at = time.monotonic()
+        self._seconds_before = 0.0
 
     def on_step_end(self, context: Context) -> None:
         if self.elapsed >= self.duration:
@@ -355,14 +359,14 @@ class Timer(Callback):
     on_epoch_end = on_step_end
 
     def on_fit_end(self, context: Context) -> None:
-        self._before = self.elapsed
-        self._begun = 0.0
+        self._seconds_before = self.elapsed
+        self._started_at = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self.elapsed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._before = float(state["seconds"])
+        self._seconds_before = float(state["seconds"])
 
     def still_finished(self, context: Context) -> bool:
         return self.elapsed >= self.duration

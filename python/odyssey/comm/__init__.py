@@ -13,7 +13,7 @@ Others are provided by other folders (base/registry.py), as Gloo for processes w
 env:// is.
 
 docs/communication.md explains the contract.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

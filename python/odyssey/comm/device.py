@@ -2,7 +2,8 @@
 it really works.
 
     NcclTransport (nccl.py)   backend "nccl": messages of NCCL in the GPU's queue; nothing waits
-    MpiTransport              ODYSSEY_GPU_MPI=1: an MPI that reads and writes device memory; the host waits for it
+    MpiTransport              ODYSSEY_GPU_MPI=1: an MPI that reads and writes device memory; the
+                              host waits for it
 
 `connect` picks one for a communicator. What MPI claims is not believed: a pattern goes around all
 ranks first, and unless every bit arrives on every rank, sums go through the host.

@@ -3,9 +3,11 @@ or Gloo.
 
 Each rank has a segment of a window (shared_memory.py); all segments look alike:
 
-    two headers     64 bytes each: number of the barrier, sequence and signature of the call (Header)
+    two headers     64 bytes each: number of the barrier, sequence and signature of the call
+                    (Header)
     the counter     64 bytes, and 64 for the number of sleepers; only those of rank 0 are used
-    two envelopes     whole headers, packed; written only for calls with a tail, and to explain a mismatch
+    two envelopes     whole headers, packed; written only for calls with a tail, and to explain a
+                      mismatch
     two slots       SLOT bytes each: what this rank gives
     two results     a slot divided by the ranks: what this rank has added
 

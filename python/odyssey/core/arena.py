@@ -52,7 +52,7 @@ class Arena:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Parameter]],
+        named_parameters: Iterable[tuple[str, Parameter]],
         buffers: Iterable[tuple[str, Buffer]] = (),
         make: Any = None,
     ) -> None:
@@ -67,32 +67,32 @@ class Arena:
         self._frozen: tuple[Any, list[tuple[int, int]]] = (None, [])
         # of arrays that a training keeps: as native.aligned, or in files (offload.py)
         self.make = make or maker()
-        named = list(named)
+        named_parameters = list(named_parameters)
         buffers = list(buffers)
-        if not named:
+        if not named_parameters:
             raise ConfigError(
                 "[arena] the model has no parameters; give it at least one layer that has some"
             )
-        self._add([*named, *buffers])
+        self._add([*named_parameters, *buffers])
         self.trained = self.offsets[buffers[0][0]] if buffers else self.size
 
-    def _add(self, named: list[tuple[str, Parameter]]) -> None:
+    def _add(self, named_tensors: list[tuple[str, Parameter]]) -> None:
         """Moves these in, behind what is here, whose offsets stay."""
-        moved = [p for _, p in (*self.named, *named)]
-        for name, p in named:
+        moved = [p for _, p in (*self.named, *named_tensors)]
+        for name, p in named_tensors:
             self.offsets[name] = self.size
             p.name = name
             self.size += -(-p.size // ALIGN) * ALIGN
-        self.named += named
+        self.named += named_tensors
         params = self.make(self.size)
         grads = self.make(self.size + native.library().stats)
         freed = 0  # bytes that have not been given back yet
         for p in moved:
-            at = self.offsets[p.name]
-            params[at : at + p.size].reshape(p.shape)[...] = p.data
+            offset = self.offsets[p.name]
+            params[offset : offset + p.size].reshape(p.shape)[...] = p.data
             if p.grad.data.any():
-                grads[at : at + p.size].reshape(p.shape)[...] = p.grad.data
-            p.place(Range(self, native.PARAMS, 4 * at), Range(self, native.GRADS, 4 * at))
+                grads[offset : offset + p.size].reshape(p.shape)[...] = p.grad.data
+            p.place(Range(self, native.PARAMS, 4 * offset), Range(self, native.GRADS, 4 * offset))
             freed += 4 * p.size
             if freed > TRIM:
                 native.trim()
@@ -160,33 +160,37 @@ class Arena:
 
     @classmethod
     def of(
-        cls, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()
+        cls,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        buffers: Iterable[tuple[str, Buffer]] = (),
     ) -> Arena:
         """The arena these parameters already fill, or a new one.
 
         Buffers that it has not are added.
         """
-        named = list(named)
+        named_parameters = list(named_parameters)
         buffers = list(buffers)
-        (name, times), *_ = Counter(name for name, _ in (*named, *buffers)).most_common(1) or [
-            ("", 0)
-        ]
+        (name, times), *_ = Counter(name for name, _ in (*named_parameters, *buffers)).most_common(
+            1
+        ) or [("", 0)]
         if times > 1:
             raise ConfigError(
                 f"[arena] {times} parameters are called {name}; give attributes names without dots"
             )
-        placed = [p.memory.arena for _, p in named if isinstance(p.memory, Range)]
+        placed = [p.memory.arena for _, p in named_parameters if isinstance(p.memory, Range)]
         if placed:
             arena = placed[0]
-            wanted = [id(p) for _, p in named]
+            expected_ids = [id(p) for _, p in named_parameters]
             if (
                 buffers
                 and arena.trained == arena.size
-                and [id(p) for _, p in arena.named] == wanted
+                and [id(p) for _, p in arena.named] == expected_ids
             ):
                 arena._add(buffers)
-            wanted += [id(b) for _, b in buffers] if buffers else [id(b) for _, b in arena.buffers]
-            if [id(p) for _, p in arena.named] == wanted:
+            expected_ids += (
+                [id(b) for _, b in buffers] if buffers else [id(b) for _, b in arena.buffers]
+            )
+            if [id(p) for _, p in arena.named] == expected_ids:
                 return arena
             raise ConfigError(
                 "[arena] these parameters belong to another optimizer or trainer together with "
@@ -194,7 +198,7 @@ class Arena:
                 "give both the same model, and set requires_grad = False of those that are not "
                 "to be trained"
             )
-        return cls(named, buffers)
+        return cls(named_parameters, buffers)
 
     @property
     def params(self) -> np.ndarray:
@@ -230,7 +234,11 @@ class Arena:
             sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
             self._frozen = (
                 stamp,
-                [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained],
+                [
+                    (start, start + -(-p.size // ALIGN) * ALIGN)
+                    for start, p in sizes
+                    if start < self.trained
+                ],
             )
         return self._frozen[1]
 
@@ -239,17 +247,17 @@ class Arena:
         """Ops that run inside read the parameters from an array of this layout: where ranks have
         parts of them.
         """
-        before = self._addresses
+        previous_addresses = self._addresses
         self._addresses = {**self._addresses, native.PARAMS: flat.ctypes.data}
         try:
             yield
         finally:
-            self._addresses = before
+            self._addresses = previous_addresses
 
     @contextmanager
     def whole(self, flat: np.ndarray) -> Iterator[None]:
         """Inside, parameters are those of an array of this layout, which may be written."""
-        before = self._params
+        previous_params = self._params
         locked = self.locked
         self._params = flat
         self.locked = False
@@ -257,7 +265,7 @@ class Arena:
             with self.lent(flat):
                 yield
         finally:
-            self._params = before
+            self._params = previous_params
             self.locked = locked
 
     def address(self, space: int) -> int:
@@ -271,8 +279,8 @@ class Arena:
         shape.
         """
         p = dict(self.named)[name]
-        at = self.offsets[name]
-        return flat[at : at + p.size].reshape(p.shape)
+        offset = self.offsets[name]
+        return flat[offset : offset + p.size].reshape(p.shape)
 
     def sha256(self) -> str:
         """SHA-256 over the bytes of the parameters."""

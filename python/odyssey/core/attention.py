@@ -17,19 +17,19 @@ from .tape import Tensor, attach, empty, to_rows
 __all__ = ["attention", "scaled_dot_product_attention"]
 
 
-def added(mask: Any, like: Tensor, seen: bool = True) -> Tensor:
+def added(mask: Any, like: Tensor, visible: bool = True) -> Tensor:
     """A mask as what is added to scores: floats as they are; of truths (comparisons, integers,
-    NumPy's bools) 0 where a key is `seen`, else -inf. like: a tensor on the place of the
+    NumPy's bools) 0 where a key is `visible`, else -inf. like: a tensor on the place of the
     scores.
     """
     if not isinstance(mask, Tensor):
         array = np.asarray(mask)
         mask = Tensor(
-            array if array.dtype.kind == "f" else np.where((array != 0) == seen, 0.0, -np.inf)
+            array if array.dtype.kind == "f" else np.where((array != 0) == visible, 0.0, -np.inf)
         )
         mask.device = like.device
     elif mask.mask or mask.dtype == np.int32:
-        mask = where(to_float(mask), *((0.0, -np.inf) if seen else (-np.inf, 0.0)))
+        mask = where(to_float(mask), *((0.0, -np.inf) if visible else (-np.inf, 0.0)))
     return mask
 
 
@@ -81,19 +81,19 @@ def attention(
 
     Raises ShapeError: shapes that do not fit, a dropout that is not in [0, 1).
     """
-    given = (q,) if k is None or v is None else (q, k, v)
-    fused = len(given) == 1
-    keys = given[-1].shape[1:2]
+    inputs = (q,) if k is None or v is None else (q, k, v)
+    fused = len(inputs) == 1
+    keys = inputs[-1].shape[1:2]
     f = q.shape[-1] // (3 if fused else 1)
     if (
-        any(t.ndim != 3 or t.shape[0] != q.shape[0] for t in given)
-        or any(t.shape != (q.shape[0], *keys, f) for t in given[1:])
+        any(t.ndim != 3 or t.shape[0] != q.shape[0] for t in inputs)
+        or any(t.shape != (q.shape[0], *keys, f) for t in inputs[1:])
         or heads < 1
         or f % heads
         or (fused and q.shape[-1] % 3)
     ):
         raise ShapeError(
-            f"[attention] shapes {', '.join(str(t.shape) for t in given)} and {heads} heads; "
+            f"[attention] shapes {', '.join(str(t.shape) for t in inputs)} and {heads} heads; "
             "they must be (N, T, F), "
             "(N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 F) "
             f"alone{as_image(q.shape)}"
@@ -118,7 +118,7 @@ def attention(
         0,
         masks,
     )
-    parts = tuple(tokens(x) for x in given)
+    parts = tuple(tokens(x) for x in inputs)
     dtype = product_precision()
     memories = [*[x.memory for x in parts] * (3 if fused else 1), (m if masks else parts[0]).memory]
     y = empty((n * t, f), "lanes")

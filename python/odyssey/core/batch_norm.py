@@ -101,8 +101,12 @@ def batch_norm(
         current().emit(
             "batch_norm_backward", *out, *saved, *size, int(training), 0, layout=x.layout
         )
-        own = [g for t, g in ((weight, dw), (bias, db)) if t is not None]
-        return (dx, *own, *(_moves(running, stats, c, samples, momentum) if running else ()))
+        affine_grads = [g for t, g in ((weight, dw), (bias, db)) if t is not None]
+        return (
+            dx,
+            *affine_grads,
+            *(_moves(running, stats, c, samples, momentum) if running else ()),
+        )
 
     return attach(y, (x, *(t for t in (weight, bias) if t is not None), *running), backward)
 
@@ -114,11 +118,11 @@ def _moves(
     running: list[Tensor], stats: Memory, c: int, samples: int, momentum: float
 ) -> list[Tensor]:
     """Returns what the samples take away from the running statistics: sums over them."""
-    found = [empty(t.shape) for t in running]
-    ds = found[2].memory if len(found) > 2 else current().alloc(16)
+    moves = [empty(t.shape) for t in running]
+    ds = moves[2].memory if len(moves) > 2 else current().alloc(16)
     memory = [t.memory for t in running]
     if len(memory) < 3:
         memory.append(OwnMemory(native.aligned(1)))
-    where = found[0].memory, found[1].memory, ds, stats, *memory
-    current().emit("batch_norm_running", *where, c, samples, float(momentum))
-    return found
+    operands = moves[0].memory, moves[1].memory, ds, stats, *memory
+    current().emit("batch_norm_running", *operands, c, samples, float(momentum))
+    return moves

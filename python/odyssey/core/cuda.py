@@ -27,14 +27,14 @@ class Driver:
         except OSError as problem:
             raise DeviceError(f"[gpu] no CUDA driver: {problem}") from None
 
-    def call(self, name: str, *args: Any, also: int = 0) -> int:
-        """Calls a function; its result, which is 0 or `also`."""
+    def call(self, name: str, *args: Any, accepted: int = 0) -> int:
+        """Calls a function; its result, which is 0 or `accepted`."""
         try:
             function = getattr(self._lib, name)
         except AttributeError as problem:
             raise DeviceError(f"[gpu] this CUDA driver is too old: {problem}") from None
         result = function(*[ctypes.c_uint64(a) if isinstance(a, int) else a for a in args])
-        if result not in (0, also):
+        if result not in (0, accepted):
             text = ctypes.c_char_p()
             self._lib.cuGetErrorString(result, ctypes.byref(text))
             raise DeviceError(
@@ -50,7 +50,7 @@ class Driver:
 
     def ready(self, event: int) -> bool:
         """Returns whether an event has happened."""
-        return self.call("cuEventQuery", event, also=_NOT_READY) == 0
+        return self.call("cuEventQuery", event, accepted=_NOT_READY) == 0
 
 
 @functools.cache

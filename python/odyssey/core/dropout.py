@@ -35,13 +35,13 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     x = to_lanes(x, "tokens") if x.ndim == 3 else batched(x)
     sizes = (x.groups, x.features, p)
     y = empty(x.shape, x.layout)
-    kept = current().alloc(
+    mask_bits = current().alloc(
         x.groups * -(-x.features // 8) * (1 if x.layout == "rows" else native.library().lanes)
     )
     current().emit(
         "dropout_forward",
         y.memory,
-        kept,
+        mask_bits,
         x.memory,
         *sizes,
         layer,
@@ -49,5 +49,5 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         layout=x.layout,
     )
     return attach(
-        y, (x,), adjoint("dropout_backward", x, kept, *sizes, layout=x.layout), name="dropout"
+        y, (x,), adjoint("dropout_backward", x, mask_bits, *sizes, layout=x.layout), name="dropout"
     )

@@ -43,13 +43,13 @@ def to(x: Tensor, device: int | str | Device) -> Tensor:
 
     The gradient goes the way back.
     """
-    where = place_of(device)
-    if where == x.device:
+    place = place_of(device)
+    if place == x.device:
         return x
     if in_checkpoint():
         raise DeviceError(
-            f"[to] a checkpoint goes from {x.device} to {where}; it must stay on one place: end "
-            f"it before .to({where})"
+            f"[to] a checkpoint goes from {x.device} to {place}; it must stay on one place: end "
+            f"it before .to({place})"
         )
 
     def moved(v: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def to(x: Tensor, device: int | str | Device) -> Tensor:
         current().emit("copy", y.memory, v.memory, v.floats)
         return y
 
-    return attach(moved(x), (x,), lambda dy: (moved(dy),), where)
+    return attach(moved(x), (x,), lambda dy: (moved(dy),), place)
 
 
 # --- layers -----------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ def layer_norm(
     y = empty(x.shape, x.layout)
     size = (x.groups, x.features)
     stats = current().alloc(8 * (x.floats // x.features))  # mean and 1 / deviation of each sample
-    where = y.memory, stats, x.memory, weight.memory, bias_memory(bias, x.features)
-    current().emit("layer_norm_forward", *where, *size, float(eps), layout=x.layout)
+    operands = y.memory, stats, x.memory, weight.memory, bias_memory(bias, x.features)
+    current().emit("layer_norm_forward", *operands, *size, float(eps), layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         for kind, p, saved in (("weight", weight, (x.memory, stats)), ("bias", bias, ())):
@@ -288,8 +288,8 @@ def layer_norm(
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        where = dx.memory, dy.memory, x.memory, stats, weight.memory
-        current().emit("layer_norm_backward_input", *where, *size, layout=x.layout)
+        operands = dx.memory, dy.memory, x.memory, stats, weight.memory
+        current().emit("layer_norm_backward_input", *operands, *size, layout=x.layout)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -329,15 +329,15 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
                 "another loss of numbers, and metrics such as 'mae'"
             )
         target = target.data
-    given = np.asarray(target)
-    a = given.reshape(-1) if given.ndim > 1 else given
+    labels = np.asarray(target)
+    a = labels.reshape(-1) if labels.ndim > 1 else labels
     if a.shape != (samples,):
         raise ShapeError(
-            f"[loss] labels of shape {given.shape} for {samples} samples; give one class index "
+            f"[loss] labels of shape {labels.shape} for {samples} samples; give one class index "
             "per sample"
         )
-    whole = a.astype(np.int32)
-    wrong = (whole != a) | (whole < 0) & (whole != ignored) | (whole >= classes)
+    indices = a.astype(np.int32)
+    wrong = (indices != a) | (indices < 0) & (indices != ignored) | (indices >= classes)
     if wrong.any():
         bad = int(np.flatnonzero(wrong)[0])
         raise ShapeError(
@@ -346,7 +346,7 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
     lanes = native.library().lanes
     padded = native.aligned(-(-samples // lanes) * lanes, np.int32)
     padded[:] = -1
-    padded[:samples] = np.where(whole == ignored, -1, whole)
+    padded[:samples] = np.where(indices == ignored, -1, indices)
     return OwnMemory(padded)
 
 
@@ -526,8 +526,9 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
 def binary_cross_entropy_with_logits(
     x: Tensor, target: Any, reduction: str = "mean", weight: Any = None, pos_weight: Any = None
 ) -> Tensor:
-    """-w (p t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal
-    shapes (N, ...).
+    """-w (p t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1].
+
+    x and t have equal shapes (N, ...).
 
     weight w, pos_weight p: constants that are broadcast to x, such as one number per output, (F,)
     of (N, F); default 1. Computed as p t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or
@@ -571,12 +572,12 @@ def accuracy(x: Tensor, target: Any) -> float:
 
 
 def _missing(x: Tensor, name: str) -> Any:
-    what = f"{type(x).__name__} has no {name}"
+    message = f"{type(x).__name__} has no {name}"
     if name in globals():
-        what += f"; use functional.{name}(x)"
+        message += f"; use functional.{name}(x)"
     elif name.endswith("_") and name[:1] != "_":
-        what += f"; nothing is changed in place: x = x.{name[:-1]}(...)"
-    raise AttributeError(what)
+        message += f"; nothing is changed in place: x = x.{name[:-1]}(...)"
+    raise AttributeError(message)
 
 
 # Nothing is changed in place, so a copy is x itself.
@@ -586,8 +587,8 @@ _METHODS = dict.fromkeys(("clone", "contiguous", "cpu"), lambda x: x) | {
 }
 _METHODS |= {
     "mul": multiply,
-    "div": divide,
-    "pow": power,
+    "div": divide,  # noqa: F405
+    "pow": power,  # noqa: F405
     "sub": lambda x, y: x - y,
     "t": lambda x: transpose(x, 0, 1),
 }  # noqa: F405

@@ -72,9 +72,9 @@ class GpuLibrary(host.OpTable):
         number = ctypes.c_ssize_t
         pointer = ctypes.c_void_p
         super().__init__(lib, "odyssey_gpu")
-        known = host.library().ops
+        cpu_ops = host.library().ops
         # as the CPU's table declares them
-        self.ops = {name: known.get(name, op) for name, op in self.ops.items()}
+        self.ops = {name: cpu_ops.get(name, op) for name, op in self.ops.items()}
         for name, arguments in {
             "open": [number, pointer],
             "memory": [pointer, pointer],
@@ -187,9 +187,9 @@ class Gpu:
         """
         out = ctypes.c_int64()
         self._call("allocate", nbytes, 1, ctypes.addressof(out))
-        made = host.memory(out.value, max(nbytes, 1))
-        made.base.gpu = self  # which must stay open
-        return made[:nbytes]
+        buffer = host.memory(out.value, max(nbytes, 1))
+        buffer.base.gpu = self  # which must stay open
+        return buffer[:nbytes]
 
     def free(self, address: int) -> None:
         """Gives memory of either kind back."""
@@ -212,15 +212,15 @@ class Gpu:
         """Enqueues a copy within the device."""
         self._call("copy", 2, to, address, nbytes, queue)
 
-    def take(self, other: Gpu, to: int, address: int, nbytes: int) -> None:
+    def take(self, source: Gpu, to: int, address: int, nbytes: int) -> None:
         """Enqueues a copy from another device's memory, when what is in its COMPUTE queue now is
         done.
         """
-        self._call("copy_peer", other._handle, to, address, nbytes)
+        self._call("copy_peer", source._handle, to, address, nbytes)
 
-    def reaches(self, other: Gpu) -> bool:
+    def reaches(self, peer: Gpu) -> bool:
         """Returns whether kernels here may read the other's memory."""
-        return bool(self._call("peer", other._handle))
+        return bool(self._call("peer", peer._handle))
 
     def clear(self, address: int, nbytes: int, queue: int = COMPUTE) -> None:
         """Enqueues setting memory to zero."""

@@ -78,7 +78,7 @@ class Step(ctypes.Structure):
         cleared: runs of a buffer (begin and end, in floats) that are set to zero before.
         """
         runs = np.array(cleared, np.int64).reshape(-1, 2)
-        self.kept = [*tables, runs]  # as long as this
+        self.kept_alive = [*tables, runs]  # as long as this
         self.cleared = runs.ctypes.data
         self.clears = len(runs)
         self.program = tables[0].ctypes.data
@@ -325,8 +325,8 @@ class Library(OpTable):
 def library() -> Library:
     """The library, compiled on first use on this machine. Raises BuildError, ConfigError."""
     limits.check_addresses()
-    found = build.open_library()
-    return Library(found.to_load(), [str(p) for p in build.runtime_libraries()])
+    shared_library = build.open_library()
+    return Library(shared_library.to_load(), [str(p) for p in build.runtime_libraries()])
 
 
 def header(code: int, layout: str = "lanes", dtype: str = "fp32") -> int:
@@ -390,8 +390,8 @@ def memory(start: int, size: int) -> np.ndarray:
 def _offset_of_data() -> int:
     probe = np.zeros(3, np.float32)[1:]
     offset = object.__basicsize__
-    found = ctypes.c_ssize_t.from_address(id(probe) + offset).value
-    return offset if found == probe.ctypes.data else 0
+    address = ctypes.c_ssize_t.from_address(id(probe) + offset).value
+    return offset if address == probe.ctypes.data else 0
 
 
 # Where in the object of a NumPy array the address of its data stands: behind the head that all

@@ -49,26 +49,26 @@ class Files:
             try:
                 os.unlink(path)
                 os.posix_fallocate(descriptor, 0, count)
-                made = mmap.mmap(descriptor, count)
+                mapping = mmap.mmap(descriptor, count)
             finally:
                 os.close(descriptor)
         except OSError as problem:
             full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            what = f"has no room for {count / 2**20:,.0f} MiB more" if full else "cannot be used"
+            reason = f"has no room for {count / 2**20:,.0f} MiB more" if full else "cannot be used"
             raise OutputError(
-                f"[offload] {self.folder} {what} ({problem.strerror}); name another folder, on a "
+                f"[offload] {self.folder} {reason} ({problem.strerror}); name another folder, on a "
                 "disk with room for "
                 "parameters, gradients and the optimizer's state"
             ) from None
-        return np.frombuffer(made, np.uint8).view(dtype).reshape(shape)
+        return np.frombuffer(mapping, np.uint8).view(dtype).reshape(shape)
 
 
-_here = threading.local()
+_thread_state = threading.local()
 
 
 def maker(usual: Any = native.aligned) -> Any:
     """Returns what makes arrays on this thread: `usual`, or Files within `offload`."""
-    return getattr(_here, "maker", None) or usual
+    return getattr(_thread_state, "maker", None) or usual
 
 
 @contextmanager
@@ -79,9 +79,9 @@ def offload(folder: str | Path | None) -> Iterator[None]:
     For a model that does not fit into memory before a trainer has it; give the trainer the same
     `offload`. None, and "cpu", which is no folder: nothing is changed.
     """
-    before = maker(None)
-    _here.maker = before if folder in (None, "cpu") else Files(Path(folder))
+    previous_maker = maker(None)
+    _thread_state.maker = previous_maker if folder in (None, "cpu") else Files(Path(folder))
     try:
         yield
     finally:
-        _here.maker = before
+        _thread_state.maker = previous_maker

@@ -114,9 +114,9 @@ def _saved(y: Tensor, x: Tensor) -> Tensor:
     """The result of an op of x, for its gradient: not y itself, whose node would hold it, and it
     its node.
     """
-    kept = new_like(y, y.memory)
-    kept.device = x.device
-    return kept
+    saved = new_like(y, y.memory)
+    saved.device = x.device
+    return saved
 
 
 def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
@@ -152,12 +152,12 @@ def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
             a = to_rows(a)
             b = to_rows(b)
     if "lanes" in (a.layout, b.layout):
-        whole = [t.ndim == len(shape) and t.shape[0] == shape[0] for t in (a, b)]
+        full_batch = [t.ndim == len(shape) and t.shape[0] == shape[0] for t in (a, b)]
         if all(
             w if t.layout == "lanes" else w or t.ndim < len(shape) or t.shape[0] == 1
-            for t, w in zip((a, b), whole, strict=True)
+            for t, w in zip((a, b), full_batch, strict=True)
         ):
-            a, b = (to_lanes(t) if w else t for t, w in zip((a, b), whole, strict=True))
+            a, b = (to_lanes(t) if w else t for t, w in zip((a, b), full_batch, strict=True))
         else:
             a = to_rows(a)
             b = to_rows(b)
@@ -323,14 +323,16 @@ def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
 
 
 def _comparison(
-    name: str, op: str, sign: str, turned: bool = False
+    name: str, op: str, sign: str, swapped: bool = False
 ) -> Callable[[Any, Any], Tensor]:
     """The function that gives 1 where a `sign` b, else 0, by a kernel's op of (a, b), or
-    `turned` of (b, a).
+    `swapped` of (b, a).
     """
 
     def compare(a: Tensor, b: Tensor | Number) -> Tensor:
-        a, b = (to_float(t) if isinstance(t, Tensor) else t for t in ((b, a) if turned else (a, b)))
+        a, b = (
+            to_float(t) if isinstance(t, Tensor) else t for t in ((b, a) if swapped else (a, b))
+        )
         a, b, _ = _operands(op, a, b)
         return attach(
             _mask(_pair(op, a, b)), (a.detach(), b.detach()), lambda dy: (None, None), name=op
@@ -344,8 +346,8 @@ def _comparison(
 
 lt = _comparison("lt", "less", "<")
 le = _comparison("le", "less_equal", "<=")
-gt = _comparison("gt", "less", ">", turned=True)
-ge = _comparison("ge", "less_equal", ">=", turned=True)
+gt = _comparison("gt", "less", ">", swapped=True)
+ge = _comparison("ge", "less_equal", ">=", swapped=True)
 eq = _comparison("eq", "equal", "=")
 
 
@@ -476,12 +478,12 @@ def min(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
 
 def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """The place of the first of the largest elements along an axis, int32. No gradient."""
-    at = axis_of("argmax", dim, x.ndim)
+    axis = axis_of("argmax", dim, x.ndim)
     x = to_rows(x.detach())
-    y = empty((*x.shape[:at], 1, *x.shape[at + 1 :]), dtype=np.int32)
-    sizes = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
+    y = empty((*x.shape[:axis], 1, *x.shape[axis + 1 :]), dtype=np.int32)
+    sizes = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
     current().emit("argmax", y.memory, x.memory, *sizes)
-    return without(attach(y, (x,), lambda dy: (None,)), (at,), keepdim)
+    return without(attach(y, (x,), lambda dy: (None,)), (axis,), keepdim)
 
 
 def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
@@ -639,7 +641,7 @@ def _equal(a: Tensor, b: Any) -> Any:
 
 
 def _different(a: Tensor, b: Any) -> Any:
-    return NotImplemented if (same := _equal(a, b)) is NotImplemented else _not(same)
+    return NotImplemented if (equal := _equal(a, b)) is NotImplemented else _not(equal)
 
 
 def _truth(x: Tensor) -> bool:

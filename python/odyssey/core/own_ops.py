@@ -79,9 +79,11 @@ def _compiled(file: Path, accelerator: str | None = None) -> str:
     """Returns what to load of a file: its library, from the cache; compiled first when it is not
     there.
     """
-    device, where = ("OnGpu", "kernels.gpu.elementwise") if accelerator else ("Cpu", "kernels.op")
+    device, module_path = (
+        ("OnGpu", "kernels.gpu.elementwise") if accelerator else ("Cpu", "kernels.op")
+    )
     try:
-        exports = _ROOT.format(device=device, where=where)
+        exports = _ROOT.format(device=device, where=module_path)
         return build.open_own_library(file.read_bytes(), exports, accelerator).to_load()
     except BuildError as problem:
         raise BuildError(re.sub(r"[^\s:]*own\.mojo", str(file), str(problem))) from None

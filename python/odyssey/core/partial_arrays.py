@@ -45,12 +45,12 @@ class Guarded(np.ndarray):
         return np.array(self).__reduce_ex__(protocol)
 
     def __array_ufunc__(
-        self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **named: Any
+        self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **kwargs: Any
     ) -> Any:
         if any(isinstance(a, Guarded) for a in out):
             self._refuse()
         plain = [a.view(np.ndarray) if isinstance(a, Guarded) else a for a in inputs]
-        return getattr(ufunc, method)(*plain, **({"out": out} if out else {}), **named)
+        return getattr(ufunc, method)(*plain, **({"out": out} if out else {}), **kwargs)
 
 
 def guarded(array: np.ndarray) -> np.ndarray:

@@ -52,11 +52,11 @@ def device(where: int | str | Device = 0) -> Device:
             slot = int(form[2] or 0)
             if kind == "cpu":
                 return Device(slot)
-            found = gpus.count()
-            if slot >= found:
+            gpu_count = gpus.count()
+            if slot >= gpu_count:
                 raise DeviceError(
                     f"[device] {where!r} needs {slot + 1} GPUs and this machine has "
-                    f"{found or 'none'}; "
+                    f"{gpu_count or 'none'}; "
                     f"use device({slot}) or 'cpu'"
                 )
             raise DeviceError(
@@ -71,11 +71,11 @@ def device(where: int | str | Device = 0) -> Device:
     )
 
 
-def elsewhere(t: Tensor, where: Device) -> bool:
+def elsewhere(t: Tensor, place: Device) -> bool:
     """Returns whether a tensor is on another place; a parameter is on those of all modules that
     share it.
     """
-    return t.device.slot != where.slot and where not in getattr(t, "places", {}).values()
+    return t.device.slot != place.slot and place not in getattr(t, "places", {}).values()
 
 
 def place_of_op(inputs: tuple[Any, ...]) -> Device:
@@ -91,19 +91,19 @@ def place_of_op(inputs: tuple[Any, ...]) -> Device:
 def different_places(op: str, a: Tensor, b: Tensor) -> str:
     """Returns what to say about two inputs of an op that are on different places."""
 
-    def named(t: Tensor) -> str:
+    def describe(t: Tensor) -> str:
         if hasattr(t, "places"):
             return f"the {'bias' if t.ndim == 1 else 'weight'} {t.name or t.shape}"
         return "the label tensor" if t.dtype.__name__ == "int32" else "the input"
 
     if hasattr(a, "places") and not hasattr(b, "places"):
         a, b = b, a
-    move = named(a) if not hasattr(a, "places") else "the layer"
-    one = named(a)
-    other = named(b)
-    if one == other:
-        one = "one input"
-        other = "another"
+    move = describe(a) if not hasattr(a, "places") else "the layer"
+    first = describe(a)
+    second = describe(b)
+    if first == second:
+        first = "one input"
+        second = "another"
         move = "one"
     place = (
         f", or place the layer with @ {a.device}, after its weights are shared"
@@ -111,7 +111,7 @@ def different_places(op: str, a: Tensor, b: Tensor) -> str:
         else ""
     )
     return (
-        f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with "
+        f"[{op}] {first} is on {a.device}, {second} on {b.device}; move {move} with "
         f".to({b.device}){place}"
     )
 

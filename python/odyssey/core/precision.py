@@ -42,12 +42,12 @@ def autocast(precision: str = "bf16") -> Iterator[None]:
     a model that a trainer trains. Raises ConfigError for an unknown precision.
     """
     executor = current()
-    before = executor.precision
+    previous_precision = executor.precision
     executor.precision = check(precision, "autocast")
     try:
         yield
     finally:
-        executor.precision = before
+        executor.precision = previous_precision
 
 
 # --- loss scaling ---------------------------------------------------------------------------------
@@ -139,8 +139,14 @@ class GradScaler:
             return
         lib = native.library()
         record = np.zeros(lib.record, np.int64)
-        at = array.ctypes.data
-        record[:5] = (lib.codes["scale"], at, at, native.float_bits(1 / self.value), array.size)
+        address = array.ctypes.data
+        record[:5] = (
+            lib.codes["scale"],
+            address,
+            address,
+            native.float_bits(1 / self.value),
+            array.size,
+        )
         lib.run(record.ctypes.data, 1, native.Context(what="rounding"))
 
     def step(self, optimizer: Any) -> bool:

@@ -182,7 +182,7 @@ def _direct(
         sizes = (*sizes, dilation, groups)
         relu = ()
     # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
-    how = {"layout": x.layout, "dtype": product_precision() if c > 1 and plain else "fp32"}
+    options = {"layout": x.layout, "dtype": product_precision() if c > 1 and plain else "fp32"}
     current().emit(
         f"{kind}_forward",
         y.memory,
@@ -191,18 +191,22 @@ def _direct(
         bias_memory(bias, k),
         *sizes,
         *relu,
-        **how,
+        **options,
     )
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             db = grad_memory(op, bias, k)
             dw = grad_memory(op, weight)
-            current().emit(f"{kind}_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
+            current().emit(
+                f"{kind}_backward_weight", dw, db, dy.memory, x.memory, *sizes, **options
+            )
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit(f"{kind}_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
+        current().emit(
+            f"{kind}_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **options
+        )
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward, name=op)
@@ -313,20 +317,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     g = x.groups
     (o, i) = weight.shape
     y = empty((x.shape[0], o), x.layout)
-    how = {"layout": x.layout, "dtype": product_precision()}
+    options = {"layout": x.layout, "dtype": product_precision()}
     current().emit(
-        "linear_forward", y.memory, x.memory, weight.memory, bias_memory(bias, o), g, i, o, 0, **how
+        "linear_forward",
+        y.memory,
+        x.memory,
+        weight.memory,
+        bias_memory(bias, o),
+        g,
+        i,
+        o,
+        0,
+        **options,
     )
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             db = grad_memory("linear", bias, o)
             dw = grad_memory("linear", weight)
-            current().emit("linear_backward_weight", dw, db, dy.memory, x.memory, g, i, o, **how)
+            current().emit(
+                "linear_backward_weight", dw, db, dy.memory, x.memory, g, i, o, **options
+            )
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, **how)
+        current().emit(
+            "linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, **options
+        )
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)

@@ -150,12 +150,12 @@ class Executor:
         """
         lib = native.library()
         declared = lib.ops[op]
-        at = declared.scratch
-        if at is None:
+        scratch_index = declared.scratch
+        if scratch_index is None:
             return args
         sizes = args[len(declared.outputs) + len(declared.inputs) - 1 :]
         need = 0 if self.gpu else lib.scratch(declared, sizes, layout, dtype)
-        return (*args[:at], self.alloc(need) if need else None, *args[at:])
+        return (*args[:scratch_index], self.alloc(need) if need else None, *args[scratch_index:])
 
     def next_layer(self) -> int:
         """Number of the next dropout, so that no two draw the same mask."""
@@ -190,26 +190,26 @@ class Executor:
         comes between them.
         """
         scope = self.scope
-        before = scope.tag, scope.device
+        outer = scope.tag, scope.device
         scope.tag = number
         scope.device = device
         try:
             yield
         finally:
-            scope.tag, scope.device = before
+            scope.tag, scope.device = outer
 
     @contextmanager
     def repeat(self, ops: int, layer: int) -> Iterator[None]:
         """Forward ops inside are those from `ops` on, and dropouts those from `layer` on, again,
         in a backward pass.
         """
-        before = self.scope, self.layer
+        outer = self.scope, self.layer
         self.scope = Scope("backward", ops=ops, recompute=True)
         self.layer = layer
         try:
             yield
         finally:
-            self.scope, self.layer = before
+            self.scope, self.layer = outer
 
 
 class Eager(Executor):
@@ -328,9 +328,11 @@ class Recorder(Executor):
     def emit(self, op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
         scope = self.scope
         tag = -1 if scope.tag is None else scope.tag
-        given = list(self.with_scratch(op, args, layout, dtype))
+        all_args = list(self.with_scratch(op, args, layout, dtype))
         self.records.append(
-            Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype)
+            Record(
+                op, all_args, layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype
+            )
         )
         if tag >= 0:
             self._closed = len(self.records)
@@ -365,21 +367,24 @@ def serialize(
     will have. lib: a library of GPUs that will run them. address: where memory is there that is not
     the program's or the arena's.
     """
-    own = native.library()
+    cpu_library = native.library()
 
     def operand(memory: Memory) -> int:
         if isinstance(memory, Slot):
             return native.WORK << 56 | memory.offset
         if isinstance(memory, Range) and memory.arena is arena:
-            at = memory.offset if locate is None else 4 * locate(memory.space, memory.offset // 4)
-            return memory.space << 56 | at
+            offset = (
+                memory.offset if locate is None else 4 * locate(memory.space, memory.offset // 4)
+            )
+            return memory.space << 56 | offset
         keep.append(memory)
         return address(memory)
 
     sizes = {
-        4 * at: 4 * p.size for (_, p), at in zip(arena.named, arena.offsets.values(), strict=False)
+        4 * offset: 4 * p.size
+        for (_, p), offset in zip(arena.named, arena.offsets.values(), strict=False)
     }
-    table = np.zeros((len(records), own.record), np.int64)
+    table = np.zeros((len(records), cpu_library.record), np.int64)
     for row, r in zip(table, records, strict=True):
         if lib is None:
             used = [a for i, a in enumerate(r.args) if i != r.declared.scratch]
@@ -388,7 +393,9 @@ def serialize(
                 sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena
             )
             row[-1] = moved << 1 | (r.phase == "backward")  # for timelines
-        row[: len(r.args) + 1] = encode(lib or own, r.op, r.args, operand, r.layout, r.dtype)
+        row[: len(r.args) + 1] = encode(
+            lib or cpu_library, r.op, r.args, operand, r.layout, r.dtype
+        )
     return table
 
 
@@ -509,13 +516,13 @@ def eliminate_dead_code(records: list[Record]) -> list[Record]:
     is.
     """
     read: set[int] = set()
-    kept: list[Record] = []
+    live_records: list[Record] = []
     for r in reversed(records):
         if r.recompute and not any(id(a) in read for a in r.args[: len(r.declared.outputs)]):
             continue
         read.update(id(a) for a in r.args if isinstance(a, Slot))
-        kept.append(r)
-    return kept[::-1]
+        live_records.append(r)
+    return live_records[::-1]
 
 
 # --- fusion ----------------------------------------------------------------------------------
@@ -551,9 +558,9 @@ def fuse(records: list[Record]) -> list[Record]:
         if r.declared.inputs == ("x",):
             y = r.args[0]
             x = r.args[1]
-            before = users.get(id(x), [])
-            if len(before) == 2 and before[1] == i:
-                maker = out[before[0]]
+            input_users = users.get(id(x), [])
+            if len(input_users) == 2 and input_users[1] == i:
+                maker = out[input_users[0]]
                 if (
                     maker is not None
                     and maker.declared.sizes[-1:] == ("relu",)
@@ -566,10 +573,10 @@ def fuse(records: list[Record]) -> list[Record]:
                     rectified[id(y)] = maker
         else:
             dx, dy, y = r.args[:3]
-            before = users.get(id(dy), [])
-            after = users.get(id(dx), [])
-            reader = out[after[1]] if len(after) == 2 else None
-            maker = out[before[0]] if len(before) == 2 and before[1] == i else None
+            input_users = users.get(id(dy), [])
+            output_users = users.get(id(dx), [])
+            reader = out[output_users[1]] if len(output_users) == 2 else None
+            maker = out[input_users[0]] if len(input_users) == 2 and input_users[1] == i else None
             of = rectified.get(id(y))
             if of is not None and reader is not None and reader.declared.sizes[-1:] == ("relu",):
                 if reader.named.get("dy") is dx and reader.named.get("x") is of.named.get("x"):
@@ -578,7 +585,11 @@ def fuse(records: list[Record]) -> list[Record]:
                     out[i] = None
             elif maker is not None and maker.declared.sizes[-1:] == ("relu of x",):
                 saved = (records[users[id(a)][0]] for a in maker.args[2:] if isinstance(a, Slot))
-                if any(a is y for made in saved for a in made.args[len(made.declared.outputs) :]):
+                if any(
+                    a is y
+                    for producer in saved
+                    for a in producer.args[len(producer.declared.outputs) :]
+                ):
                     maker.args[0] = dx
                     maker.args[-1] = 1
                     out[i] = None
@@ -607,9 +618,9 @@ def current() -> Eager | Recorder:
 @contextmanager
 def using(executor: Eager | Recorder) -> Iterator[None]:
     """Sends the ops of this thread to another executor for a while."""
-    before = _state.executor
+    previous_executor = _state.executor
     _state.executor = executor
     try:
         yield
     finally:
-        _state.executor = before
+        _state.executor = previous_executor

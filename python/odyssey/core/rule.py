@@ -29,10 +29,10 @@ from .tape import Tensor, make, no_grad
 TILE = 960
 GPU_TILE = 1 << 22  # what fits a GPU's cache; the arrays on the way want some of this size
 NUMBERS = (int, float, np.number)
-MOST = 9  # state arrays: the addresses of more do not fit a record
+MAX_STATES = 9  # state arrays: the addresses of more do not fit a record
 # spaces on a GPU, behind those of parameters, gradients and states
-WORK = MOST + 3
-DIVISOR = MOST + 4
+WORK = MAX_STATES + 3
+DIVISOR = MAX_STATES + 4
 
 
 class Scalar(Tensor):
@@ -72,14 +72,14 @@ class Scalar(Tensor):
     def root(self) -> Scalar:
         return self.computed(math.sqrt, self)
 
-    def evaluate(self, given: Mapping[str, float]) -> None:
+    def evaluate(self, numbers: Mapping[str, float]) -> None:
         """Takes the value of this step.
 
         Raises ArithmeticError, TypeError, ValueError: there is none.
         """
         of, args = self._of
         if of is None:
-            value = given[self.names[0]]
+            value = numbers[self.names[0]]
         else:
             value = of(args[0].value, args[1].value) if len(args) == 2 else of(args[0].value)
         self.value = value
@@ -99,11 +99,11 @@ class Scalar(Tensor):
     __hash__ = object.__hash__
 
 
-def _scalar_first(name: str, of: Callable[..., Any], turned: bool) -> Callable[[Scalar, Any], Any]:
-    def method(self: Scalar, other: Any) -> Any:
-        if isinstance(other, (Scalar, int, float)):
-            return self.computed(of, other, self) if turned else self.computed(of, self, other)
-        return getattr(Tensor, name)(self, other)
+def _scalar_first(name: str, of: Callable[..., Any], swapped: bool) -> Callable[[Scalar, Any], Any]:
+    def method(self: Scalar, operand: Any) -> Any:
+        if isinstance(operand, (Scalar, int, float)):
+            return self.computed(of, operand, self) if swapped else self.computed(of, self, operand)
+        return getattr(Tensor, name)(self, operand)
 
     return method
 
@@ -154,32 +154,32 @@ class RuleProgram:
         self._lib = lib
         self._on_gpu = "tiles" not in lib.codes
         self._scalars: list[Scalar] = []
-        self._given: Mapping[str, float] = {}  # what the scalars are of
+        self._numbers: Mapping[str, float] = {}  # what the scalars are of
         # by the ops, and by these: in the order in which they are evaluated
         self._used: list[Scalar] = []
         view = object.__new__(type(optimizer))
         vars(view).update({k: self._scalar(k, v) for k, v in vars(optimizer).items()})
-        before = dict(vars(view))
+        view_before = dict(vars(view))
         recorder = _Rules(None, 0, n)
         runs = [make(_Value(4 * n), (n,)) for _ in range(2 + len(optimizer.states))]
         try:
             with using(recorder), no_grad():
                 mean = multiply(runs[1], Scalar(self._scalars, ["mean"], None))
-                found = view.rule(runs[0], mean, *runs[2:])
-            found = (
-                [found]
-                if isinstance(found, Tensor)
-                else list(found)
-                if isinstance(found, (tuple, list))
+                results = view.rule(runs[0], mean, *runs[2:])
+            results = (
+                [results]
+                if isinstance(results, Tensor)
+                else list(results)
+                if isinstance(results, (tuple, list))
                 else []
             )
-            self._check(optimizer.states, found)
-            if changed := [k for k, v in vars(view).items() if v is not before.get(k, self)]:
+            self._check(optimizer.states, results)
+            if changed := [k for k, v in vars(view).items() if v is not view_before.get(k, self)]:
                 raise ConfigError(
                     f"rule() sets self.{changed[0]}: it is recorded once; keep what changes in "
                     "`states`"
                 )
-            records = self._written(recorder.records, runs, found)
+            records = self._write_results(recorder.records, runs, results)
         except ConfigError as problem:
             raise ConfigError(f"[{self.owner}] {problem}").on_all_ranks() from problem
         self._encode(records)
@@ -190,18 +190,18 @@ class RuleProgram:
         number = isinstance(value, NUMBERS) and not isinstance(value, bool)
         return Scalar(self._scalars, [name], None) if number else value
 
-    def _check(self, states: Sequence[str], found: list[Any]) -> None:
-        wanted = ["p", *states]
-        shapes = [getattr(y, "shape", type(y).__name__) for y in found]
-        if shapes != [(self.n,)] * len(wanted) or any(y.dtype != np.float32 for y in found):
+    def _check(self, states: Sequence[str], results: list[Any]) -> None:
+        expected = ["p", *states]
+        shapes = [getattr(y, "shape", type(y).__name__) for y in results]
+        if shapes != [(self.n,)] * len(expected) or any(y.dtype != np.float32 for y in results):
             raise ConfigError(
                 f"rule() gave {', '.join(map(str, shapes)) or 'no tensors'}; it must return the "
-                f"new {', '.join(wanted)}"
+                f"new {', '.join(expected)}"
                 f", each of the shape of p, ({self.n},)"
             )
 
-    def _written(
-        self, records: list[Record], runs: list[Tensor], found: list[Tensor]
+    def _write_results(
+        self, records: list[Record], runs: list[Tensor], results: list[Tensor]
     ) -> list[Record]:
         """The records, with what the rule returns written into the run itself: by the op that
         makes it, if what was there is not read afterwards, else by a copy at the end.
@@ -233,7 +233,7 @@ class RuleProgram:
                     f"rule() uses {r.op} of settings alone; of these + - * / ** F.sqrt and "
                     "comparisons"
                 )
-        records = records if self._on_gpu else self._joined(records, found)
+        records = records if self._on_gpu else self._joined(records, results)
         used = {id(a) for r in records for a in r.args}
         # what no op needs is not evaluated: it may be any number
         for scalar in reversed(self._scalars):
@@ -242,18 +242,21 @@ class RuleProgram:
                 used.update(id(a.memory) for a in scalar._of[1] if isinstance(a, Scalar))
         records = [r.changed(args=[spaces.get(id(a), a) for a in r.args]) for r in records]
         last = []
-        made = {id(r.args[0]): i for i, r in enumerate(records)}
+        makers = {id(r.args[0]): i for i, r in enumerate(records)}
         targets = [spaces[id(runs[i].memory)] for i in (0, *range(2, len(runs)))]
-        returned = [spaces.get(id(y.memory), y.memory) for y in found]
+        returned = [spaces.get(id(y.memory), y.memory) for y in results]
         for k, (memory, target) in enumerate(zip(returned, targets, strict=True)):
             if memory is target:
                 continue
-            i = made.get(id(memory))
-            others = returned[:k] + returned[k + 1 :]
-            apart = (
-                i is not None and not self._on_gpu and target not in others and memory not in others
+            i = makers.get(id(memory))
+            other_results = returned[:k] + returned[k + 1 :]
+            separate = (
+                i is not None
+                and not self._on_gpu
+                and target not in other_results
+                and memory not in other_results
             )
-            if apart and not any(a is target for r in records[i + 1 :] for a in r.args):
+            if separate and not any(a is target for r in records[i + 1 :] for a in r.args):
                 for r in records[i:]:
                     r.args = [target if a is memory else a for a in r.args]
                 continue
@@ -270,15 +273,15 @@ class RuleProgram:
         self._last = len(last)  # records that write what is returned
         return records + last
 
-    def _joined(self, records: list[Record], found: list[Tensor]) -> list[Record]:
+    def _joined(self, records: list[Record], results: list[Tensor]) -> list[Record]:
         """The records, those of a sum of products or a quotient by a root as one that makes the
         same roundings: of what is in the cache, an op takes the time of its loads and stores.
         """
         scalars = {id(s.memory): s for s in self._scalars}
         reads = Counter(
-            [id(a) for r in records for a in r.args[1:]] + [id(y.memory) for y in found]
+            [id(a) for r in records for a in r.args[1:]] + [id(y.memory) for y in results]
         )
-        made = {id(r.args[0]): (r.op, r.args) for r in records if reads[id(r.args[0])] == 1}
+        makers = {id(r.args[0]): (r.op, r.args) for r in records if reads[id(r.args[0])] == 1}
 
         def number(of: Callable[..., Any], of_what: Any) -> Any:
             made_of = self._scalars[0].computed(of, of_what)
@@ -291,7 +294,7 @@ class RuleProgram:
 
         def factors(memory: Any, arrays: bool = False) -> tuple[Any, Any]:
             """An array and a number whose product it is, or of two arrays."""
-            op, args = made.get(id(memory), ("", [None] * 3))
+            op, args = makers.get(id(memory), ("", [None] * 3))
             if op == "scale" and args[2] == -1:
                 x, s = factors(args[1])
                 return x, number(operator.neg, scalars[id(s)])
@@ -314,21 +317,21 @@ class RuleProgram:
             elif (
                 r.op == "divide"
                 and r.args[12] == r.args[17] == 1
-                and made.get(id(v), " ")[0] == "add_strided"
+                and makers.get(id(v), " ")[0] == "add_strided"
             ):
-                root, eps = ordered(*made[id(v)][1][1:3])
-                op, args = made.get(id(root), ("", []))
+                root, eps = ordered(*makers[id(v)][1][1:3])
+                op, args = makers.get(id(root), ("", []))
                 if op == "sqrt" and id(eps) in scalars:
                     records[i] = r.changed(
                         op="root_quotient", args=[y, *factors(u), *factors(args[1]), eps, self.n]
                     )
-        read = {id(y.memory) for y in found}
-        kept = []
+        read = {id(y.memory) for y in results}
+        live = []
         for r in reversed(records):
             if id(r.args[0]) in read:
                 read.update(map(id, r.args[1:]))
-                kept.append(r)
-        return kept[::-1]
+                live.append(r)
+        return live[::-1]
 
     def _encode(self, records: list[Record]) -> None:
         lib = self._lib
@@ -373,7 +376,7 @@ class RuleProgram:
         return self._tables[n]
 
     def launches(
-        self, n: int, runs: Sequence[int], work: int, divisor: int, ends: np.ndarray, at: int
+        self, n: int, runs: Sequence[int], work: int, divisor: int, ends: np.ndarray, start: int
     ) -> np.ndarray:
         """The records for n floats on a GPU, as of the last `evaluate`; what they give is taken
         if the step is.
@@ -383,10 +386,10 @@ class RuleProgram:
             work: address of `nbytes` bytes.
             divisor: address of what the gradients are divided by.
             ends: where the parameters of the arena begin and end, (n, 2) int64 in pinned memory.
-            at: place of the floats in the arena.
+            start: place of the floats in the arena.
         """
-        first = np.searchsorted(ends[:, 1], at, "right")
-        end = np.searchsorted(ends[:, 0], at + n)
+        first = np.searchsorted(ends[:, 1], start, "right")
+        end = np.searchsorted(ends[:, 0], start + n)
         table = self.of(n)[0]
         if first == end:
             return table[:0]
@@ -396,26 +399,26 @@ class RuleProgram:
         bases[DIVISOR] = divisor
         rows = (table & (1 << 56) - 1) + bases[table >> 56]
         rows[: len(self._used), 2] = [native.float_bits(s.value) for s in self._used]
-        rows[len(rows) - self._last :, 3:6] = ends[first:].ctypes.data, end - first, at
+        rows[len(rows) - self._last :, 3:6] = ends[first:].ctypes.data, end - first, start
         return rows
 
-    def evaluate(self, given: Mapping[str, float]) -> None:
+    def evaluate(self, numbers: Mapping[str, float]) -> None:
         """Takes the numbers of this step. Raises ConfigError: one of them is not finite."""
-        before = self._given
-        self._given = {}
-        changed = {name for name, value in given.items() if value is not before.get(name)}
+        previous = self._numbers
+        self._numbers = {}
+        changed = {name for name, value in numbers.items() if value is not previous.get(name)}
         try:
             for scalar in self._used:
                 if not changed.isdisjoint(scalar.names):
-                    scalar.evaluate(given)
+                    scalar.evaluate(numbers)
         except (ArithmeticError, TypeError, ValueError) as problem:
-            values = " and ".join(f"{name} = {given[name]:g}" for name in scalar.names)
+            values = " and ".join(f"{name} = {numbers[name]:g}" for name in scalar.names)
             raise ConfigError(
                 f"[{self.owner}] rule(): a number made of {values} cannot be computed: "
                 f"{problem}; it must be finite in "
                 "every step"
             ).on_all_ranks() from None
-        self._given = given
+        self._numbers = numbers
 
 
 class RulePrograms:
@@ -437,27 +440,27 @@ class RulePrograms:
     def _program(
         self, optimizer: Any, n: int, lib: Any, mean: float, lr: float, decays: bool
     ) -> RuleProgram:
-        given: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         kinds: list[Any] = [n, lib.table, decays]  # what a recording depends on
         for name, value in vars(optimizer).items():
             kind = type(value)
             if kind is float or kind is int:
-                given[name] = value
+                numbers[name] = value
             elif kind is tuple:
                 for i, v in enumerate(value):
-                    given[f"{name}[{i}]"] = v
+                    numbers[f"{name}[{i}]"] = v
                 kinds.append((name, len(value)))
             elif kind is bool or kind is str or value is None:
                 kinds.append((name, value))
             elif isinstance(value, NUMBERS):  # NumPy's
-                given[name] = float(value)
-        given |= (
+                numbers[name] = float(value)
+        numbers |= (
             {"mean": mean, "lr": lr} if decays else {"mean": mean, "lr": lr, "weight_decay": 0.0}
         )
         key = tuple(kinds)
         if key not in self._programs:
             self._programs[key] = RuleProgram(optimizer, n, lib)
-        self._programs[key].evaluate(given)
+        self._programs[key].evaluate(numbers)
         return self._programs[key]
 
     def records(
@@ -487,22 +490,22 @@ class RulePrograms:
             return self._launches(program, arena, u, addresses, divisor)
         if arena is not None and self._size != arena.size:
             ends = [(arena.offsets[name] + p.size, -p.size % ALIGN) for name, p in arena.named]
-            gaps = np.array([(end, end + more) for end, more in ends if more], np.int64)
+            gaps = np.array([(end, end + padding) for end, padding in ends if padding], np.int64)
             self._size = arena.size
             self._gaps = (gaps.ctypes.data, len(gaps), gaps)
         runs = *self._gaps[:2], u.at, len(addresses), *addresses
-        rest = program.of(u.n % TILE or TILE)
-        return [[lib.codes["tiles"], lib.table, *program.of(TILE)[1:], *rest[1:], TILE, u.n, *runs]]
+        tail = program.of(u.n % TILE or TILE)
+        return [[lib.codes["tiles"], lib.table, *program.of(TILE)[1:], *tail[1:], TILE, u.n, *runs]]
 
     def _launches(
         self, program: RuleProgram, arena: Any, u: Any, addresses: Sequence[int], divisor: int
     ) -> list[np.ndarray]:
         ends = u.worker.pinned("parameters", 16 * len(arena.named)).view(np.int64).reshape(-1, 2)
-        ends[:] = [(at := arena.offsets[name], at + p.size) for name, p in arena.named]
+        ends[:] = [(start := arena.offsets[name], start + p.size) for name, p in arena.named]
         work = u.worker.area("rule", program.nbytes)
-        found = []
-        for at in range(0, u.n, program.n):
-            n = min(program.n, u.n - at)
-            runs = [a + 4 * at for a in addresses]
-            found += [*program.launches(n, runs, work, divisor, ends, u.at + at)]
-        return found
+        launches = []
+        for start in range(0, u.n, program.n):
+            n = min(program.n, u.n - start)
+            runs = [a + 4 * start for a in addresses]
+            launches += [*program.launches(n, runs, work, divisor, ends, u.at + start)]
+        return launches

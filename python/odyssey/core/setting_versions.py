@@ -53,12 +53,12 @@ def unnoticed() -> Iterator[list[tuple[Any, str]]]:
     """Within it, this thread's changes of modules raise no number; gives the list of what was
     set.
     """
-    before = running.written
+    outer_written = running.written
     running.written = []
     try:
         yield running.written
     finally:
-        running.written = before
+        running.written = outer_written
 
 
 def same(before: Any, after: Any) -> bool:
@@ -78,8 +78,8 @@ def same(before: Any, after: Any) -> bool:
 
 def noted(owner: Any, name: str, after: Any = _MISSING) -> None:
     """Notes that an attribute of a module is about to be set, or deleted: call it before."""
-    before = vars(owner).get(name, getattr(type(owner), name, _MISSING))
-    if same(before, after):
+    previous = vars(owner).get(name, getattr(type(owner), name, _MISSING))
+    if same(previous, after):
         return
     if running.written is not None:
         running.written.append((owner, name))

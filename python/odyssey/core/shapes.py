@@ -108,27 +108,30 @@ def strides_of(dims: Shape) -> list[int]:
     return [math.prod(dims[i + 1 :]) for i in range(len(dims))]
 
 
-def merged(name: str, most: int, dims: Sequence[int], *strides: Sequence[int]) -> list[list[int]]:
-    """Sizes and strides with axes that lie one behind the other made one, filled up to `most`
+def merged(
+    name: str, max_axes: int, dims: Sequence[int], *strides: Sequence[int]
+) -> list[list[int]]:
+    """Sizes and strides with axes that lie one behind the other made one, filled up to `max_axes`
     axes with axes of one.
     """
-    kept: list[list[int]] = []
+    axes: list[list[int]] = []
     for size, *steps in zip(dims, *strides, strict=True):
         if size == 1:
             continue
-        if kept and all(
-            before == step * size for before, step in zip(kept[-1][1:], steps, strict=True)
+        if axes and all(
+            outer_stride == step * size
+            for outer_stride, step in zip(axes[-1][1:], steps, strict=True)
         ):
-            kept[-1] = [kept[-1][0] * size, *steps]
+            axes[-1] = [axes[-1][0] * size, *steps]
         else:
-            kept.append([size, *steps])
-    if len(kept) > most:
+            axes.append([size, *steps])
+    if len(axes) > max_axes:
         raise ShapeError(
-            f"[{name}] {len(kept)} axes that cannot be made one; at most {most} are supported: "
+            f"[{name}] {len(axes)} axes that cannot be made one; at most {max_axes} are supported: "
             "reshape first"
         )
-    kept = [[1] + [0] * len(strides)] * (most - len(kept)) + kept
-    return [list(column) for column in zip(*kept, strict=True)]
+    axes = [[1] + [0] * len(strides)] * (max_axes - len(axes)) + axes
+    return [list(column) for column in zip(*axes, strict=True)]
 
 
 def _copy(
@@ -151,10 +154,10 @@ def adjoint(op: str, x: Tensor, *args: Any, layout: str = "lanes") -> Backward:
     dy and `args`.
     """
     shape = x.shape
-    own = x.layout
+    input_layout = x.layout
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(shape, own)
+        dx = empty(shape, input_layout)
         current().emit(op, dx.memory, dy.memory, *args, layout=layout)
         return (dx,)
 
@@ -183,7 +186,7 @@ Tensor.size = property(_size)  # type: ignore[attr-defined]
 # --- shapes ---------------------------------------------------------------------------------------
 
 
-def _given(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+def _unpack_sizes(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
 
 
@@ -210,18 +213,18 @@ def axis_of(name: str, dim: int, ndim: int) -> int:
 def reshape(x: Tensor, *shape: int) -> Tensor:
     """The same numbers in another shape. One size may be -1."""
     x = as_tensor(x)
-    given = _given(shape)
-    known = math.prod(s for s in given if s != -1)
-    new = tuple(x.size // builtins.max(known, 1) if s == -1 else s for s in given)
-    if builtins.min(new, default=1) < 0 or given.count(-1) > 1 or math.prod(new) != x.size:
-        raise ShapeError(f"[reshape] {x.shape} cannot become {given}")
+    target = _unpack_sizes(shape)
+    fixed_size = math.prod(s for s in target if s != -1)
+    new = tuple(x.size // builtins.max(fixed_size, 1) if s == -1 else s for s in target)
+    if builtins.min(new, default=1) < 0 or target.count(-1) > 1 or math.prod(new) != x.size:
+        raise ShapeError(f"[reshape] {x.shape} cannot become {target}")
     if x.layout != "rows" and all(math.prod(new[:n]) != x.lanes for n in (1, 2)):
         x = to_rows(x)
     layout = "rows" if x.layout == "rows" else "lanes" if new[:1] == (x.lanes,) else "tokens"
     y = make(x.memory, new, layout, x.dtype)
-    before = x.shape
+    old_shape = x.shape
     y.mask = x.mask
-    return attach(y, (x,), lambda dy: (reshape(dy, before),))
+    return attach(y, (x,), lambda dy: (reshape(dy, old_shape),))
 
 
 def flatten(x: Tensor, start_dim: int = 1, end_dim: int = -1) -> Tensor:
@@ -232,21 +235,23 @@ def flatten(x: Tensor, start_dim: int = 1, end_dim: int = -1) -> Tensor:
 
 def unsqueeze(x: Tensor, dim: int) -> Tensor:
     """With an axis of one more."""
-    at = axis_of("unsqueeze", dim, x.ndim + 1)
-    return reshape(x, *x.shape[:at], 1, *x.shape[at:])
+    axis = axis_of("unsqueeze", dim, x.ndim + 1)
+    return reshape(x, *x.shape[:axis], 1, *x.shape[axis:])
 
 
 def squeeze(x: Tensor, dim: Dims = None) -> Tensor:
     """Without an axis of one, or all such axes."""
-    gone = axes_of("squeeze", x, dim)
-    return reshape(x, tuple(n for i, n in enumerate(x.shape) if n != 1 or i not in gone))
+    axes = axes_of("squeeze", x, dim)
+    return reshape(x, tuple(n for i, n in enumerate(x.shape) if n != 1 or i not in axes))
 
 
 def permute(x: Tensor, *dims: int) -> Tensor:
     """The axes in another order."""
-    order = tuple(axis_of("permute", d, x.ndim) for d in _given(dims))
+    order = tuple(axis_of("permute", d, x.ndim) for d in _unpack_sizes(dims))
     if sorted(order) != list(range(x.ndim)):
-        raise ShapeError(f"[permute] axes {_given(dims)} of shape {x.shape}; name each axis once")
+        raise ShapeError(
+            f"[permute] axes {_unpack_sizes(dims)} of shape {x.shape}; name each axis once"
+        )
     x = x if order[:1] == (0,) and x.layout != "tokens" else to_rows(x)
     y = empty_like(x, tuple(x.shape[d] for d in order), x.layout)
     strides = strides_of(memory_shape(x.shape, x.layout))
@@ -269,12 +274,12 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
 
 def expand(x: Tensor, *sizes: int) -> Tensor:
     """Axes of one repeated to the sizes given; -1 leaves a size. Axes may be added in front."""
-    given = _given(sizes)
-    old = (1,) * (len(given) - x.ndim) + x.shape
-    new = tuple(o if g == -1 else g for o, g in zip(old, given, strict=False))
-    if len(given) < x.ndim or any(o not in (1, n) for o, n in zip(old, new, strict=True)):
+    target = _unpack_sizes(sizes)
+    old = (1,) * (len(target) - x.ndim) + x.shape
+    new = tuple(o if g == -1 else g for o, g in zip(old, target, strict=False))
+    if len(target) < x.ndim or any(o not in (1, n) for o, n in zip(old, new, strict=True)):
         raise ShapeError(
-            f"[expand] {x.shape} cannot become {given}; only axes of size 1 are repeated"
+            f"[expand] {x.shape} cannot become {target}; only axes of size 1 are repeated"
         )
     if x.layout == "tokens" or (
         x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0])
@@ -285,16 +290,16 @@ def expand(x: Tensor, *sizes: int) -> Tensor:
     dims = memory_shape(new, x.layout)
     strides = [0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)]
     _copy("expand", y.memory, x.memory, dims, strides_of(dims), strides)
-    before = x.shape
-    return attach(y, (x,), lambda dy: (sum_to(dy, before),))
+    old_shape = x.shape
+    return attach(y, (x,), lambda dy: (sum_to(dy, old_shape),))
 
 
 def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
     """sizes[i] numbers along each axis i, from starts[i] on, steps[i] apart."""
     if x.layout == "tokens":
         n = x.lanes
-        whole = (tuple(sizes[:2]), tuple(steps[:2])) == (x.shape[:2], (1, 1))
-        if whole:
+        keeps_tokens = (tuple(sizes[:2]), tuple(steps[:2])) == (x.shape[:2], (1, 1))
+        if keeps_tokens:
             return reshape(
                 _cut(as_lanes(x, True), [0, *starts[2:]], [n, *sizes[2:]], [1, *steps[2:]]), *sizes
             )
@@ -303,18 +308,18 @@ def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence
         x = to_rows(x)
     y = empty_like(x, tuple(sizes), x.layout)
     memory = strides_of(memory_shape(x.shape, x.layout))
-    at = builtins.sum(s * n for s, n in zip(starts, memory, strict=False))
+    offset = builtins.sum(s * n for s, n in zip(starts, memory, strict=False))
     along = [s * n for s, n in zip(steps, memory, strict=False)] + memory[x.ndim :]
     dims = memory_shape(y.shape, x.layout)
     packed = strides_of(dims)
-    _copy("slice", y.memory, x.memory, dims, packed, along, 0, at)
-    before = x.shape
+    _copy("slice", y.memory, x.memory, dims, packed, along, 0, offset)
+    old_shape = x.shape
     layout = x.layout
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(before, layout)
+        dx = empty(old_shape, layout)
         current().emit("fill", dx.memory, 0.0, dx.floats)
-        _copy("slice", dx.memory, dy.memory, dims, along, packed, at, 0)
+        _copy("slice", dx.memory, dy.memory, dims, along, packed, offset, 0)
         return (dx,)
 
     return attach(y, (x,), backward, name="slice")
@@ -336,13 +341,13 @@ def getitem(x: Tensor, key: Any) -> Tensor:
                 "whole numbers alone, for rows: of another axis x.transpose(0, "
                 "axis)[index].transpose(0, axis)"
             )
-    named = len([k for k in keys if k is not None and k is not Ellipsis])
-    if keys.count(Ellipsis) > 1 or named > x.ndim:
+    indexed_axes = len([k for k in keys if k is not None and k is not Ellipsis])
+    if keys.count(Ellipsis) > 1 or indexed_axes > x.ndim:
         raise ShapeError(
             f"[index] {len(keys)} indices for shape {x.shape}; give at most one for each axis"
         )
-    at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
-    keys[at : at + 1] = [slice(None)] * (x.ndim - named)
+    position = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
+    keys[position : position + 1] = [slice(None)] * (x.ndim - indexed_axes)
     starts = []
     sizes = []
     steps = []
@@ -378,20 +383,20 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Tensors joined along an axis, along which alone they may differ."""
     if not tensors:
         raise ShapeError("[cat] no tensors; give at least one")
-    at = axis_of("cat", dim, tensors[0].ndim)
-    rest = [(*t.shape[:at], *t.shape[at + 1 :]) for t in tensors]
-    if len(set(rest)) > 1:
+    axis = axis_of("cat", dim, tensors[0].ndim)
+    other_sizes = [(*t.shape[:axis], *t.shape[axis + 1 :]) for t in tensors]
+    if len(set(other_sizes)) > 1:
         raise ShapeError(
-            f"[cat] shapes {[t.shape for t in tensors]}; they may differ along axis {at} alone"
+            f"[cat] shapes {[t.shape for t in tensors]}; they may differ along axis {axis} alone"
         )
-    if at > 1 and any(t.layout == "tokens" for t in tensors):
-        y = cat([as_lanes(to_lanes(t, "tokens"), True) for t in tensors], at - 1)
+    if axis > 1 and any(t.layout == "tokens" for t in tensors):
+        y = cat([as_lanes(to_lanes(t, "tokens"), True) for t in tensors], axis - 1)
         return reshape(y, *tensors[0].shape[:2], *y.shape[1:])
-    lanes = at > 0 and any(t.layout == "lanes" for t in tensors)
+    lanes = axis > 0 and any(t.layout == "lanes" for t in tensors)
     parts = tuple(to_lanes(t) if lanes else to_rows(t) for t in tensors)
     x = parts[0]
-    ends = np.cumsum([t.shape[at] for t in parts]).tolist()
-    y = empty_like(x, (*x.shape[:at], ends[-1], *x.shape[at + 1 :]), x.layout)
+    ends = np.cumsum([t.shape[axis] for t in parts]).tolist()
+    y = empty_like(x, (*x.shape[:axis], ends[-1], *x.shape[axis + 1 :]), x.layout)
     strides = strides_of(memory_shape(y.shape, y.layout))
     for t, end in zip(parts, ends, strict=True):
         dims = memory_shape(t.shape, t.layout)
@@ -402,32 +407,37 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
             dims,
             strides,
             strides_of(dims),
-            (end - t.shape[at]) * strides[at],
+            (end - t.shape[axis]) * strides[axis],
         )
-    return attach(y, parts, lambda dy: split(dy, [t.shape[at] for t in parts], at))
+    return attach(y, parts, lambda dy: split(dy, [t.shape[axis] for t in parts], axis))
 
 
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
     """x with `value` before and after its last axis, pad[0] and pad[1] times, the one before it,
     pad[2], pad[3], ...
     """
-    many = len(pad) // 2
-    if mode != "constant" or len(pad) % 2 or many > x.ndim or builtins.min(pad, default=0) < 0:
+    padded_axes = len(pad) // 2
+    if (
+        mode != "constant"
+        or len(pad) % 2
+        or padded_axes > x.ndim
+        or builtins.min(pad, default=0) < 0
+    ):
         raise ShapeError(
             f"[pad] pad {tuple(pad)}, mode {mode!r} of shape {x.shape}; give two sizes from 0 on "
             "for each axis, the "
             "last one first, and mode='constant': others are F.cat of slices, less is a slice"
         )
-    x = to_rows(x) if x.layout == "tokens" or many == x.ndim else x
-    ends = [(0, 0)] * (x.ndim - many) + [
-        (pad[2 * i], pad[2 * i + 1]) for i in reversed(range(many))
+    x = to_rows(x) if x.layout == "tokens" or padded_axes == x.ndim else x
+    ends = [(0, 0)] * (x.ndim - padded_axes) + [
+        (pad[2 * i], pad[2 * i + 1]) for i in reversed(range(padded_axes))
     ]
     y = empty(tuple(a + n + b for (a, b), n in zip(ends, x.shape, strict=True)), x.layout)
     current().emit("fill", y.memory, float(value), y.floats)
     dims = memory_shape(x.shape, x.layout)
     strides = strides_of(memory_shape(y.shape, y.layout))
-    at = builtins.sum(a * step for (a, _), step in zip(ends, strides, strict=False))
-    _copy("pad", y.memory, x.memory, dims, strides, strides_of(dims), at)
+    offset = builtins.sum(a * step for (a, _), step in zip(ends, strides, strict=False))
+    _copy("pad", y.memory, x.memory, dims, strides, strides_of(dims), offset)
     inside = tuple(slice(a, a + n) for (a, _), n in zip(ends, x.shape, strict=True))
     return attach(y, (x,), lambda dy: (getitem(dy, inside),))
 
@@ -450,9 +460,9 @@ def split(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> tuple[Ten
             f"[split] pieces of {list(split_size)} of axis {at}, of size {n}; their sum must be {n}"
         )
     ends = np.cumsum(split_size).tolist()
-    whole = (slice(None),) * at
+    full_slices = (slice(None),) * at
     return tuple(
-        getitem(x, (*whole, slice(end - size, end)))
+        getitem(x, (*full_slices, slice(end - size, end)))
         for size, end in zip(split_size, ends, strict=True)
     )
 
@@ -472,8 +482,8 @@ def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
 
 def axes_of(name: str, x: Tensor, dim: Dims) -> tuple[int, ...]:
     """The axes as numbers from 0 on, each once, in order."""
-    given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
-    return tuple(sorted({axis_of(name, d, x.ndim) for d in given}))
+    axes = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return tuple(sorted({axis_of(name, d, x.ndim) for d in axes}))
 
 
 def reduced(op: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -494,8 +504,8 @@ def reduced(op: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
         )
         for reduced in (False, True)
     ]
-    (kept, kept_strides), (gone, strides) = sizes
-    current().emit(op, y.memory, x.memory, *kept, *gone, *kept_strides, *strides)
+    (kept_sizes, kept_strides), (reduced_sizes, strides) = sizes
+    current().emit(op, y.memory, x.memory, *kept_sizes, *reduced_sizes, *kept_strides, *strides)
     return y
 
 
@@ -507,8 +517,12 @@ def sum_to(dy: Tensor, shape: Shape) -> Tensor:
     """The gradient of a tensor of that shape that was broadcast."""
     if dy.shape == shape:
         return dy
-    more = dy.ndim - len(shape)
-    dims = [i for i in range(dy.ndim) if i < more or (shape[i - more] == 1 and dy.shape[i] != 1)]
+    extra_axes = dy.ndim - len(shape)
+    dims = [
+        i
+        for i in range(dy.ndim)
+        if i < extra_axes or (shape[i - extra_axes] == 1 and dy.shape[i] != 1)
+    ]
     return reshape(sum(dy, dims, True), *shape)
 
 
@@ -540,8 +554,8 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
         return _sum_of_samples(x)
     dims = axes_of("sum", x, dim)
     y = reduced("reduce_sum", x, dims)
-    before = x.shape
-    attach(y, (x,), lambda dy: (expand(dy, before),), name="sum")
+    old_shape = x.shape
+    attach(y, (x,), lambda dy: (expand(dy, old_shape),), name="sum")
     return without(y, dims, keepdim)
 
 

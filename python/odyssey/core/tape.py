@@ -415,9 +415,9 @@ class Parameter(Tensor):
         self.name = ""
         self.places = {}
         make = maker()
-        own = make(self.shape)
-        own[...] = self.data
-        self.place(OwnMemory(own), OwnMemory(make(self.shape)))
+        array = make(self.shape)
+        array[...] = self.data
+        self.place(OwnMemory(array), OwnMemory(make(self.shape)))
 
     @property
     def requires_grad(self) -> bool:
@@ -440,11 +440,11 @@ class Parameter(Tensor):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        mine = getattr(self, "grad", None)
-        if mine is None or (isinstance(value, Tensor) and value.memory is mine.memory):
+        gradient = getattr(self, "grad", None)
+        if gradient is None or (isinstance(value, Tensor) and value.memory is gradient.memory):
             _gradient.__set__(self, value)
         else:
-            mine.data = np.zeros(self.shape, np.float32) if value is None else value
+            gradient.data = np.zeros(self.shape, np.float32) if value is None else value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Becomes what `__getstate__` described.
@@ -531,12 +531,12 @@ def from_dlpack(x: Any) -> Tensor:
 @contextmanager
 def no_grad() -> Iterator[None]:
     """Ops inside leave no tape."""
-    before = _tape.enabled
+    was_enabled = _tape.enabled
     _tape.enabled = False
     try:
         yield
     finally:
-        _tape.enabled = before
+        _tape.enabled = was_enabled
 
 
 def attach(
@@ -553,7 +553,7 @@ def attach(
 
     Raises DeviceError: the inputs are on different places.
     """
-    where = place_of_op(inputs)
+    place = place_of_op(inputs)
     if out.dtype != np.int32 and any(t.dtype == np.int32 for t in inputs):
         op = name or backward.__qualname__.split(".")[0].lstrip("_")
         raise ShapeError(
@@ -561,13 +561,13 @@ def attach(
             "its .float()"
         )
     for t in inputs[1:]:  # in the backward pass the walk says where ops run
-        if program.current().scope.phase == "forward" and elsewhere(t, where):
+        if program.current().scope.phase == "forward" and elsewhere(t, place):
             raise DeviceError(
                 different_places(
                     name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t
                 )
             )
-    out.device = where if device is None else device
+    out.device = place if device is None else device
     number = program.current().close(out.device)
     if _tape.enabled and any(t.requires_grad for t in inputs):
         out.node = Node(inputs, backward, number)
@@ -603,16 +603,16 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return y
 
     def repeat() -> Tensor:
-        here = program.current()
+        backward_executor = program.current()
         _tape.enabled = True
-        before = here.precision
-        here.precision = precision
+        previous_precision = backward_executor.precision
+        backward_executor.precision = precision
         try:
-            with here.repeat(ops, layer):
+            with backward_executor.repeat(ops, layer):
                 return run()
         finally:
             _tape.enabled = False
-            here.precision = before
+            backward_executor.precision = previous_precision
 
     # nothing was computed that wants a gradient
     if (y := run()).node is None or y.node.order < started:
@@ -660,11 +660,11 @@ class _Watch:
     """
 
     def __init__(self, root: Tensor) -> None:
-        self._left: dict[int, list[Any]] = {}  # parameter, uses to come
+        self._uses_left: dict[int, list[Any]] = {}  # parameter, uses to come
         self._watchers: dict[int, BackwardWatcher] = {}
-        self._seen: set[int] = set()  # by order, not by id: a tape frees what it has passed
+        self._visited_orders: set[int] = set()  # not ids: a tape frees what it has passed
         self.ahead: set[int] = set()  # checkpoints that are not repeated yet
-        self._met: list[Tensor] = []  # parameters all of whose uses so far have run
+        self._finished: list[Tensor] = []  # parameters all of whose uses so far have run
         self.extend(root)
 
     def extend(self, root: Tensor) -> None:
@@ -675,9 +675,9 @@ class _Watch:
             self._use(root, new)
         while stack:
             t = stack.pop()
-            if t.node is None or t.node.order in self._seen:
+            if t.node is None or t.node.order in self._visited_orders:
                 continue
-            self._seen.add(t.node.order)
+            self._visited_orders.add(t.node.order)
             if t.node.repeat is not None:
                 self.ahead.add(t.node.order)
             for s in t.node.inputs:
@@ -686,7 +686,7 @@ class _Watch:
                 else:
                     self._use(s, new)
         for watcher in new:
-            watcher.begin(self._seen)
+            watcher.begin(self._visited_orders)
 
     def _use(self, t: Tensor, new: list[BackwardWatcher]) -> None:
         watcher = (
@@ -696,7 +696,7 @@ class _Watch:
         )
         if watcher is None:
             return
-        self._left.setdefault(id(t), [t, 0])[1] += 1
+        self._uses_left.setdefault(id(t), [t, 0])[1] += 1
         if id(watcher) not in self._watchers:
             self._watchers[id(watcher)] = watcher
             new.append(watcher)
@@ -706,21 +706,21 @@ class _Watch:
         complete now.
         """
         for t in inputs:
-            entry = self._left.get(id(t))
+            entry = self._uses_left.get(id(t))
             if entry is not None:
                 entry[1] -= 1
                 if not entry[1]:
-                    self._met.append(t)
-        if self.ahead or not self._met:
+                    self._finished.append(t)
+        if self.ahead or not self._finished:
             return []
         # a checkpoint may have used it again
-        done = [t for t in self._met if not self._left[id(t)][1]]
-        self._met = []
-        return [self._left.pop(id(t))[0] for t in dict.fromkeys(done)]
+        complete = [t for t in self._finished if not self._uses_left[id(t)][1]]
+        self._finished = []
+        return [self._uses_left.pop(id(t))[0] for t in dict.fromkeys(complete)]
 
     def end(self) -> None:
         """The pass is over."""
-        for p, _ in self._left.values():
+        for p, _ in self._uses_left.values():
             p.memory.arena.watcher.ready(p)
         for watcher in self._watchers.values():
             watcher.end()
@@ -744,10 +744,10 @@ def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
             # Its ops are the newest of the tape now, so they come next, as if they had been there
             # all the time.
             order = t.node.order
-            again = t.node.repeat()
-            pending[id(again)] = (again, grad, giver)
+            output = t.node.repeat()
+            pending[id(output)] = (output, grad, giver)
             if watch is not None:
-                watch.extend(again)
+                watch.extend(output)
                 watch.ahead.discard(order)
             continue
         number = t.node.number
@@ -825,8 +825,8 @@ def _view(memory: Memory, shape: Shape, dtype: Any) -> np.ndarray:
     n = math.prod(shape)
     if isinstance(memory, Range):
         flat = memory.arena.params if memory.space == native.PARAMS else memory.arena.grads
-        own = flat[memory.offset // 4 : memory.offset // 4 + n].reshape(shape)
-        return guarded(own) if memory.arena.locked and memory.space == native.PARAMS else own
+        view = flat[memory.offset // 4 : memory.offset // 4 + n].reshape(shape)
+        return guarded(view) if memory.arena.locked and memory.space == native.PARAMS else view
     array = memory.array  # type: ignore[union-attr]
     if array.dtype == dtype and array.shape == shape:
         return array

@@ -235,7 +235,8 @@ def arrays(
         leave it unchanged while the data set is in use. Or a tuple or dict of arrays (N, ...), or
         integers (N, ...): floats become float32, integers int32. A model is called as
         model(*inputs) with a tuple, as model(inputs) with a dict.
-    labels: classes (N,) of any integer type, copied to int32. Or any other targets, which a loss is given as they are:
+    labels: classes (N,) of any integer type, copied to int32. Or any other targets, which a loss is
+        given as they are:
         numbers (N, ...), integers (N, T), a tuple or dict of arrays.
     classes: number of classes; the largest label plus one if None. 0: integers (N,) are no classes.
     scale, shift: one number, or one per channel; a pixel p stands for the value p * scale + shift.

@@ -2,7 +2,8 @@
 
     from odyssey import distributed as dist
 
-    dist.init_process_group()                      # mpirun -n 4 python script.py; alone it is a world of one
+    dist.init_process_group()                      # mpirun -n 4 python script.py; alone it is a
+                                                   # world of one
     dist.all_reduce(gradient)                      # in place, and returned
     mean = dist.metric_average(loss.item(), weight=len(batch))
 

@@ -241,7 +241,8 @@ def all_gather(
     = all_gather(tensor).
 
     Args:
-        tensor_list: a list of one Tensor or array per rank, which are overwritten. Without it, a new list is returned:
+        tensor_list: a list of one Tensor or array per rank, which are overwritten. Without it, a
+            new list is returned:
             `all_gather(tensor, group, async_op)`.
         tensor: of the same shape and dtype on all ranks.
         out: in the second form, a list as in the first, or an array (ranks, ...), that takes them.

@@ -54,7 +54,8 @@ class DistributedDataParallel(Uncopied, Module):
         for x, y in loader:                       # each rank its own samples
             opt.zero_grad()
             F.cross_entropy(net(Tensor(x)), y).backward()
-            opt.step()                            # p.grad is the mean over ranks, the same bits on all
+            opt.step()                            # p.grad is the mean over ranks, the same bits on
+                                                  # all
 
     All ranks construct it, and make the same number of synchronizing backward passes (`join` for
     uneven data). Parameters of all ranks become those of rank 0. A parameter that a pass does not
@@ -211,8 +212,8 @@ class DistributedDataParallel(Uncopied, Module):
                 samples += n
         return samples
 
-    def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
-        return self.module._named(prefix)
+    def _walk_parameters(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        return self.module._walk_parameters(prefix)
 
     def _buffers(self) -> Iterator[tuple[str, np.ndarray]]:
         """Tensors and floating-point arrays that modules keep beside their parameters."""

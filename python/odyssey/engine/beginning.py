@@ -29,14 +29,17 @@ def begin(
     returns the other runs of a gradient buffer (floats,), which are to be zero before.
     locate: as `serialize` was given it.
     """
-    first, *others = (_beginnings(records, arena) for records in programs)
-    begun = []
+    first, *other_beginnings = (_beginnings(records, arena) for records in programs)
+    begun_runs = []
     for i, runs in first.items():
-        if all(other.get(i) == runs for other in others):
+        if all(beginnings.get(i) == runs for beginnings in other_beginnings):
             for table in tables:
                 table[i, 0] |= 1 << native.BEGINS
-            begun += [(at if locate is None else locate(native.GRADS, at), n) for at, n in runs]
-    ends = [0, *(x for at, n in sorted(begun) for x in (at, at + n)), floats]
+            begun_runs += [
+                (offset if locate is None else locate(native.GRADS, offset), n)
+                for offset, n in runs
+            ]
+    ends = [0, *(x for offset, n in sorted(begun_runs) for x in (offset, offset + n)), floats]
     return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b]
 
 
@@ -47,10 +50,12 @@ def _beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
     sizes = {arena.offsets[name]: p.size for name, p in arena.named}
     starts = sorted(sizes)
     touched: set[int] = set()
-    found = {}
+    runs_by_record = {}
     for i, r in enumerate(records):
-        at = [a.offset // 4 for a in r.args if isinstance(a, Range) and a.space == native.GRADS]
-        of = [starts[bisect.bisect_right(starts, a) - 1] for a in at if a < arena.size]
+        offsets = [
+            a.offset // 4 for a in r.args if isinstance(a, Range) and a.space == native.GRADS
+        ]
+        of = [starts[bisect.bisect_right(starts, a) - 1] for a in offsets if a < arena.size]
         if letters := next(
             (t.split(":")[1] for t in r.declared.traits if t.startswith("begins:")), ""
         ):
@@ -68,6 +73,6 @@ def _beginnings(records: list[Record], arena: Arena) -> dict[int, Runs]:
                 and len(runs) == len(set(of))
                 and not touched & set(of)
             ):
-                found[i] = runs
+                runs_by_record[i] = runs
         touched.update(of)
-    return found
+    return runs_by_record

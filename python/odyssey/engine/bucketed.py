@@ -52,9 +52,11 @@ class BucketedRunner(Runner):
             arena.offsets[name]: i for i, b in enumerate(parts.buckets) for name in b.names
         }
         self._places = parts.places([s.params for s in self.segments]) if parts.partitioned else []
-        own = self.plan.run[1] - self.plan.run[0]
+        local_shards = self.plan.run[1] - self.plan.run[0]
         work_bytes = max(plan_memory(records) for records in programs)
-        self._work = self.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
+        self._work = self.storage("work", max(local_shards, 1) * work_bytes).reshape(
+            max(local_shards, 1), work_bytes
+        )
         self.work_bytes = self._work.nbytes
         self._reductions: dict[int, reduction.Reduction] = {}
         self._own_grads: dict[int, np.ndarray] = {}
@@ -68,47 +70,49 @@ class BucketedRunner(Runner):
     def _make_reductions(self) -> None:
         lib = native.library()
         parts = self.parts
-        several = self.groups.dp.size > 1
-        pooled = (parts.stage >= 2 and several) or bool(self.layout.offload)
-        scatter = parts.stage > 0 and several
+        replicated = self.groups.dp.size > 1
+        pooled = (parts.stage >= 2 and replicated) or bool(self.layout.offload)
+        scatter = parts.stage > 0 and replicated
 
         def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
-            how = {
+            options = {
                 "scatter": scatter,
                 "shared": not pooled,
                 "storage": storage,
                 "content": self.content(b),
             }
-            return self._reduction(parts.buckets[b].floats, **how)
+            return self._reduction(parts.buckets[b].floats, **options)
 
-        written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
+        grad_buckets = [s.grads for s in self.segments if s.grads not in (None, STATS)]
         # bucket -> what its reduction works in: buckets take turns with two
         self._pools: dict[int, np.ndarray] = {}
-        if pooled and written:
+        if pooled and grad_buckets:
             # Of all buckets, as another program may write others. The largest does not always need
             # most: with some numbers of ranks this rank's range of a smaller one is longer.
             first = {bucket.floats: b for b, bucket in reversed(list(enumerate(parts.buckets)))}
-            needed = self._kept(
+            floats_needed = self._get_or_make(
                 "needed", lambda: {n: make(b).floats_needed for n, b in sorted(first.items())}
             )
             for turn in (0, 1):
                 taking = range(turn, len(parts.buckets), 2)
                 if taking:
-                    most = max(needed[parts.buckets[b].floats] for b in taking)
-                    pool = self.storage(f"pool {turn}", 4 * most).view(np.float32)
+                    max_floats = max(floats_needed[parts.buckets[b].floats] for b in taking)
+                    pool = self.storage(f"pool {turn}", 4 * max_floats).view(np.float32)
                     self._pools.update(dict.fromkeys(taking, pool))
-        for b in written:
-            self._reductions[b] = self._kept(("bucket", b), lambda b=b: make(b, self._pools.get(b)))
+        for b in grad_buckets:
+            self._reductions[b] = self._get_or_make(
+                ("bucket", b), lambda b=b: make(b, self._pools.get(b))
+            )
             if pooled:
                 a, z = parts.own[b]
-                made = self.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
-                self._own_grads[b] = made.view(np.float32)
+                gradients = self.storage(f"gradients {b}", 4 * (z - a), self.arena.make)
+                self._own_grads[b] = gradients.view(np.float32)
         self._pooled = pooled
         self.grad_bytes = (
             0 if pooled else sum(4 * r.floats_needed for r in self._reductions.values())
         )
-        self._stats = self._kept("statistics", lambda: self._reduction(lib.stats))
-        self.marked = self._stats if several else None
+        self._stats = self._get_or_make("statistics", lambda: self._reduction(lib.stats))
+        self.marked = self._stats if replicated else None
         self.reductions = (*self._reductions.values(), self._stats)
 
     def _step(self, i: int, programs: list[list[Record]]) -> native.Step:
@@ -131,8 +135,8 @@ class BucketedRunner(Runner):
         arena = self.arena
         locate = self._locate(i)
         parts = [records[s.start : s.stop] for records in programs]
-        made = [serialize(records, arena, self._keep, locate) for records in parts]
-        step.take(made, begin(parts, made, arena, locate, buffers.floats))
+        tables = [serialize(records, arena, self._keep, locate) for records in parts]
+        step.take(tables, begin(parts, tables, arena, locate, buffers.floats))
         return step
 
     def _locate(self, i: int) -> Any:
@@ -172,7 +176,7 @@ class BucketedRunner(Runner):
             else:  # no parameter of this bucket has a gradient
                 grads = zeros.ctypes.data
                 origin = lo
-            updates += self.parts.updates(b, lambda p, at=grads - 4 * origin: at + 4 * p.at)
+            updates += self.parts.updates(b, lambda p, base=grads - 4 * origin: base + 4 * p.at)
         return updates
 
     def run(self) -> Sums:
@@ -192,7 +196,7 @@ class BucketedRunner(Runner):
     ) -> Sums:
         lib = native.library()
         parts = self.parts
-        done = 0
+        finished = 0
         for i, (s, step) in enumerate(zip(self.segments, self._steps, strict=True)):
             if parts.partitioned:
                 for b, slot in self._places[i].at.items():
@@ -201,9 +205,9 @@ class BucketedRunner(Runner):
                     parts.prefetch(b, slot)
             reducing = s.grads is not None and s.grads != STATS
             pool = self._pools.get(s.grads) if reducing else None
-            while pool is not None and any(self._pools[b] is pool for b in pending[done:]):
-                self._finish(pending[done])
-                done += 1
+            while pool is not None and any(self._pools[b] is pool for b in pending[finished:]):
+                self._finish(pending[finished])
+                finished += 1
             step.context = self.context
             step.rows = self.context.rows
             with computing():
@@ -216,10 +220,10 @@ class BucketedRunner(Runner):
                 if self.layout.overlap:
                     self._reductions[s.grads].start()
             if self.layout.overlap:
-                for b in pending[done:]:
+                for b in pending[finished:]:
                     self._reductions[b].poll()
         computed = time.perf_counter()
-        for b in pending[done:]:
+        for b in pending[finished:]:
             self._finish(b)
         stats = self._stats.finish()
         self.waited += time.perf_counter() - computed

@@ -37,8 +37,10 @@ class DirectRunner(Runner):
         self.plan = planning.make(
             self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards)
         )
-        content = self.content(whole=True)
-        self._reduce = self._kept("sums", lambda: self._reduction(self.floats, content=content))
+        content = self.content(whole_arena=True)
+        self._reduce = self._get_or_make(
+            "sums", lambda: self._reduction(self.floats, content=content)
+        )
         self.reductions = (self._reduce,)
         self.marked = self._reduce if comm.size > 1 else None
         tables = np.array(self.plan.tables(), np.int64)
@@ -74,11 +76,13 @@ class DirectRunner(Runner):
     def _updates(self, result: np.ndarray) -> list[Update]:
         arena = self.arena
         parts = self.parts
-        at = result.ctypes.data
+        grads = result.ctypes.data
         if self.layout.zero == 0:
-            return [Update(arena.address(native.PARAMS), at, 0, arena.size, 0)]
+            return [Update(arena.address(native.PARAMS), grads, 0, arena.size, 0)]
         return [
-            u for b in range(len(parts.buckets)) for u in parts.updates(b, lambda p: at + 4 * p.lo)
+            u
+            for b in range(len(parts.buckets))
+            for u in parts.updates(b, lambda p: grads + 4 * p.lo)
         ]
 
     def run(self) -> Sums:
@@ -111,8 +115,8 @@ class DirectRunner(Runner):
             return
         for a in itertools.chain(*self.plan.threads, self.plan.final):
             if a.kind == "add":
-                to, more = (OwnMemory(buffers[i]) for i in (a.a, a.b))
-                ShardEager(s.context, 0, 0, 0).emit("add", to, to, more, self.floats)
+                to, addend = (OwnMemory(buffers[i]) for i in (a.a, a.b))
+                ShardEager(s.context, 0, 0, 0).emit("add", to, to, addend, self.floats)
             else:
                 self.run_eager(a.a, buffers[a.b])
 

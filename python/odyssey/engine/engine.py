@@ -6,8 +6,10 @@ predictions and gradients come out, the same bits whatever the layout. There are
 a step, chosen by the layout alone:
 
     DirectRunner    one native call for all shards, then one reduction        the ordinary case
-    BucketedRunner  segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
-    PipelineRunner  micro-batch by micro-batch, ranks exchanging activations  pipeline and tensor parallelism
+    BucketedRunner  segment by segment, a reduction per bucket                several buckets, ZeRO
+                                                                              2 and 3
+    PipelineRunner  micro-batch by micro-batch, ranks exchanging activations  pipeline and tensor
+                                                                              parallelism
     GpuRunner       a launch per op for all shards, devices exchanging sums   GPUs
 
 An engine is used twice: for training steps (with a backward pass) and for evaluation (without).
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
 
 # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
-RUNNERS = 8
+MAX_RUNNERS = 8
 
 
 class Engine(Uncopied):
@@ -108,7 +110,7 @@ class Engine(Uncopied):
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self.ownership = like.ownership if like else Ownership(arena, layout, self.groups, team)
         # what ranks must have alike in a step, beside its program
-        self.also: Callable[[], Any] = lambda: None
+        self.agreed_state: Callable[[], Any] = lambda: None
         self.alike = True  # whether they had, in the last step
         self._stamp: tuple[Any, ...] = ()  # of the last mark
         self._code = 0  # a hash of what ranks must have alike
@@ -122,16 +124,16 @@ class Engine(Uncopied):
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
         ready = self._ready(batch, step)
-        several = self.layout.comm.size > 1
-        before = ready.traffic() if several or self.team is not None else None
-        if several:
+        distributed = self.layout.comm.size > 1
+        traffic_before = ready.traffic() if distributed or self.team is not None else None
+        if distributed:
             self._mark(ready)
         sums = ready.run()
         if ready.expected is not None:
             self.alike = sums.values[MARKS] == ready.expected
-        if before is not None:
+        if traffic_before is not None:
             sent, plain, wire = (
-                now - was for now, was in zip(ready.traffic(), before, strict=True)
+                total - was for total, was in zip(ready.traffic(), traffic_before, strict=True)
             )
             self.bytes_sent = self.bytes_sent + sent
             self.bytes_plain = self.bytes_plain + plain
@@ -142,8 +144,8 @@ class Engine(Uncopied):
 
     def loss_in_shards(self, batch: Batch, size: int) -> float:
         """The mean loss of a batch in shards of another size; nothing of that is kept."""
-        own = self.shard_size
-        known = list(self._prepared)
+        usual_size = self.shard_size
+        previous_keys = list(self._prepared)
         memory = self.storage
         self.storage = Storage()
         self.shard_size = size
@@ -151,15 +153,15 @@ class Engine(Uncopied):
             sums = self.run(batch, 0)
             return sums.loss / sums.samples
         finally:
-            self.shard_size = own
+            self.shard_size = usual_size
             self.storage = memory
-            self._drop([key for key in self._prepared if key not in known])
+            self._drop([key for key in self._prepared if key not in previous_keys])
 
     def updated(self) -> None:
         """After an update: see Ownership."""
-        before = self.ownership.bytes_sent
+        bytes_before = self.ownership.bytes_sent
         self.ownership.updated()
-        sent = self.ownership.bytes_sent - before
+        sent = self.ownership.bytes_sent - bytes_before
         self.bytes_sent = self.bytes_sent + sent
         self.bytes_plain = self.bytes_plain + sent
 
@@ -168,7 +170,7 @@ class Engine(Uncopied):
         stamp = (ready, setting_versions.updates.value)
         self.alike = True
         if stamp != self._stamp:
-            self._code = fingerprint.hash_of((ready.fingerprint, self.also()))
+            self._code = fingerprint.hash_of((ready.fingerprint, self.agreed_state()))
             self._stamp = stamp
             if self.team is not None:  # whose sums are not the host's until the step is taken
                 everyone = self.layout.comm.all_gather(np.array([self._code], np.int64))
@@ -185,7 +187,7 @@ class Engine(Uncopied):
 
     def measured(self, sums: Sums) -> dict[str, float]:
         """The metrics of a step: sums over its samples."""
-        return {name: sums.values[at] for name, at in self.programs.metric_at.items()}
+        return {name: sums.values[index] for name, index in self.programs.metric_at.items()}
 
     def _ready(self, batch: Batch, step: int) -> Runner:
         """Returns what a batch needs, pointing at its samples."""
@@ -197,7 +199,7 @@ class Engine(Uncopied):
             if self.layout.execution == "replay":
                 self._check_labels(data)
             ready.use(data)
-        self.programs.ran(ready.shard_size, data.form)
+        self.programs.note_run(ready.shard_size, data.form)
         ready.batch = batch
         ready.upcoming = self.upcoming
         ready.context.rows = batch.indices.ctypes.data
@@ -216,17 +218,17 @@ class Engine(Uncopied):
                 self.programs.recording(size, form)
                 # it is known now what forward() sets itself
                 key = (self.programs.current(), *shape)
-                runner = self._prepared.pop(key, None) or self._made(shape, form)
+                runner = self._prepared.pop(key, None) or self._prepare_runner(shape, form)
             except OdysseyError as error:
                 # all ranks record the same model for the same layout
                 error.raised_on_all_ranks = True
                 raise
         self._prepared[key] = runner
-        while len(self._prepared) > RUNNERS:
+        while len(self._prepared) > MAX_RUNNERS:
             self._drop([next(iter(self._prepared))])
         return runner
 
-    def _made(self, shape: tuple[Any, ...], form: Form) -> Runner:
+    def _prepare_runner(self, shape: tuple[Any, ...], form: Form) -> Runner:
         """A runner for batches of a shape.
 
         Reductions are those of another program for it, if there is one: no rank talks to others
@@ -235,16 +237,16 @@ class Engine(Uncopied):
         samples, size = shape[:2]
         # shards have moved
         self._drop([k for k in self._prepared if k[1:-1] == shape[:-1] and k[-1] != shape[-1]])
-        known = self._reductions.get(shape)
-        self.storage.fixed = known is not None
+        known_reductions = self._reductions.get(shape)
+        self.storage.fixed = known_reductions is not None
         runner = self._runner(samples, form, self._reductions.setdefault(shape, {}))
         recording = self.programs.recording(size, form)
-        made = recording.fingerprint if recording else sorted(self.programs.values().items())
+        identity = recording.fingerprint if recording else sorted(self.programs.values().items())
         tail = [program.samples for program in runner.programs[1:]]
-        runner.fingerprint = fingerprint.hash_of((made, tail[0] if tail else None))
+        runner.fingerprint = fingerprint.hash_of((identity, tail[0] if tail else None))
         # making a runner may be a collective call, so all ranks keep the same ones
         if (
-            known is None
+            known_reductions is None
             and self.layout.comm.all_reduce(np.array([self.storage.grown], np.int32), "max")[0]
         ):
             self._drop(list(self._prepared))
@@ -264,10 +266,10 @@ class Engine(Uncopied):
         n = self.shard_size_of(samples)
         if lay.execution == "replay":
             self.settle(samples, form)
-        rest = self.programs.tail(n, samples % n, form)
+        tail_size = self.programs.tail(n, samples % n, form)
         programs = [self._program(n, form)]
-        if rest != n:
-            programs.append(self._program(rest, form, layout_of(n) == "lanes"))
+        if tail_size != n:
+            programs.append(self._program(tail_size, form, layout_of(n) == "lanes"))
         inputs = RunnerInputs(
             layout=self.layout,
             arena=self.arena,
@@ -295,8 +297,8 @@ class Engine(Uncopied):
             return PipelineRunner(inputs)
         if lay.execution == "replay":
             parts = self.ownership.parts
-            several = self.train and (parts.stage > 1 or len(parts.buckets) > 1)
-            if lay.offload or lay.comm.size > 1 and (parts.partitioned or several):
+            needs_buckets = self.train and (parts.stage > 1 or len(parts.buckets) > 1)
+            if lay.offload or lay.comm.size > 1 and (parts.partitioned or needs_buckets):
                 from .bucketed import BucketedRunner
 
                 return BucketedRunner(inputs)
@@ -384,11 +386,11 @@ class Engine(Uncopied):
         """
         if not self.layout.split and not self.layout.zero:
             return ok
-        found = self.layout.comm.all_reduce(
+        lowest = self.layout.comm.all_reduce(
             np.array([ok, self._code, -self._code], np.int64), "min"
         )
-        self.alike = self.alike and bool(found[1] == -found[2])
-        return bool(found[0]) and self.alike
+        self.alike = self.alike and bool(lowest[1] == -lowest[2])
+        return bool(lowest[0]) and self.alike
 
     def commit_step(self, optimizer: Optimizer, sums: Sums, divisor: int, lr: float) -> bool:
         """Updates the parameters if loss and gradients are finite, on all ranks; returns whether
@@ -413,8 +415,8 @@ class Engine(Uncopied):
         """
         if self.team is not None:
             return self.team.fingerprints(wholes, after)
-        made = [fingerprint.Runs(runs) for runs in wholes]
-        return lambda: [one() for one in made]
+        fingerprints = [fingerprint.Runs(runs) for runs in wholes]
+        return lambda: [one() for one in fingerprints]
 
     def gradients(self, update: Update) -> np.ndarray:
         """The gradients of an update (n,) float32, copied."""

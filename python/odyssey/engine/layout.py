@@ -60,11 +60,11 @@ class Layout:
         self.reduction.check(self.mesh, self.zero)
         members = self.mesh.pp * self.mesh.tp
         if self.rebalance and (self.comm.size == members > 1 or not self.reduction.same_bits):
-            how = self.reduction.compression or self.reduction.reduction
+            method = self.reduction.compression or self.reduction.reduction
             wrong = (
                 f"{self.mesh}: it has one replica"
                 if self.reduction.same_bits
-                else f"{how}: bits would change"
+                else f"{method}: bits would change"
             )
             raise ConfigError(
                 "[train] rebalance=True moves shards from replica to replica, which does not go "
@@ -100,7 +100,7 @@ class Layout:
 
     def _check_gpus(self) -> None:
         """Raises ConfigError for what GPUs cannot do yet."""
-        found = {
+        unsupported = {
             f"{self.mesh}": self.split,
             f"zero={self.zero}": self.zero,
             "execution='eager'": self.execution != "replay",
@@ -109,7 +109,7 @@ class Layout:
             "overlap=False": not self.overlap,
             "rebalance=True": self.rebalance,
         }
-        if wrong := next((text for text, given in found.items() if given), None):
+        if wrong := next((text for text, is_set in unsupported.items() if is_set), None):
             raise ConfigError(
                 f"[gpu] {wrong} is not supported on GPUs: they replicate the whole model, take "
                 "steps together and sum "

@@ -34,8 +34,8 @@ class Listed:
         self.records: list[Record] = records or []
         self._with_scratch = records is not None
         self.where: dict[int, str] = {}
-        self._made: set[int] = set()  # memory of values; other blocks are constants
-        self._kept: list[Memory] = []  # so that no two have one id
+        self._value_ids: set[int] = set()  # memory of values; other blocks are constants
+        self._keep_alive: list[Memory] = []  # so that no two have one id
 
     def listen(self, executor: Executor, layers: Sequence[str] = ()) -> None:
         """Writes down what an executor is given from now on; `layers`: those being computed, the
@@ -47,8 +47,8 @@ class Listed:
 
         def note_alloc(nbytes: int) -> Memory:
             memory = alloc(nbytes)
-            self._made.add(id(memory))
-            self._kept.append(memory)
+            self._value_ids.add(id(memory))
+            self._keep_alive.append(memory)
             return memory
 
         def note_emit(op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
@@ -91,7 +91,7 @@ class Listed:
         for a in (a for i, a in enumerate(r.args) if i != scratch):
             if isinstance(a, Range):
                 words.append(f"{a.space}:{a.offset}")
-            elif isinstance(a, OwnMemory) and id(a) not in self._made and hasattr(a, "array"):
+            elif isinstance(a, OwnMemory) and id(a) not in self._value_ids and hasattr(a, "array"):
                 words.append(hashlib.sha256(a.array.tobytes()).hexdigest()[:16])
             elif isinstance(a, (OwnMemory, Slot)):
                 words.append(
@@ -119,7 +119,7 @@ def watched(model: Module) -> Iterator[list[str]]:
     """While it lasts, the list holds the layers of a model that are being computed, the
     innermost last.
     """
-    here: list[str] = []
+    active_layers: list[str] = []
     # with the forward() that is the object's own, if it has one
     changed: dict[int, tuple[Module, Any]] = {}
 
@@ -130,12 +130,12 @@ def watched(model: Module) -> Iterator[list[str]]:
         forward = module.forward
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
-        def noted(*args: Any, **named: Any) -> Any:
-            here.append(title)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            active_layers.append(title)
             try:
-                return forward(*args, **named)
+                return forward(*args, **kwargs)
             finally:
-                here.pop()
+                active_layers.pop()
 
         vars(module)["forward"] = noted
         for child, inner in module.named_children():
@@ -143,28 +143,28 @@ def watched(model: Module) -> Iterator[list[str]]:
 
     try:
         watch(model, "")
-        yield here
+        yield active_layers
     finally:
-        for module, own in changed.values():
+        for module, own_forward in changed.values():
             vars(module).pop("forward")
-            if own is not None:
-                vars(module)["forward"] = own
+            if own_forward is not None:
+                vars(module)["forward"] = own_forward
 
 
-def said(records: Sequence[Record], at: int, where: dict[int, str]) -> str:
-    """Record number `at` in words: the op, its numbers, its layer and line; or that there is
+def said(records: Sequence[Record], index: int, places: dict[int, str]) -> str:
+    """Record number `index` in words: the op, its numbers, its layer and line; or that there is
     none.
     """
-    if at >= len(records):
+    if index >= len(records):
         return f"no op: it has {len(records)}"
-    r = records[at]
+    r = records[index]
     numbers = [
         f"{a:.9g}" if isinstance(a, float) else str(a)
         for a in r.args
         if isinstance(a, (int, float))
     ]
     rounded = "" if r.dtype == "fp32" else f" in {r.dtype}"
-    return f"{r.op}{rounded} ({', '.join(numbers)}){where.get(r.tag, '')}"
+    return f"{r.op}{rounded} ({', '.join(numbers)}){places.get(r.tag, '')}"
 
 
 def first_difference(a: Sequence[str], b: Sequence[str]) -> int | None:

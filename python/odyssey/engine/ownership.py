@@ -40,39 +40,39 @@ def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[in
     lo, n = run
     first = max(bisect.bisect_right(runs, (lo, math.inf)) - 1, 0)
     inside = itertools.takewhile(
-        lambda other: other[0] < lo + n, itertools.islice(runs, first, None)
+        lambda interval: interval[0] < lo + n, itertools.islice(runs, first, None)
     )
     cut = ((max(lo, a), min(lo + n, a + k)) for a, k in inside)
     return [(a, b - a) for a, b in cut if b > a]
 
 
-def without(runs: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def without(runs: list[tuple[int, int]], removed: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The parts of runs (start, length), in their order, that are in none of others."""
-    taken = sorted(taken)
-    left = []
+    removed = sorted(removed)
+    remaining = []
     first = 0
     for lo, n in runs:
         end = lo + n
-        while first < len(taken) and sum(taken[first]) <= lo:
+        while first < len(removed) and sum(removed[first]) <= lo:
             first += 1
         for a, k in itertools.takewhile(
-            lambda run, end=end: run[0] < end, itertools.islice(taken, first, None)
+            lambda run, end=end: run[0] < end, itertools.islice(removed, first, None)
         ):
             if a > lo:
-                left.append((lo, a - lo))
+                remaining.append((lo, a - lo))
             lo = max(lo, a + k)
         if lo < end:
-            left.append((lo, end - lo))
-    return left
+            remaining.append((lo, end - lo))
+    return remaining
 
 
-WINDOW = 1 << 20  # parameters of which a digest is taken at a time
+WINDOW_FLOATS = 1 << 20  # parameters of which a digest is taken at a time
 
 
 class Owned(NamedTuple):
     """Part of a parameter that is a rank's; runs of the arena are (start, floats)."""
 
-    whole: tuple[int, int]  # the run that it updates
+    updated_run: tuple[int, int]  # the run that it updates
     # the runs of it that come out right, and that other ranks take from it
     valid: list[tuple[int, int]]
     counted: bool  # whether its gradients are this rank's share of the global norm
@@ -127,12 +127,12 @@ class Ownership:
         # parameter (offset) -> positions in the pipeline of the ops that read it
         self._used: dict[int, list[int]] = {}
         # parameters of several positions, and the one that updates them
-        self._several: dict[str, int] = {}
+        self._shared_params: dict[str, int] = {}
         self._parts: Parts
         self._lent = 0  # bytes of parameters of several positions that this rank has sent
         self._valid: list[tuple[int, int]] = []  # runs that come out right here,
         # and of them those of no rank before this one of its model
-        self._alone: list[tuple[int, int]] | None = None
+        self._unique_in_model: list[tuple[int, int]] | None = None
 
     def settle(self, records: list[Record], n: int) -> None:
         """Cuts the parameters by the program of one shard of n samples; once."""
@@ -228,14 +228,16 @@ class Ownership:
             for o in bucketing.touched(r, self.arena, native.PARAMS):
                 users.setdefault(o, {}).setdefault(r.tag, place_of(r))
         self._used = {o: list(by_op.values()) for o, by_op in users.items()}
-        where = {n: self._used.get(o, [self.groups.p]) for n, o in self.arena.offsets.items()}
-        self._several = {n: places[0] for n, places in where.items() if len(set(places)) > 1}
-        here = [n for n, places in where.items() if places[0] == self.groups.p]
+        positions = {n: self._used.get(o, [self.groups.p]) for n, o in self.arena.offsets.items()}
+        self._shared_params = {
+            n: places[0] for n, places in positions.items() if len(set(places)) > 1
+        }
+        local_params = [n for n, places in positions.items() if places[0] == self.groups.p]
         if self.layout.mesh.tp > 1:
             from ..parallel import tensor_parallel
 
-            whole = dict.fromkeys(self._several, tensor_parallel.Piece())
-            split = tensor_parallel.rewrite(records, self.groups.t, self.layout.mesh.tp, whole)
+            unsplit = dict.fromkeys(self._shared_params, tensor_parallel.Piece())
+            split = tensor_parallel.rewrite(records, self.groups.t, self.layout.mesh.tp, unsplit)
             self.pieces = split.ownership
             self.plans.append(
                 f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the "
@@ -244,13 +246,15 @@ class Ownership:
             )
         runs = []
         for name, p in self.arena.named:
-            if name in here:
+            if name in local_params:
                 runs.append(
                     owned(self.arena.offsets[name], p.shape, self.pieces.get(name), self.groups.t)
                 )
         self._valid = [run for r in runs for run in r.valid]
-        self.counted = [r.whole for r in runs if r.counted and r.whole[0] < self.arena.trained]
-        return bucketing.of_ranges([r.whole for r in runs], tuple(here))
+        self.counted = [
+            r.updated_run for r in runs if r.counted and r.updated_run[0] < self.arena.trained
+        ]
+        return bucketing.of_ranges([r.updated_run for r in runs], tuple(local_params))
 
     def own_state(self, flat: np.ndarray) -> np.ndarray:
         """This rank's part of an array of the arena's layout, as the optimizer keeps it."""
@@ -276,7 +280,7 @@ class Ownership:
         runs = sums.counted
         if runs is None:  # without buffers, which lie behind all parameters
             cut = ((u.grads, min(self.arena.trained - u.at, u.n)) for u in sums.updates)
-            runs = [(at, n) for at, n in cut if n > 0]
+            runs = [(address, n) for address, n in cut if n > 0]
         return global_norm(runs, largest, total, self._team)
 
     # --- what of all parameters this rank stands for ---
@@ -297,15 +301,15 @@ class Ownership:
         if not lay.split:
             return updates if lay.zero or lay.comm.rank == 0 else []
         counted = []
-        mine = self._stood_for
+        unique_runs = self._unique_runs
         for u in updates:
-            for a, b in overlaps((u.at, u.n), mine):
+            for a, b in overlaps((u.at, u.n), unique_runs):
                 shift = a - u.at
                 counted.append(Update(u.params + 4 * shift, u.grads + 4 * shift, 0, b, a))
         return counted
 
     @property
-    def _stood_for(self) -> list[tuple[int, int]]:
+    def _unique_runs(self) -> list[tuple[int, int]]:
         """Runs that no rank before this one of its model has; collective when it is asked for
         first.
         """
@@ -313,11 +317,13 @@ class Ownership:
         groups = self.groups
         if not lay.split:
             return [(0, self.arena.size)] if lay.zero or lay.comm.rank == 0 else []
-        if self._alone is None:
+        if self._unique_in_model is None:
             everyone = groups.model.all_gather_each(np.array(self._valid, np.int64).reshape(-1, 2))
-            earlier = [(lo, n) for own in everyone[: groups.model.rank] for lo, n in own.tolist()]
-            self._alone = without(self._valid, earlier)
-        return self._alone if lay.zero or groups.dp.rank == 0 else []
+            earlier = [
+                (lo, n) for valid in everyone[: groups.model.rank] for lo, n in valid.tolist()
+            ]
+            self._unique_in_model = without(self._valid, earlier)
+        return self._unique_in_model if lay.zero or groups.dp.rank == 0 else []
 
     def held(self) -> Iterator[tuple[int, np.ndarray, int]]:
         """Returns what this rank has of the parameters: see Parts."""
@@ -328,8 +334,8 @@ class Ownership:
         parameter's name, runs of it, an array, and the shifts from its numbers to those of
         the array and of the optimizer's state.
         """
-        mine = (
-            self._stood_for
+        unique_runs = (
+            self._unique_runs
             if self.settled
             else [(0, self.arena.size)] * (self.layout.comm.rank == 0)
         )
@@ -342,7 +348,11 @@ class Ownership:
             ):
                 a = max(offset, lo)
                 b = min(offset + size, hi)
-                runs = [(at - offset, n) for at, n in overlaps((a, b - a), mine)] if a < b else []
+                runs = (
+                    [(start - offset, n) for start, n in overlaps((a, b - a), unique_runs)]
+                    if a < b
+                    else []
+                )
                 if runs:
                     yield name, runs, params, offset - lo, offset - lo + state
 
@@ -352,21 +362,21 @@ class Ownership:
         """
         if not self.settled or not (self._parts.partitioned or self.groups.model.size > 1):
             return hashlib.sha256(self.parameters()).hexdigest()
-        found = hashlib.sha256()
-        window = np.empty(min(WINDOW, self.arena.size), np.int32)
-        mine = self._stood_for
+        digest = hashlib.sha256()
+        window = np.empty(min(WINDOW_FLOATS, self.arena.size), np.int32)
+        unique_runs = self._unique_runs
         parts = [(lo, params.view(np.int32)) for lo, params, _ in self.held()]
         # whole numbers: the others add zeros to what one has
-        for at in range(0, self.arena.size, WINDOW):
-            part = window[: self.arena.size - at]
+        for start in range(0, self.arena.size, WINDOW_FLOATS):
+            part = window[: self.arena.size - start]
             part[:] = 0
             for lo, params in parts:
-                a = max(lo, at)
-                b = min(lo + params.size, at + part.size)
-                for first, n in overlaps((a, b - a), mine) if a < b else []:
-                    part[first - at : first - at + n] = params[first - lo : first - lo + n]
-            found.update(self.layout.comm.all_reduce(part, "sum"))
-        return found.hexdigest()
+                a = max(lo, start)
+                b = min(lo + params.size, start + part.size)
+                for first, n in overlaps((a, b - a), unique_runs) if a < b else []:
+                    part[first - start : first - start + n] = params[first - lo : first - lo + n]
+            digest.update(self.layout.comm.all_reduce(part, "sum"))
+        return digest.hexdigest()
 
     # --- everything on every rank ---
 
@@ -374,7 +384,7 @@ class Ownership:
         """All parameters, in the arena's layout, on every rank; collective if they are spread
         over ranks.
         """
-        return self._whole(self._parts.parameters()) if self.settled else self.arena.params
+        return self._complete(self._parts.parameters()) if self.settled else self.arena.params
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
         """Takes what this rank has from `read`, which puts the arena's parameters from a place
@@ -385,33 +395,35 @@ class Ownership:
         else:
             self._parts.load(read)
 
-    def state(self, own: np.ndarray) -> np.ndarray:
+    def state(self, array: np.ndarray) -> np.ndarray:
         """An array of the optimizer's state of this rank, as one of the arena's layout on every
         rank; collective.
         """
-        return self._whole(self._parts.state(own)) if self.settled else own
+        return self._complete(self._parts.state(array)) if self.settled else array
 
-    def _whole(self, flat: np.ndarray) -> np.ndarray:
+    def _complete(self, flat: np.ndarray) -> np.ndarray:
         """Completes an array of which this rank has the floats of its share of the model."""
         comm = self.groups.model
         if comm.size == 1:
             return flat
-        mine = np.array(self._valid, np.int64).reshape(-1, 2)
-        runs = np.concatenate(comm.all_gather_each(mine)).tolist()
+        valid_runs = np.array(self._valid, np.int64).reshape(-1, 2)
+        runs = np.concatenate(comm.all_gather_each(valid_runs)).tolist()
         values = np.concatenate(
-            comm.all_gather_each(np.concatenate([flat[:0], *(flat[a : a + n] for a, n in mine)]))
+            comm.all_gather_each(
+                np.concatenate([flat[:0], *(flat[a : a + n] for a, n in valid_runs)])
+            )
         )
-        at = 0
+        offset = 0
         for lo, n in runs:
-            flat[lo : lo + n] = values[at : at + n]
-            at += n
+            flat[lo : lo + n] = values[offset : offset + n]
+            offset += n
         return flat
 
     def updated(self) -> None:
         """After an update: brings parameters to the ranks that compute with them."""
         if self.settled:
             self._parts.changed()
-        for name, place in self._several.items():
+        for name, place in self._shared_params.items():
             value = self.arena.view(self.arena.params, name)
             self.groups.pp.broadcast(value, place)
             self._lent += value.nbytes * (self.groups.pp.size - 1) * (place == self.groups.p)

@@ -41,7 +41,7 @@ class PipelineProgram(NamedTuple):
     """
 
     parts: list[StageWork]
-    mine: list[StageWork]
+    local_stages: list[StageWork]
     work_bytes: int
     stats_at: int
 
@@ -66,40 +66,44 @@ class PipelineRunner(Runner):
         lay = self.layout
         lib = native.library()
         comm = self.groups.dp
-        here = self.groups.p
+        place = self.groups.p
         self.plan = planning.make(
             self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards)
         )
         prepared = [self._prepared(program) for program in self.programs]
         # of a tail they are as many, of the same places
         parts = prepared[0].parts
-        mine = prepared[0].mine
+        local_stages = prepared[0].local_stages
         self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
         work_bytes = max(one.work_bytes for one in prepared)
         self._stats_at = [one.stats_at for one in prepared]
         self.micro = self.plan.run[1] - self.plan.run[0]
         stages = 1 + max(p.stage for p in parts)
         used = sorted({p.place for p in parts})  # an evaluation may have nothing to do for some
-        where = [used.index(next(p.place for p in parts if p.stage == s)) for s in range(stages)]
+        places = [used.index(next(p.place for p in parts if p.stage == s)) for s in range(stages)]
         self.schedule = schedules.make(
-            self._kind(where), stages, self.micro, where, edges=edges(parts), backward=self.train
+            self._kind(places), stages, self.micro, places, edges=edges(parts), backward=self.train
         )
-        computes = self.schedule.compute[used.index(here)] if mine else ()
+        computes = self.schedule.compute[used.index(place)] if local_stages else ()
         phase = {schedules.Forward: "forward", schedules.Backward: "backward"}
         self._actions = [(phase[type(a)], a.stage, a.micro) for a in computes]
         self._window = self._in_flight()
         self._work = native.aligned((self._window, work_bytes), np.uint8, zero=False)
         self.work_bytes = self._work.nbytes
         self._keep: list[Any] = []
-        self._code = [{(p.phase, p.stage): self._steps(p) for p in one.mine} for one in prepared]
+        self._code = [
+            {(p.phase, p.stage): self._steps(p) for p in one.local_stages} for one in prepared
+        ]
         self._plan_sums()
         scatter = self.parts.stage > 0 and comm.size > 1
         floats = self.parts.buckets[0].floats if self.train else 0
-        self._sum = self._kept(
+        self._sum = self._get_or_make(
             ("sum", self._late),
             lambda: self._reduction(floats, scatter=scatter, content=self.content()),
         )
-        self._stats = self._kept(("statistics", self._late), lambda: self._reduction(lib.stats))
+        self._stats = self._get_or_make(
+            ("statistics", self._late), lambda: self._reduction(lib.stats)
+        )
         self.reductions = (self._sum, self._stats)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
@@ -122,20 +126,20 @@ class PipelineRunner(Runner):
             if r.op == "stats":
                 r.args[0] = slot
         parts = partition(program.records, program.place_of)
-        mine = [p for p in parts if p.place == self.groups.p]
-        items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
+        local_stages = [p for p in parts if p.place == self.groups.p]
+        items = [item for p in local_stages for item in (*p.receives, *p.records, *p.sends)]
         marker = Record("stats", [slot])
         work_bytes = plan_memory([marker, *items, marker])
-        return PipelineProgram(parts, mine, work_bytes, slot.offset)
+        return PipelineProgram(parts, local_stages, work_bytes, slot.offset)
 
-    def _kind(self, where: list[int]) -> str:
+    def _kind(self, places: list[int]) -> str:
         """The schedule's kind: of a last, small batch an automatic cut may have other stages
         than it was made for.
         """
         kind = self.layout.schedule if self.train else "gpipe"
         if self.ownership.cut_by is not None:
             try:
-                check_places(kind, where)
+                check_places(kind, places)
             except ConfigError:
                 return "gpipe"
         return kind
@@ -217,16 +221,16 @@ class PipelineRunner(Runner):
         grads = self._sum.result.ctypes.data
         out = []
         for lo, n in self.ownership.counted:
-            at = self.parts.buckets[0].locate(lo)
-            first = max(at, a)
-            last = min(at + n, b)
+            start = self.parts.buckets[0].locate(lo)
+            first = max(start, a)
+            last = min(start + n, b)
             if first < last:
                 out.append((grads + 4 * first, last - first))
         return out
 
     # --- a step ---
 
-    def run(self) -> Sums:  # noqa: C901
+    def run(self) -> Sums:  # noqa: C901, PLR0915
         lib = native.library()
         run = self.plan.run[0]
         stats_bytes = 4 * native.library().stats
@@ -239,7 +243,7 @@ class PipelineRunner(Runner):
         grads = self._sum.buffers
         stats = self._stats.buffers
         pending: deque[Any] = deque()
-        seen: set[int] = set()
+        started: set[int] = set()
         # no op of this program is here: parameters that others used have gradients of 0
         if not self._begins:
             grads[:] = 0
@@ -251,25 +255,27 @@ class PipelineRunner(Runner):
             c.valid = min(self.shard_size, self.samples - c.first)
             c.rows = self.context.rows + 8 * c.first
             # of the programs
-            here = self._work[slot]
-            which = -1 if c.valid < self.shard_size else 0
-            stats_at = self._stats_at[which]
-            if m not in seen:
-                seen.add(m)
-                here[stats_at : stats_at + stats_bytes] = 0
+            workspace = self._work[slot]
+            program_index = -1 if c.valid < self.shard_size else 0
+            stats_at = self._stats_at[program_index]
+            if m not in started:
+                started.add(m)
+                workspace[stats_at : stats_at + stats_bytes] = 0
             if i in self._begins:
                 grads[self._buffer[m]] = 0  # (of an evaluation: no floats)
             bases[native.GRADS] = grads[self._buffer[m]].ctypes.data
-            for step in self._code[which][phase, stage]:
+            for step in self._code[program_index][phase, stage]:
                 if isinstance(step, Native):
                     lib.run(step.address, step.records, c, bases_address)
                 elif isinstance(step, Move):
-                    self._move(step, m, here, pending)
+                    self._move(step, m, workspace, pending)
                 else:
                     step[slot]()
                     self.bytes_moved += step[slot].sent
             if i in self._ends:
-                stats[self._buffer[m]] = here[stats_at : stats_at + stats_bytes].view(np.float32)
+                stats[self._buffer[m]] = workspace[stats_at : stats_at + stats_bytes].view(
+                    np.float32
+                )
                 if not self._late:
                     self._add(m)
         if self._late:
@@ -287,9 +293,9 @@ class PipelineRunner(Runner):
         r = self.result
         return Sums(r.tolist(), r[1:2].ctypes.data, self.updates, self._counted)
 
-    def _move(self, t: Move, m: int, here: np.ndarray, pending: deque[Any]) -> None:
+    def _move(self, t: Move, m: int, workspace: np.ndarray, pending: deque[Any]) -> None:
         tag = (m * self._transfers + t.number) % (MAX_TAG + 1)
-        value = here[t.at : t.at + t.size]
+        value = workspace[t.at : t.at + t.size]
         if t.source == self.groups.p:
             # what has arrived need not be kept to the end of the step
             while pending and pending[0].test():

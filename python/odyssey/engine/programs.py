@@ -1,9 +1,12 @@
 """Programs of a model, its loss and metrics for a shard: recorded, and kept for the settings
 they were recorded with.
 
-    number      core/setting_versions.py: one comparison a step; an attribute, mode or requires_grad changed
-    settings    all of these (nn/settings.py); for each that was met a program per form of a shard is kept
-    lines       of a program (listing.py): what it is, to be compared with another recording, rank or checkpoint
+    number      core/setting_versions.py: one comparison a step; an attribute, mode or requires_grad
+                changed
+    settings    all of these (nn/settings.py); for each that was met a program per form of a shard
+                is kept
+    lines       of a program (listing.py): what it is, to be compared with another recording, rank
+                or checkpoint
 
 What no number tells of, a global or a list that forward() reads, is found by recording again
 (`again`), at epochs, checkpoints and resumes. A forward() that is not the same twice would depend
@@ -33,7 +36,7 @@ from ..nn.module import in_mode
 from .listing import Listed, first_difference, said, watched
 from .metrics import record as record_metrics
 
-KEPT = 8  # settings whose programs are kept; a schedule of dropout has one a step
+MAX_SETTINGS = 8  # settings whose programs are kept; a schedule of dropout has one a step
 
 Executor = Recorder | ShardEager
 
@@ -110,17 +113,17 @@ class Programs:
         self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
         self._used = 0  # the settings that it was computed with
         # settings and shapes since `astray` was asked last
-        self._ran: dict[tuple[int, int, Form], None] = {}
+        self._recent_runs: dict[tuple[int, int, Form], None] = {}
         self._strayed = ""  # what it has to say of those that are not known any more
         self._of_metrics = 0, 0  # records of metrics, in the latest recording
         self.metric_at: dict[str, int] = {}
         self.outputs: int | None = None
         # attributes that it sets
         self.by_forward: set[tuple[int, str]] = set() if like is None else like.by_forward
-        self._seen = -1  # the number at which the settings were looked at
+        self._seen_version = -1  # the number at which the settings were looked at
         self._numbers = itertools.count(1)
-        self._known: dict[Key, ModelSettings] = {}
-        self._kept: dict[Key, Recording] = {}
+        self._settings_by_key: dict[Key, ModelSettings] = {}
+        self._recordings: dict[Key, Recording] = {}
         self._modules = dict(self.model.named_modules())
         self._parameters = dict(self.model._state())
         # lists and dicts, which change without a word, and their copies
@@ -134,7 +137,7 @@ class Programs:
 
         Raises ConfigError: it has other parameters or submodules.
         """
-        if setting_versions.models.value != self._seen or any(
+        if setting_versions.models.value != self._seen_version or any(
             value != copied for value, copied in self._inside
         ):
             self.look()
@@ -142,10 +145,10 @@ class Programs:
 
     def look(self) -> None:
         """Looks at all settings once more."""
-        self._seen = setting_versions.models.value
+        self._seen_version = setting_versions.models.value
         self._check_structure()
         snapshot: dict[int, tuple[Any, dict[str, Any]]] = {}
-        found: list[tuple[str, Any]] = []
+        entries: list[tuple[str, Any]] = []
         self._inside = []
         for prefix, module in (("", self.model), ("loss.", self.loss)):
             if not isinstance(module, Module):
@@ -154,36 +157,44 @@ class Programs:
                 if name in vars(owner) and not self._is_setting(owner, name):
                     continue
                 plain = settings.is_value(value)
-                found.append((prefix + key, repr(settings.encoded(value)) if plain else id(value)))
+                entries.append(
+                    (prefix + key, repr(settings.encoded(value)) if plain else id(value))
+                )
                 if plain and _may_change(value):
                     self._inside.append((value, copy.deepcopy(value)))
                     value = self._inside[-1][1]
                 snapshot.setdefault(id(owner), (owner, {}))[1][name] = value
         frozen = tuple(name for name, p in self.arena.named if not p.requires_grad)
-        key = (frozen, *found)
-        met = self._known.pop(key, None)
-        if met is None or (met.number != self.setting and self._is_stale(met.number)):
-            met = ModelSettings(next(self._numbers), list(snapshot.values()), frozen)
-        self._known[key] = met
-        self.setting = met.number
-        while len(self._known) > KEPT:
-            gone = self._known[next(iter(self._known))]
-            for ran in [ran for ran in self._ran if ran[0] == gone.number]:
-                self._strayed = self._strayed or self._differs(*ran)
-                del self._ran[ran]
-            self._known = {key: met for key, met in self._known.items() if met is not gone}
-            self._kept = {k: r for k, r in self._kept.items() if k[0] != gone.number}
+        key = (frozen, *entries)
+        model_settings = self._settings_by_key.pop(key, None)
+        if model_settings is None or (
+            model_settings.number != self.setting and self._is_stale(model_settings.number)
+        ):
+            model_settings = ModelSettings(next(self._numbers), list(snapshot.values()), frozen)
+        self._settings_by_key[key] = model_settings
+        self.setting = model_settings.number
+        while len(self._settings_by_key) > MAX_SETTINGS:
+            dropped = self._settings_by_key[next(iter(self._settings_by_key))]
+            for run in [run for run in self._recent_runs if run[0] == dropped.number]:
+                self._strayed = self._strayed or self._differs(*run)
+                del self._recent_runs[run]
+            self._settings_by_key = {
+                key: model_settings
+                for key, model_settings in self._settings_by_key.items()
+                if model_settings is not dropped
+            }
+            self._recordings = {k: r for k, r in self._recordings.items() if k[0] != dropped.number}
 
     def _is_stale(self, number: int) -> bool:
         """Returns True if the program kept for these settings, which are set again, is another
         one now: meanwhile what forward() reads beyond attributes of modules has changed.
         """
-        kept = next((key for key in self._kept if key[0] == number), None)
-        if kept is None:
+        kept_key = next((key for key in self._recordings if key[0] == number), None)
+        if kept_key is None:
             return False
-        _, n, lanes, *form = kept
-        made, _ = self._recorded_once(n, Form(*form), lanes)
-        return first_difference(self._kept[kept].lines, made.lines) is not None
+        _, n, lanes, *form = kept_key
+        recording, _ = self._recorded_once(n, Form(*form), lanes)
+        return first_difference(self._recordings[kept_key].lines, recording.lines) is not None
 
     def _check_structure(self) -> None:
         """Raises ConfigError: a module or parameter was added, replaced or taken away since the
@@ -191,7 +202,7 @@ class Programs:
         """
         modules = dict(self.model.named_modules())
         parameters = dict(self.model._state())
-        for what, before, now, instead in (
+        for kind, old, new, instead in (
             ("submodule", self._modules, modules, "build the model first"),
             (
                 "parameter",
@@ -200,17 +211,17 @@ class Programs:
                 "change values in place (p.data[...] = ..., load_state_dict)",
             ),
         ):
-            for name in {**before, **now}:
-                if now.get(name) is not before.get(name):
+            for name in {**old, **new}:
+                if new.get(name) is not old.get(name):
                     does = (
                         "is new"
-                        if name not in before
+                        if name not in old
                         else "is gone"
-                        if name not in now
+                        if name not in new
                         else "is another one"
                     )
                     raise ConfigError(
-                        f"[train] the {what} {name} {does} since the trainer was made; "
+                        f"[train] the {kind} {name} {does} since the trainer was made; "
                         f"{instead}, or make a new trainer"
                     )
 
@@ -218,12 +229,16 @@ class Programs:
         """Returns what the model is set to, as a checkpoint has it: without what forward()
         itself sets.
         """
-        own = {
+        forward_keys = {
             key
             for key, owner, name, _ in settings.attributes(self.model)
             if (id(owner), name) in self.by_forward
         }
-        return {key: value for key, value in settings.values(self.model).items() if key not in own}
+        return {
+            key: value
+            for key, value in settings.values(self.model).items()
+            if key not in forward_keys
+        }
 
     # --- recordings ---
 
@@ -233,30 +248,36 @@ class Programs:
         Raises ConfigError: forward() looks at values, or is not the same twice.
         """
         key = (self.current(), n, lanes, *form)
-        if key not in self._kept:
-            made = self._recorded_twice(n, form, lanes)
-            self._seen = -1  # forward() may have set attributes that are known as its own now
+        if key not in self._recordings:
+            recording = self._recorded_twice(n, form, lanes)
+            self._seen_version = -1  # forward() may have set attributes, known as its own now
             key = (self.current(), n, lanes, *form)
-            self._kept[key] = made
-        return self._kept[key]
+            self._recordings[key] = recording
+        return self._recordings[key]
 
-    def tail(self, n: int, rest: int, form: Form) -> int:
-        """Samples of the program of a last shard that has `rest` where the others have n: so
+    def tail(self, n: int, tail_size: int, form: Form) -> int:
+        """Samples of the program of a last shard that has `tail_size` where the others have n: so
         many, where that saves work and nothing but sizes is another, in the layout of the
         others; else n, the missing ones being zeros.
         """
-        whole = self.recording(n, form) if rest and not self.gpu else None
+        full_recording = self.recording(n, form) if tail_size and not self.gpu else None
         lanes = layout_of(n) == "lanes"
         groups = native.library().lanes
-        if whole is None or (
-            lanes and -(-whole.extent // groups) == -(-whole.extent * rest // n // groups)
+        if full_recording is None or (
+            lanes
+            and -(-full_recording.extent // groups)
+            == -(-full_recording.extent * tail_size // n // groups)
         ):
             return n
         try:
-            own = self.recorded(rest, form, lanes)
+            tail_recording = self.recorded(tail_size, form, lanes)
         except OdysseyError:  # a model that counts on the size
             return n
-        return rest if _skeleton(own.records) == _skeleton(whole.records) else n
+        return (
+            tail_size
+            if _skeleton(tail_recording.records) == _skeleton(full_recording.records)
+            else n
+        )
 
     def rows(self, form: Form) -> int:
         """Rows of a sample in lanes, as most of one tensor of the model's: 1 for an image, for a
@@ -287,11 +308,11 @@ class Programs:
                     "how often it runs depends on the layout; count steps in a callback "
                     "(on_step_end) instead"
                 )
-        at = first_difference(first.lines, second.lines)
-        if at is not None:
+        index = first_difference(first.lines, second.lines)
+        if index is not None:
             raise ConfigError(
-                f"[train] forward() of {name} is not the same twice: op {at + 1}, "
-                f"{self.told(second, at, n, form)}. "
+                f"[train] forward() of {name} is not the same twice: op {index + 1}, "
+                f"{self.told(second, index, n, form)}. "
                 "It draws from random or NumPy, or counts its calls, and how often it runs "
                 "depends on the layout; use "
                 "nn.Dropout or a transform of the data, or set an attribute by step in a callback"
@@ -303,11 +324,11 @@ class Programs:
     ) -> tuple[Recording, dict[str, str]]:
         """A recording, and the values that forward() has set."""
         recorder = self.recorder(n, lanes)
-        written = self.traced(recorder, n, form)
+        attributes = self.traced(recorder, n, form)
         paths = {id(m): path for path, m in self.model.named_modules()}
         wrote = {
             f"{paths[id(owner)]}.{name}".lstrip("."): repr(vars(owner)[name])
-            for owner, name in written
+            for owner, name in attributes
             if id(owner) in paths and settings.is_value(vars(owner).get(name, ...))
         }
         lines = Listed(recorder.records).lines()
@@ -322,59 +343,68 @@ class Programs:
         recorder.gpu = self.gpu
         return recorder
 
-    def ran(self, n: int, form: Form) -> None:
+    def note_run(self, n: int, form: Form) -> None:
         """A batch is run, with the program of the present settings."""
         self.shape = (n, form)
         self._used = self.setting
-        self._ran[self.setting, n, form] = None
+        self._recent_runs[self.setting, n, form] = None
 
     def astray(self) -> str:
         """The first op of a program, of the last batch or one since this was asked last, that is
         another one when it is recorded again with the settings of that batch, in words;
         empty: none is, or there was no such program.
         """
-        found = self._strayed
+        message = self._strayed
         self._strayed = ""
-        for ran in self._ran:
-            found = found or self._differs(*ran)
-        self._ran = {} if self.shape is None else {(self._used, *self.shape): None}
-        return found
+        for run in self._recent_runs:
+            message = message or self._differs(*run)
+        self._recent_runs = {} if self.shape is None else {(self._used, *self.shape): None}
+        return message
 
     def _differs(self, number: int, n: int, form: Form) -> str:
-        kept = self._kept.get((number, n, False, *form))
-        met = next((met for met in self._known.values() if met.number == number), None)
-        if kept is None or met is None:
+        original = self._recordings.get((number, n, False, *form))
+        model_settings = next(
+            (
+                model_settings
+                for model_settings in self._settings_by_key.values()
+                if model_settings.number == number
+            ),
+            None,
+        )
+        if original is None or model_settings is None:
             return ""
-        with self._set_to(met):
-            made, _ = self._recorded_once(n, form)
-            at = first_difference(kept.lines, made.lines)
-            return "" if at is None else f"op {at + 1}, {self.told(made, at, n, form)}"
+        with self._set_to(model_settings):
+            repeated, _ = self._recorded_once(n, form)
+            index = first_difference(original.lines, repeated.lines)
+            return "" if index is None else f"op {index + 1}, {self.told(repeated, index, n, form)}"
 
     @contextlib.contextmanager
-    def _set_to(self, met: ModelSettings) -> Iterator[None]:
+    def _set_to(self, model_settings: ModelSettings) -> Iterator[None]:
         """Within it the model is set to what it was then; nobody notices."""
-        before = [(vars(owner), dict(vars(owner))) for owner, _ in met.snapshot]
+        previous = [(vars(owner), dict(vars(owner))) for owner, _ in model_settings.snapshot]
         trained = {name: p.requires_grad for name, p in self.arena.named}
         number = setting_versions.models.value
         try:
-            for owner, values in met.snapshot:
-                own = vars(owner)
-                for name in [n for n in own if n not in values and self._is_setting(owner, n)]:
-                    del own[name]  # it was set later
-                own.update(values)
+            for owner, values in model_settings.snapshot:
+                attributes = vars(owner)
+                for name in [
+                    n for n in attributes if n not in values and self._is_setting(owner, n)
+                ]:
+                    del attributes[name]  # it was set later
+                attributes.update(values)
             for name, p in self.arena.named:
-                if (name in met.frozen) == trained[name]:
+                if (name in model_settings.frozen) == trained[name]:
                     p.requires_grad = not trained[name]
             yield
         finally:
-            for own, values in before:
-                own.clear()
-                own.update(values)
+            for attributes, values in previous:
+                attributes.clear()
+                attributes.update(values)
             for name, p in self.arena.named:
                 if p.requires_grad != trained[name]:
                     p.requires_grad = trained[name]
-            if self._seen == number:
-                self._seen = setting_versions.models.value
+            if self._seen_version == number:
+                self._seen_version = setting_versions.models.value
 
     def _is_setting(self, owner: Any, name: str) -> bool:
         """True for an attribute of a module that programs depend on."""
@@ -393,21 +423,21 @@ class Programs:
         """Drops all programs: the model computes something else now, though its settings are the
         same.
         """
-        self._known.clear()
-        self._kept.clear()
-        self._ran.clear()
-        self._seen = -1
+        self._settings_by_key.clear()
+        self._recordings.clear()
+        self._recent_runs.clear()
+        self._seen_version = -1
         self._strayed = ""
 
-    def told(self, made: Recording, at: int, n: int, form: Form) -> str:
-        """Op number `at` of a program in words, with its layer and source line."""
+    def told(self, recording: Recording, index: int, n: int, form: Form) -> str:
+        """Op number `index` of a program in words, with its layer and source line."""
         layers = Listed()
         # it has run before: its error is not news
-        with contextlib.suppress(Exception), watched(self.model) as here:
+        with contextlib.suppress(Exception), watched(self.model) as active_layers:
             recorder = self.recorder(n)
-            layers.listen(recorder, here)
+            layers.listen(recorder, active_layers)
             self.traced(recorder, n, form)
-        return said(made.records, at, layers.where)
+        return said(recording.records, index, layers.where)
 
     # --- a pass ---
 
@@ -421,11 +451,11 @@ class Programs:
                 stack.enter_context(in_mode(self.model, False))
                 stack.enter_context(no_grad())
             stack.enter_context(using(executor))
-            written = stack.enter_context(setting_versions.unnoticed())
+            attributes = stack.enter_context(setting_versions.unnoticed())
             self._pass(executor, n, form)
         self.outputs = executor.outputs
-        self.by_forward.update((id(owner), name) for owner, name in written)
-        return written
+        self.by_forward.update((id(owner), name) for owner, name in attributes)
+        return attributes
 
     def _pass(self, executor: Executor, n: int, form: Form) -> None:
         """Forward and backward of one shard of n samples, through whatever executor is current."""
@@ -441,8 +471,8 @@ class Programs:
                 channels = leaf.shape[0] if len(leaf.shape) > 1 else 1
                 executor.emit("input", t.memory, t.groups, t.features, channels, layout=layout)
             else:  # lanes without a sample: labels of -1, zeros
-                rest = -int(target and leaf.dtype == "int32")
-                sizes = t.groups, t.features, t.lanes // n, next(number), rest
+                filler = -int(target and leaf.dtype == "int32")
+                sizes = t.groups, t.features, t.lanes // n, next(number), filler
                 executor.emit("array", t.memory, *sizes, layout=t.layout)
             executor.close(device)
             return t
@@ -458,22 +488,22 @@ class Programs:
         target = mapped(lambda leaf: gathered(leaf, place, True), form.targets)
         loss = self.loss(y, target)
         if not isinstance(loss, Tensor) or loss.shape != ():
-            found = (
+            description = (
                 f"has shape {loss.shape}"
                 if isinstance(loss, Tensor)
                 else f"is a {type(loss).__name__}"
             )
             raise ConfigError(
-                f"[train] the loss {found}; it must be one number, a sum or mean over samples"
+                f"[train] the loss {description}; it must be one number, a sum or mean over samples"
             )
         stats = executor.first_stats
         with executor.within(executor.scope.ops - 1, loss.device):
             if stats is None:  # nobody counted correct predictions
                 stats = executor.alloc(16)
                 executor.emit("fill", stats, 0.0, 4)
-            before = len(getattr(executor, "records", ()))
+            start = len(getattr(executor, "records", ()))
             self.metric_at = record_metrics(executor, self.metrics, form, y, target)
-            self._of_metrics = before, len(getattr(executor, "records", ()))
+            self._of_metrics = start, len(getattr(executor, "records", ()))
         executor.emit("stats", executor.stats, loss.memory, stats, 0)
         executor.close(loss.device)
         if self.train:

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-PERIOD = 1e-3  # seconds between looks: sockets hold what a link of 10 Gbit/s moves meanwhile
-MOVED = 10e-6  # seconds from which on a look has moved something, and another one will move more
+PERIOD_S = 1e-3  # seconds between looks: sockets hold what a link of 10 Gbit/s moves meanwhile
+BUSY_POLL_S = 10e-6  # seconds from which on a look has moved something, and another will move more
 
 
 class Progress:
@@ -48,17 +48,17 @@ class Progress:
             raise self._error
 
     def _run(self) -> None:
-        while not self._over.wait(PERIOD):
+        while not self._over.wait(PERIOD_S):
             with self._turn:
                 if self._over.is_set() or self._error is not None:
                     return
-                begun = last = time.perf_counter()
+                start = last = time.perf_counter()
                 try:
                     while True:
                         self._poll()
-                        now = time.perf_counter()
-                        if now - last < MOVED or now - begun > PERIOD:
+                        polled_at = time.perf_counter()
+                        if polled_at - last < BUSY_POLL_S or polled_at - start > PERIOD_S:
                             break
-                        last = now
+                        last = polled_at
                 except BaseException as error:
                     self._error = error

@@ -22,50 +22,50 @@ def recompute(records: list[Record]) -> list[Record]:  # noqa: C901
             makers.setdefault(id(a), []).append(r)
     dropped: set[int] = set()  # slots that are not kept
 
-    def repeated(slot: Slot, at: int) -> tuple[list[Record], Slot] | None:
-        """The records that make the slot's value once more before record `at`, and where; None
+    def repeated(slot: Slot, index: int) -> tuple[list[Record], Slot] | None:
+        """The records that make the slot's value once more before record `index`, and where; None
         if they cannot.
         """
-        maker, *others = makers[id(slot)]
+        maker, *other_makers = makers[id(slot)]
         if (
-            others
+            other_makers
             or maker.phase == "backward"
             or "again" not in maker.declared.traits
             or maker.args[0] is not slot
         ):
             return None
         new = maker.changed(args=[*maker.args], phase="backward", recompute=True)
-        before = []
+        prerequisites = []
         for j, a in enumerate(maker.args):
             if not isinstance(a, Slot) or a is slot:
                 continue
-            if id(a) in dropped or uses[id(a)][-1] < at:
-                made = repeated(a, at)
-                if made is None:
+            if id(a) in dropped or uses[id(a)][-1] < index:
+                repetition = repeated(a, index)
+                if repetition is None:
                     return None
-                before += made[0]
-                new.args[j] = made[1]
+                prerequisites += repetition[0]
+                new.args[j] = repetition[1]
             elif len(makers[id(a)]) > 1:
                 return None
         sizes = maker.declared.sizes
         if "again" in sizes:
             new.args[sizes.index("again") - len(sizes)] = 1
         new.args[0] = Slot(slot.nbytes)
-        return [*before, new], new.args[0]
+        return [*prerequisites, new], new.args[0]
 
     inserted: dict[int, list[Record]] = {}
     out = list(records)
     for r in records[:start]:
         slot = r.args[0] if r.declared.outputs else None
-        again = [i for i in uses.get(id(slot), []) if i >= start]
-        made = repeated(slot, again[0]) if again else None
-        if made is None:
+        late_uses = [i for i in uses.get(id(slot), []) if i >= start]
+        repetition = repeated(slot, late_uses[0]) if late_uses else None
+        if repetition is None:
             continue
         dropped.add(id(slot))
-        inserted.setdefault(again[0], []).extend(made[0])
-        for i in again:
-            out[i] = out[i].changed(args=[made[1] if a is slot else a for a in out[i].args])
-        for new in made[0]:
-            new.device = records[again[0]].device
-            new.tag = records[again[0]].tag
+        inserted.setdefault(late_uses[0], []).extend(repetition[0])
+        for i in late_uses:
+            out[i] = out[i].changed(args=[repetition[1] if a is slot else a for a in out[i].args])
+        for new in repetition[0]:
+            new.device = records[late_uses[0]].device
+            new.tag = records[late_uses[0]].tag
     return [r for i, one in enumerate(out) for r in (*inserted.get(i, ()), one)]

@@ -43,9 +43,10 @@ def digits(code: int, ranks: int) -> np.ndarray:
     """
     base = ranks + 1
     places = MARKS.stop - MARKS.start
-    each = max(k for k in range(1, 25) if base**k <= EXACT or k == 1)
+    bits_per_number = max(k for k in range(1, 25) if base**k <= EXACT or k == 1)
     values = [
-        sum((code >> (i * each + j) & 1) * base**j for j in range(each)) for i in range(places)
+        sum((code >> (i * bits_per_number + j) & 1) * base**j for j in range(bits_per_number))
+        for i in range(places)
     ]
     return np.array(values, np.float32)
 
@@ -151,23 +152,27 @@ class Runner:
         self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
 
-    def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
+    def _get_or_make(self, name: Any, make: Callable[[], Any]) -> Any:
         """The reduction of this name, made when it is first asked for: a collective call."""
         if name not in self._known_reductions:
             self._known_reductions[name] = make()
         return self._known_reductions[name]
 
-    def _reduction(self, floats: int, **more: Any) -> Reduction:
+    def _reduction(self, floats: int, **options: Any) -> Reduction:
         """A reduction of so many floats for the plan of this runner; a collective call."""
         lay = self.layout
-        return strategy.make(lay.reduction, self.groups.dp, self.plan, floats, lay.workers, **more)
+        return strategy.make(
+            lay.reduction, self.groups.dp, self.plan, floats, lay.workers, **options
+        )
 
-    def content(self, b: int = 0, whole: bool = False) -> Content | None:
-        """Returns what a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
+    def content(self, b: int = 0, whole_arena: bool = False) -> Content | None:
+        """Returns what a reduction holds: bucket b, or the whole arena; None if no gradients."""
         if not self.train:
             return None
         arena = self.arena
-        bucket = bucketing.of_ranges([(0, arena.size)], ()) if whole else self.parts.buckets[b]
+        bucket = (
+            bucketing.of_ranges([(0, arena.size)], ()) if whole_arena else self.parts.buckets[b]
+        )
         shapes = [
             (piece.at + arena.offsets[name] - piece.lo, tuple(p.shape))
             for name, p in arena.named
@@ -182,11 +187,11 @@ class Runner:
         uncompressed, and those of the sent ones that went to other machines in sums along the
         tree.
         """
-        made = self.reductions
+        reductions = self.reductions
         moved = self.bytes_moved + getattr(self.parts, "bytes_sent", 0)
-        sent = sum(r.bytes_sent for r in made)
-        plain = sum(r.bytes_plain for r in made)
-        return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in made)
+        sent = sum(r.bytes_sent for r in reductions)
+        plain = sum(r.bytes_plain for r in reductions)
+        return moved + sent, moved + plain, sum(getattr(r, "bytes_wire", 0) for r in reductions)
 
     def mark(self, code: int) -> None:
         """Sets what this rank must have in common with the others in the next steps."""
@@ -202,9 +207,11 @@ class Runner:
         some.
         """
         if self._digits is not None and self.marked.plan.partial:
-            at = self.marked.floats - native.library().stats
+            stats_start = self.marked.floats - native.library().stats
             _, buffer = self.marked.plan.partial[0]
-            self.marked.buffers[buffer, at + MARKS.start : at + MARKS.stop] += self._digits
+            self.marked.buffers[buffer, stats_start + MARKS.start : stats_start + MARKS.stop] += (
+                self._digits
+            )
 
     def _locate(self, space: int, offset: int) -> int:
         """Where an offset of the arena, in floats, is; without gradients the statistics are all

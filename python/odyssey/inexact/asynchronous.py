@@ -50,8 +50,8 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
 
 def summed(trainer: DistributedTrainer, tally: Tally) -> Tally:
     names = trainer.metric_names
-    mine = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
-    loss, correct, *metrics = added(trainer.comm, *mine)
+    local_sums = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
+    loss, correct, *metrics = added(trainer.comm, *local_sums)
     return dataclasses.replace(tally).put(loss, correct, dict(zip(names, metrics, strict=True)))
 
 
@@ -203,12 +203,12 @@ class AsynchronousServer(Mode):
                 "step was not taken. Lower --lr, warm up, or lower --staleness"
             ).on_all_ranks()
         trainer.steps += int(steps)
-        whole = summed(trainer, tally)
-        whole.extra = self._figures()
-        whole.counted = samples
-        whole.samples = int(samples)
-        whole.steps = int(steps)
-        return whole
+        total = summed(trainer, tally)
+        total.extra = self._figures()
+        total.counted = samples
+        total.samples = int(samples)
+        total.steps = int(steps)
+        return total
 
     def _work(self, batches: Iterable[Batch], limit: int | None, tally: Tally) -> None:
         trainer = self.trainer
@@ -217,10 +217,10 @@ class AsynchronousServer(Mode):
         out = [GradientMessage(b - a) for a, b in self.ranges]
         back = [GradientMessage(b - a) for a, b in self.ranges]
         versions = [trainer.steps] * len(out)
-        mine = comm.rank - len(self.servers)
+        worker_index = comm.rank - len(self.servers)
         stop = False
         for i, batch in enumerate(itertools.islice(batches, limit)):
-            if i % len(self.workers) != mine:
+            if i % len(self.workers) != worker_index:
                 continue
             sums, gradients, divisor = trainer.gradients(batch, trainer.steps + i)
             requests: list[Request] = []
@@ -260,25 +260,27 @@ class AsynchronousServer(Mode):
         sends: dict[int, Request] = {}
         samples = 0
         updates = 0
-        heard = time.monotonic()
+        last_heard = time.monotonic()
         nap = 20e-6
         while active:
             came = [w for w, request in receives.items() if request.test()]
             for w in came:
                 receives.pop(w).wait()
                 message = inbox[w]
-                kind, taken, version, n = message.numbers[:4].tolist()
+                kind, worker_steps, version, n = message.numbers[:4].tolist()
                 if kind == DONE:
                     active.discard(w)
                     continue
-                now = trainer.steps + updates
-                steps[w] = taken
-                self._lead = max(self._lead, taken - min(steps[v] for v in active))
-                self._late = self._late + now - version
-                self._latest = max(self._latest, now - version)
+                current_version = trainer.steps + updates
+                steps[w] = worker_steps
+                self._lead = max(self._lead, worker_steps - min(steps[v] for v in active))
+                self._late = self._late + current_version - version
+                self._latest = max(self._latest, current_version - version)
                 self._pushes = self._pushes + 1
                 self._steps[w] = self._steps[w] + 1
-                if not self._failed and not self._update(message, a, b - a, now, now - version):
+                if not self._failed and not self._update(
+                    message, a, b - a, current_version, current_version - version
+                ):
                     self._failed = True
                 updates = updates + 1
                 samples = samples + n
@@ -300,11 +302,11 @@ class AsynchronousServer(Mode):
                 sends[w] = comm.send(outbox[w].array, w, TAG, wait=False)
                 trainer.count_bytes(outbox[w].array.nbytes)
             if came:
-                heard = time.monotonic()
+                last_heard = time.monotonic()
                 nap = 20e-6
-            elif time.monotonic() - heard > min(30.0, deadline()):
+            elif time.monotonic() - last_heard > min(30.0, deadline()):
                 self._listen(receives)
-                heard = time.monotonic()
+                last_heard = time.monotonic()
             else:
                 for request in sends.values():
                     request.test()
@@ -326,13 +328,13 @@ class AsynchronousServer(Mode):
                     f"[async] no gradient from worker rank {w}: {error}"
                 ) from error
 
-    def _update(self, message: GradientMessage, at: int, n: int, step: int, age: int) -> bool:
+    def _update(self, message: GradientMessage, offset: int, n: int, step: int, age: int) -> bool:
         """Takes one step with a gradient that is `age` updates old; False if it is not finite."""
         trainer = self.trainer
         if not math.isfinite(message.floats[0]):
             return False
-        params = trainer.arena.address(native.PARAMS) + 4 * at
-        updates = [Update(params, message.body.ctypes.data, at, n, at)] if n else []
+        params = trainer.arena.address(native.PARAMS) + 4 * offset
+        updates = [Update(params, message.body.ctypes.data, offset, n, offset)] if n else []
         return trainer.optimizer.apply(
             updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age)
         )

@@ -56,9 +56,11 @@ class Compressed(Phased):
         self.memory = self.content.memory
         self.local = self._take(n)
         self._steps = self._counted = 0
-        rest = self.floats - n
+        extra_floats = self.floats - n
         tree = SharedReduction if hasattr(self.comm, "shared") else TreeReduction
-        self._exact = tree(self.comm, self.plan, rest, self.workers) if rest else None
+        self._exact = (
+            tree(self.comm, self.plan, extra_floats, self.workers) if extra_floats else None
+        )
 
     def start(self) -> None:
         self._steps += 1
@@ -84,12 +86,12 @@ class Compressed(Phased):
 
     def _recall(self, name: str) -> np.ndarray:
         """Returns what this rank still has to send, in units of this batch's sum."""
-        kept = self.memory.setdefault(name, np.zeros(self.n, np.float32))
-        before = self.memory.setdefault("samples", self.content.samples)
-        if before != self.content.samples:
-            kept *= np.float32(self.content.samples / before)
+        unsent = self.memory.setdefault(name, np.zeros(self.n, np.float32))
+        previous_samples = self.memory.setdefault("samples", self.content.samples)
+        if previous_samples != self.content.samples:
+            unsent *= np.float32(self.content.samples / previous_samples)
             self.memory["samples"] = self.content.samples
-        return kept
+        return unsent
 
 
 class HalfReduction(Compressed):
@@ -143,10 +145,10 @@ class HalfReduction(Compressed):
         for (a, b), (c, d) in zip(self.cut, self._wire_ranges, strict=True):
             if d > c:
                 self._pack(self.local[a:b], self._wire[c:d])
-        mine = self._words[self.comm.rank]
-        self.bytes_sent += 2 * (sum(self._words) - mine)
+        local_words = self._words[self.comm.rank]
+        self.bytes_sent += 2 * (sum(self._words) - local_words)
         return self.comm.all_to_all_v(
-            self._wire, self._words, self._receive, [mine] * self.comm.size, wait=False
+            self._wire, self._words, self._receive, [local_words] * self.comm.size, wait=False
         )
 
     def _add(self) -> None:
@@ -183,10 +185,10 @@ class TopKReduction(Compressed):
     def _prepare(self) -> None:
         super()._prepare()
         s = self.strategy
-        most = count(
+        max_count = count(
             self.n, max(s.compression_ratio, WARMUP_RATIO if s.compression_warmup_steps else 0)
         )
-        self._wire = self._take(2 * most * self.comm.size).view(np.int32)
+        self._wire = self._take(2 * max_count * self.comm.size).view(np.int32)
         self.phases = (self._exchange, self._add)
 
     def ratio(self, step: int) -> float:
@@ -204,15 +206,15 @@ class TopKReduction(Compressed):
         self.memory["steps"] = step + 1
         self._k = k = count(self.n, self.ratio(step))
         self.local += self._recall("residual")
-        mine = self._wire[2 * k * comm.rank : 2 * k * (comm.rank + 1)]
+        message = self._wire[2 * k * comm.rank : 2 * k * (comm.rank + 1)]
         if np.isfinite(self.local).all():
-            at = largest(self.local, k)
-            mine[:k] = at
-            mine[k:] = self.local[at].view(np.int32)
+            indices = largest(self.local, k)
+            message[:k] = indices
+            message[k:] = self.local[indices].view(np.int32)
         else:  # says so to all ranks; none takes the step
-            mine[:k] = np.arange(k)
-            mine[k:] = np.full(k, np.nan, np.float32).view(np.int32)
-        self.bytes_sent += mine.nbytes * (comm.size - 1)
+            message[:k] = np.arange(k)
+            message[k:] = np.full(k, np.nan, np.float32).view(np.int32)
+        self.bytes_sent += message.nbytes * (comm.size - 1)
         pairs = [(2 * k * p, 2 * k * (p + 1)) for p in range(comm.size)]
         return comm.all_gather_v(self._wire[: pairs[-1][1]], pairs, wait=False)
 
@@ -221,8 +223,8 @@ class TopKReduction(Compressed):
         size = self.comm.size
         pairs = self._wire[: 2 * k * size].reshape(size, 2, k)
         self.result[: self.n] = 0
-        for at, values in pairs:
-            self.result[at] += values.view(np.float32)
+        for indices, values in pairs:
+            self.result[indices] += values.view(np.float32)
         if np.isfinite(pairs[:, 1].view(np.float32)).all():
             self.local[pairs[self.comm.rank, 0]] = 0
             self.memory["residual"][:] = self.local
@@ -242,16 +244,16 @@ class PowerReduction(Compressed):
         r = self.strategy.powersgd_rank
         self._matrices: list[tuple[int, int, int, int]] = []  # offset, rows, columns, rank
         plain = []
-        at = 0
+        plain_start = 0
         for offset, shape in sorted(self.content.shapes):
             m = shape[0] if shape else 1
             n = math.prod(shape[1:])
             if len(shape) < 2 or r * (m + n) >= m * n:
                 continue
             self._matrices.append((offset, m, n, min(r, m, n)))
-            plain.append((at, offset))
-            at = offset + m * n
-        self._plain = [(a, b) for a, b in (*plain, (at, self.n)) if b > a]
+            plain.append((plain_start, offset))
+            plain_start = offset + m * n
+        self._plain = [(a, b) for a, b in (*plain, (plain_start, self.n)) if b > a]
         self._q: list[np.ndarray] = self.memory.setdefault(
             "q", [_start(i, n, k) for i, (_, _, n, k) in enumerate(self._matrices)]
         )
@@ -295,33 +297,33 @@ class PowerReduction(Compressed):
 
     def _send_q(self) -> Request:
         total = self._summed(self._wires[0], self._first)
-        at = 0
+        offset = 0
         self._ps: list[np.ndarray] = []
         for _, m, _, k in self._matrices:
-            self._ps.append(orthonormal(total[at : at + m * k].reshape(m, k)))
-            at += m * k
+            self._ps.append(orthonormal(total[offset : offset + m * k].reshape(m, k)))
+            offset += m * k
         for a, b in self._plain:
-            self.result[a:b] = total[at : at + b - a]
-            at += b - a
-        self._mine = [
+            self.result[a:b] = total[offset : offset + b - a]
+            offset += b - a
+        self._local_qs = [
             self._matrix(self.local, x).T @ p for x, p in zip(self._matrices, self._ps, strict=True)
         ]
-        return self._send(self._wires[1], self._second, self._back, self._mine)
+        return self._send(self._wires[1], self._second, self._back, self._local_qs)
 
     def _rebuild(self) -> None:
         total = self._summed(self._wires[1], self._second)
-        at = 0
+        offset = 0
         q = []
         for x, p in zip(self._matrices, self._ps, strict=True):
             _, _, n, k = x
-            q.append(total[at : at + n * k].reshape(n, k).copy())
-            at += n * k
+            q.append(total[offset : offset + n * k].reshape(n, k).copy())
+            offset += n * k
             product(p, q[-1], self._matrix(self.result, x))
         if not np.isfinite(self.result[: self.n]).all():
             return  # no rank takes this step; nothing of it is kept
         for i, x in enumerate(self._matrices):
             part = self._matrix(self.local, x)
-            part -= product(self._ps[i], self._mine[i], np.empty_like(part))
+            part -= product(self._ps[i], self._local_qs[i], np.empty_like(part))
             dead = ~q[i].any(axis=0)
             # a direction without gradient would stay so for ever
             q[i][:, dead] = _start(i, *q[i].shape)[:, dead]
@@ -342,16 +344,16 @@ def orthonormal(columns: np.ndarray) -> np.ndarray:
 
     Inner products are exact sums rounded once, so every processor gives the same bits.
     """
-    done: list[np.ndarray] = []
+    basis: list[np.ndarray] = []
     with np.errstate(invalid="ignore"):
         for column in columns.T.astype(np.float64):
             length = _norm(column)
             for _ in range(2):  # once more removes what rounding left
-                for other in done:
-                    column = column - _sum(column * other) * other
-            rest = _norm(column)
-            done.append(column / rest if rest > 1e-6 * length else column * 0)
-    return np.stack(done, axis=1).astype(np.float32)
+                for earlier in basis:
+                    column = column - _sum(column * earlier) * earlier
+            residual_norm = _norm(column)
+            basis.append(column / residual_norm if residual_norm > 1e-6 * length else column * 0)
+    return np.stack(basis, axis=1).astype(np.float32)
 
 
 def _sum(values: np.ndarray) -> float:
@@ -407,7 +409,7 @@ class GradientCompression:
         ratio = declared(ReductionSettings)["compression_ratio"]
         self.compression_ratio = ratio.check(compression_ratio, "[compression] compression_ratio")
         self.error_feedback = error_feedback
-        self._left: dict[Any, np.ndarray] = {}
+        self._residuals: dict[Any, np.ndarray] = {}
 
     def compress_gradients(self, gradients: Any) -> Any:
         """A dict or list of arrays (float32 of any shape, or tensors) as the same of `Sparse`.
@@ -415,34 +417,34 @@ class GradientCompression:
         An array is known again by its key or position, and must keep its shape. None (no gradient)
         stays None.
         """
-        return _each(gradients, self._compress)
+        return _map_gradients(gradients, self._compress)
 
     def _compress(self, key: Any, gradient: Any) -> Sparse:
         array = gradient.numpy() if hasattr(gradient, "numpy") else np.asarray(gradient)
         flat = array.astype(np.float32).ravel()  # a copy
-        left = self._left.get(key)
-        if left is not None:
-            if left.size != flat.size:
+        residual = self._residuals.get(key)
+        if residual is not None:
+            if residual.size != flat.size:
                 raise ConfigError(
                     f"[compression] gradient {key!r} has {flat.size} numbers, and had "
-                    f"{left.size} before; "
+                    f"{residual.size} before; "
                     "use one GradientCompression per model"
                 )
-            flat += left
-        at = (
+            flat += residual
+        indices = (
             largest(flat, count(flat.size, self.compression_ratio))
             if flat.size
             else np.zeros(0, np.int32)
         )
-        values = flat[at]
+        values = flat[indices]
         if self.error_feedback:
-            flat[at] = 0
-            self._left[key] = flat
-        return Sparse(at, values, array.shape)
+            flat[indices] = 0
+            self._residuals[key] = flat
+        return Sparse(indices, values, array.shape)
 
     def decompress_gradients(self, compressed: Any) -> Any:
         """The same dict or list with whole arrays (float32), zero where nothing was kept."""
-        return _each(compressed, lambda _, s: _dense(s))
+        return _map_gradients(compressed, lambda _, s: _dense(s))
 
 
 def _dense(sparse: Sparse) -> np.ndarray:
@@ -451,7 +453,7 @@ def _dense(sparse: Sparse) -> np.ndarray:
     return flat.reshape(sparse.shape)
 
 
-def _each(items: Any, function: Any) -> Any:
+def _map_gradients(items: Any, function: Any) -> Any:
     if isinstance(items, Mapping):
         return {
             key: None if value is None else function(key, value) for key, value in items.items()

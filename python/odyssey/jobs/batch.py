@@ -26,7 +26,9 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?", re.ASCII)
 _WORD = re.compile(r"-[\w.,:/@%+=*()\[\]{}$~-]+", re.ASCII)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}", re.ASCII)
-_OWN = re.compile(r"(-[NntaJ]|--(nodes|ntasks|ntasks-per-node|time|array|job-name|signal)(=|$))")
+_RESERVED_OPTION = re.compile(
+    r"(-[NntaJ]|--(nodes|ntasks|ntasks-per-node|time|array|job-name|signal)(=|$))"
+)
 _CPUS = re.compile(r"\d+(\.\d+)?m?", re.ASCII)
 _BYTES = re.compile(r"\d+(\.\d+)?([kMGT]|[KMGT]i)?", re.ASCII)
 _IMAGE = re.compile(r"\w[\w.:/@+-]*", re.ASCII)
@@ -58,8 +60,9 @@ def _count(name: str, value: int) -> int:
 
 
 _SCRIPT = """\
-# Asked to end before the time limit, the job stops with a checkpoint and is queued again: the same command goes on. One
-# that is cancelled stays so; after the loss of a node, or a preemption, SLURM itself queues it again (--requeue).
+# Asked to end before the time limit, the job stops with a checkpoint and is queued again: the
+# same command goes on. One that is cancelled stays so; after the loss of a node, or a
+# preemption, SLURM itself queues it again (--requeue).
 {setup}
 limit=
 {command} &
@@ -107,20 +110,20 @@ def slurm(
     """
     ranks = _count("-N", nodes) * _count("--ntasks-per-node", ntasks_per_node)
     job = "${SLURM_ARRAY_JOB_ID}-${SLURM_ARRAY_TASK_ID}" if array else "${SLURM_JOB_ID}"
-    own = [
+    directives = [
         f"--job-name={name}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={ntasks_per_node}",
         "--requeue",
     ]
-    own += [
+    directives += [
         "--open-mode=append",
         f"--output={name}-{'%A-%a' if array else '%j'}.out",
         f"--signal=B:USR1@{warn}",
     ]
     numbers = "such as 0-9, 0-9%2 or 1,3,5-7 is allowed"
-    own += [f"--array={_checked('--array', array, _ARRAY, numbers)}"] if array else []
-    own += [f"--time={time}"] if time else []
+    directives += [f"--array={_checked('--array', array, _ARRAY, numbers)}"] if array else []
+    directives += [f"--time={time}"] if time else []
     if time and 0 < _seconds(time) <= warn:
         raise ConfigError(
             f"[batch] --time {time} ends within --warn {warn} seconds; give more time, or less "
@@ -131,26 +134,29 @@ def slurm(
             "[batch] {task} is the number of a job array's task; give --array, such as 0-9"
         )
     for option in options:
-        if _OWN.match(option):
+        if _RESERVED_OPTION.match(option):
             raise ConfigError(
                 f"[batch] --sbatch {ascii(option[:60])}; `odyssey slurm` has an option of its "
                 "own for it"
             )
     words = "an option such as --partition=long, without spaces and quotes, is allowed"
     head = ["#!/bin/bash", "# Written by `odyssey slurm`; submit it with sbatch."]
-    head += [f"#SBATCH {_checked('--sbatch', option, _WORD, words)}" for option in (*own, *options)]
+    head += [
+        f"#SBATCH {_checked('--sbatch', option, _WORD, words)}"
+        for option in (*directives, *options)
+    ]
     for line in setup:
         if not line.isprintable():
             raise ConfigError(f"[batch] --setup {ascii(line[:60])}; one line is allowed")
-    before = list(setup)
+    setup_lines = list(setup)
     end = ""
     if scratch is not None:
         place = f'{shlex.quote(scratch)}/odyssey-"$SLURM_JOB_ID"'
         everywhere = "srun --ntasks-per-node=1 --ntasks=$SLURM_JOB_NUM_NODES"
-        before += [f"export TMPDIR={place}", f'{everywhere} mkdir -p "$TMPDIR"']
+        setup_lines += [f"export TMPDIR={place}", f'{everywhere} mkdir -p "$TMPDIR"']
         end = f'{everywhere} rm -rf "$TMPDIR"\n'
     if cache is not None:
-        before.append(f"export ODYSSEY_CACHE_DIR={shlex.quote(cache)}")
+        setup_lines.append(f"export ODYSSEY_CACHE_DIR={shlex.quote(cache)}")
     place = (
         f'runs/{name}-"{job}"'
         if run_dir is None
@@ -164,7 +170,7 @@ def slurm(
         *map(_word, launch),
     ]
     script = _SCRIPT.format(
-        setup="\n".join(before), command=" ".join([*start, *map(_word, command)]), end=end
+        setup="\n".join(setup_lines), command=" ".join([*start, *map(_word, command)]), end=end
     )
     return "\n".join([*head, "", script])
 
@@ -175,8 +181,8 @@ def _seconds(time: str) -> int:
     Raises ConfigError.
     """
     _checked("--time", time, _TIME, "such as 90 (minutes), 4:00:00 or 2-12:00:00 is allowed")
-    days, _, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    days, _, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(
         part * unit for part, unit in zip(parts, units, strict=False)
@@ -228,19 +234,19 @@ def kubernetes(  # noqa: PLR0915
     of another form.
     """
     names = "small letters, digits and '-' are allowed, at most 53"
-    for what, value in (("--name", name), ("--queue", queue), ("--claim", claim)):
+    for option, value in (("--name", name), ("--queue", queue), ("--claim", claim)):
         if value is not None:
-            _checked(what, value, _NAME, names)
+            _checked(option, value, _NAME, names)
     _checked("--image", image, _IMAGE, "letters, digits and . _ : / @ + - are allowed")
     _checked("--cpu", cpu, _CPUS, "a quantity such as 2 or 500m is allowed")
-    for what, value in (("--memory", memory), ("--shm", shm)):
-        _checked(what, value, _BYTES, "a quantity such as 512Mi or 4Gi is allowed")
+    for option, value in (("--memory", memory), ("--shm", shm)):
+        _checked(option, value, _BYTES, "a quantity such as 512Mi or 4Gi is allowed")
     if form not in FORMS:
         raise ConfigError(f"[batch] --form {form!r} is unknown; choose from {', '.join(FORMS)}")
-    for what, value, where in (("--slots", slots, "mpijob"), ("--least", least, "elastic")):
-        if value is not None and form != where:
+    for option, value, of_form in (("--slots", slots, "mpijob"), ("--least", least, "elastic")):
+        if value is not None and form != of_form:
             raise ConfigError(
-                f"[batch] {what} {value} is of --form {where}, and this is {form}; leave it out"
+                f"[batch] {option} {value} is of --form {of_form}, and this is {form}; leave it out"
             )
     slots = 1 if slots is None else _count("--slots", slots)
     least = 1 if least is None else _count("--least", least)
@@ -265,8 +271,8 @@ def kubernetes(  # noqa: PLR0915
         limits |= {"nvidia.com/gpu": gpus * count} if gpus else {}
         mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": "/runs"}]
         volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}}]
-        kept = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
-        volumes.append({"name": "runs", **kept})
+        run_storage = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+        volumes.append({"name": "runs", **run_storage})
         safe = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         one = {"name": "odyssey", "image": image, "command": words, "securityContext": safe}
         user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}

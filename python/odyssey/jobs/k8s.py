@@ -41,7 +41,11 @@ from ..cli.commands import launch
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
-    context: click.Context, script: str, arguments: tuple[str, ...], name: str | None, **given: Any
+    context: click.Context,
+    script: str,
+    arguments: tuple[str, ...],
+    name: str | None,
+    **options: Any,
 ) -> None:
     """Write a manifest: odyssey k8s --image I -n 16 --slots 4 train.py > job.yaml; kubectl apply
     -f job.yaml
@@ -50,5 +54,5 @@ def command(
 
     launch.no_option(script, context)
     words = [script, *arguments]
-    made = batch.kubernetes(words, name=name or batch.name_of(words), **given)
-    click.echo(f"# Written by `odyssey k8s`.\n{batch.text(made)}")
+    manifest = batch.kubernetes(words, name=name or batch.name_of(words), **options)
+    click.echo(f"# Written by `odyssey k8s`.\n{batch.text(manifest)}")

@@ -67,7 +67,7 @@ def command(
     script: str,
     arguments: tuple[str, ...],
     name: str | None,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Write a job script: odyssey slurm -N 4 --ntasks-per-node 4 train.py > job.sh; sbatch job.sh
 
@@ -78,12 +78,14 @@ def command(
     from . import batch
 
     starter.no_option(script, context)
-    with starter.command.make_context("launch", [*launch, "train"], parent=context.parent) as made:
-        starter.no_option(made.params["script"], made)
+    with starter.command.make_context(
+        "launch", [*launch, "train"], parent=context.parent
+    ) as launch_context:
+        starter.no_option(launch_context.params["script"], launch_context)
     words = [script, *arguments]
     click.echo(
         batch.slurm(
-            words, name=name or batch.name_of(words), options=sbatch, launch=launch, **given
+            words, name=name or batch.name_of(words), options=sbatch, launch=launch, **settings
         ),
         nl=False,
     )

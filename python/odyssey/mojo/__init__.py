@@ -115,14 +115,14 @@ def traced(
 
     def run(x: Tensor) -> Tensor:
         global _training
-        before = _training
+        was_training = _training
         _training = model.training
         try:
             y = forward(address, _fitted(x, takes[:3]))
         except Exception as problem:  # a text, once it has been through Mojo
             raise _error(str(problem)) from None
         finally:
-            _training = before
+            _training = was_training
         if y.size != y.shape[0] * math.prod(gives[:3]) or y.device.slot != gives[3]:
             raise ConfigError(
                 f"[model] forward() gives samples of {y.shape[1:]} on {y.device}; its Output is "
@@ -224,18 +224,21 @@ def optimizer(*numbers: float, name: str, decay_vectors: bool = True, **settings
     """A class of odyssey.optim by its name and settings, in its order or by name; `beta1` and
     `beta2` are its `betas`. Raises ConfigError: a setting is unknown or not allowed.
     """
-    known = inspect.signature(getattr(optim, name)).parameters
+    parameters = inspect.signature(getattr(optim, name)).parameters
     names = [
-        n for p in known for n in (("beta1", "beta2") if p == "betas" else (p,)) if p != "params"
+        n
+        for p in parameters
+        for n in (("beta1", "beta2") if p == "betas" else (p,))
+        if p != "params"
     ]
     settings = dict(zip(names, numbers, strict=False)) | settings
-    if "betas" in known:
-        first, second = known["betas"].default
+    if "betas" in parameters:
+        first, second = parameters["betas"].default
         settings["betas"] = settings.pop("beta1", first), settings.pop("beta2", second)
-    made = call(optim, name, (), settings)
+    built_optimizer = call(optim, name, (), settings)
     if not decay_vectors:
-        made.undecayed = optim.vectors
-    return made
+        built_optimizer.undecayed = optim.vectors
+    return built_optimizer
 
 
 def trainer(

@@ -30,8 +30,8 @@ class Checkpoint(Module):
     def forward(self, *args: Any) -> Tensor:
         return checkpointed(self.module, args)
 
-    def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
-        return self.module._named(prefix)
+    def _walk_parameters(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        return self.module._walk_parameters(prefix)
 
 
 def checkpoint(fn: Callable[..., Tensor], *args: Any) -> Any:

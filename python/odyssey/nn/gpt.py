@@ -41,9 +41,9 @@ class SelfAttention(Module):
             y = F.attention(qkv, None, None, self.heads, past=0, dropout=p)
         else:
             q, k, v = F.split(qkv, x.shape[2], dim=2)
-            before = cache.pop(0)
+            cached = cache.pop(0)
             k, v = (
-                F.cat([b, new], 1) if b.size else new for b, new in zip(before, (k, v), strict=True)
+                F.cat([b, new], 1) if b.size else new for b, new in zip(cached, (k, v), strict=True)
             )
             cache.append((k, v))
             y = F.attention(q, k, v, self.heads, past=k.shape[1] - q.shape[1], dropout=p)
@@ -216,8 +216,8 @@ class GPT(Module):
         """Copies weights in that have the names of nanoGPT or of transformers' GPT-2 (arrays or
         torch tensors). Raises ShapeError: a name is missing or unknown, or a shape differs.
         """
-        own = self.state_dict()
-        found = {}
+        current_state = self.state_dict()
+        arrays = {}
         for name, value in state.items():
             name = name.removeprefix("_orig_mod.")
             name = name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
@@ -227,15 +227,21 @@ class GPT(Module):
                 value.detach().cpu() if hasattr(value, "detach") else value, np.float32
             )
             conv1d = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and name.endswith("weight")
-            found[name] = (array, conv1d)
+            arrays[name] = (array, conv1d)
         # transformers keeps the weights of these layers transposed; the feed-forward's tell which
-        first = found.get("transformer.h.0.mlp.c_fc.weight", (np.zeros((4, 1)), True))[0]
-        turned = first.shape[0] < first.shape[1]
+        first = arrays.get("transformer.h.0.mlp.c_fc.weight", (np.zeros((4, 1)), True))[0]
+        transposed = first.shape[0] < first.shape[1]
         state = {
-            name: array.T if turned and layer else array for name, (array, layer) in found.items()
+            name: array.T if transposed and layer else array
+            for name, (array, layer) in arrays.items()
         }
         self.load_state_dict(
-            {"lm_head.weight": state.get("transformer.wte.weight", own["lm_head.weight"]), **state}
+            {
+                "lm_head.weight": state.get(
+                    "transformer.wte.weight", current_state["lm_head.weight"]
+                ),
+                **state,
+            }
         )
 
 
@@ -249,13 +255,13 @@ def _drawn(logits: np.ndarray, temperature: float, top_k: int | None, seed: int,
     return int(order[min(np.searchsorted(odds, u * odds[-1], side="right"), len(order) - 1)])
 
 
-def gpt(vocab_size: int = 76, context: int = 256, **more: Any) -> GPT:
-    """nanoGPT's setting for characters: 6 layers of 6 heads, 384 wide, unless `more` says
+def gpt(vocab_size: int = 76, context: int = 256, **options: Any) -> GPT:
+    """nanoGPT's setting for characters: 6 layers of 6 heads, 384 wide, unless `options` say
     otherwise.
     """
-    return GPT(vocab_size, context, **more)
+    return GPT(vocab_size, context, **options)
 
 
-def gpt_mini(vocab_size: int = 76, context: int = 64, **more: Any) -> GPT:
+def gpt_mini(vocab_size: int = 76, context: int = 64, **options: Any) -> GPT:
     """nanoGPT's setting for CPUs: 4 layers of 4 heads, 128 wide."""
-    return GPT(vocab_size, context, **{"layers": 4, "heads": 4, "width": 128, **more})
+    return GPT(vocab_size, context, **{"layers": 4, "heads": 4, "width": 128, **options})

@@ -96,12 +96,12 @@ class Conv2d(Module):
                 "F.cat slices"
             )
         kernel = (kernel_size,) * len(self.sizes) if isinstance(kernel_size, int) else kernel_size
-        named = {f"kernel_{size}": n for size, n in zip(self.sizes, kernel, strict=True)}
+        kernel_sizes = {f"kernel_{size}": n for size, n in zip(self.sizes, kernel, strict=True)}
         _at_least_one(
             name,
             in_channels=in_channels,
             out_channels=out_channels,
-            **named,
+            **kernel_sizes,
             stride=stride,
             dilation=dilation,
             groups=groups,
@@ -138,10 +138,10 @@ class Conv2d(Module):
         k, c, *kernel = self.weight.shape
         size = kernel[0] if len(set(kernel)) == 1 else tuple(kernel)
         usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-        more = "".join(
+        unusual = "".join(
             f", {n}={getattr(self, n)}" for n, value in usual.items() if getattr(self, n) != value
         )
-        return f"{c * self.groups}, {k}, {size}{more}"
+        return f"{c * self.groups}, {k}, {size}{unusual}"
 
 
 class Conv1d(Conv2d):
@@ -187,10 +187,10 @@ class Activation(Module):
     function: Callable[..., Tensor]
     settings: tuple[str, ...]  # names of its arguments
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         try:
-            bound = inspect.signature(type(self).function).bind(None, *args, **named).arguments
+            bound = inspect.signature(type(self).function).bind(None, *args, **kwargs).arguments
         except TypeError as problem:
             raise ConfigError(
                 f"[{type(self).__name__}] {problem}; give what functional's has behind x"
@@ -309,8 +309,8 @@ class GroupNorm(Module):
         y = x.reshape(x.shape[0], self.num_groups, -1)
         d = y - y.mean(2, True)
         y = (d / F.sqrt((d * d).mean(2, True) + self.eps)).reshape(x.shape)
-        each = (-1, *[1] * (x.ndim - 2))
-        return y * self.weight.reshape(*each) + self.bias.reshape(*each)
+        per_channel = (-1, *[1] * (x.ndim - 2))
+        return y * self.weight.reshape(*per_channel) + self.bias.reshape(*per_channel)
 
 
 class BatchNorm1d(Module):
@@ -519,9 +519,9 @@ class MultiheadAttention(Module):
         if key is None or (key is query and (value is None or value is query)):
             parts: Any = (F.linear(query, self.in_proj_weight, self.in_proj_bias), None, None)
         else:
-            given = (query, key, key if value is None else value)
-            made = (F.linear(x, self.in_proj_weight, self.in_proj_bias) for x in given)
-            parts = [y[:, :, i * f : (i + 1) * f] for i, y in enumerate(made)]
+            inputs = (query, key, key if value is None else value)
+            projections = (F.linear(x, self.in_proj_weight, self.in_proj_bias) for x in inputs)
+            parts = [y[:, :, i * f : (i + 1) * f] for i, y in enumerate(projections)]
         y = self.out_proj(F.attention(*parts, self.num_heads, past, dropout=dropout, mask=mask))
         return y if value is None and need_weights is None else (y, None)
 
@@ -540,7 +540,7 @@ class Flatten(Module):
 class Identity(Module):
     """Gives what it is given; its arguments mean nothing."""
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.arguments = {}
 

@@ -31,7 +31,7 @@ from ..errors import ConfigError, ShapeError
 class _Init(threading.local):
     seed = 0
     stream = 0
-    left: int | None = None  # numbers that may still be made; None: any
+    remaining: int | None = None  # numbers that may still be made; None: any
 
 
 _init = _Init()
@@ -62,9 +62,9 @@ def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
 
 
 def _count(shape: tuple[int, ...]) -> None:
-    if _init.left is not None:
-        _init.left -= math.prod(shape)
-        if _init.left < 0:
+    if _init.remaining is not None:
+        _init.remaining -= math.prod(shape)
+        if _init.remaining < 0:
             raise ConfigError(f"a parameter {shape} is more than there may be")
 
 
@@ -91,13 +91,13 @@ def limited(numbers: int) -> Iterator[None]:
     """Modules that are made inside have at most so many initial values; those made afterwards
     have the values that they would have without.
     """
-    before = vars(_init).copy()
-    _init.left = numbers
+    previous = vars(_init).copy()
+    _init.remaining = numbers
     try:
         yield
     finally:
         vars(_init).clear()
-        vars(_init).update(before)
+        vars(_init).update(previous)
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def in_mode(model: Any, training: bool) -> Iterator[None]:
     layer is in its own. No change of a setting (core/setting_versions.py): what is recorded
     for a mode stays.
     """
-    before = [(vars(m), vars(m).get("training")) for m in model.modules()]
+    previous = [(vars(m), vars(m).get("training")) for m in model.modules()]
     mode = model.training
     try:
         with setting_versions.unnoticed():  # a model may have a train() of its own
@@ -116,11 +116,11 @@ def in_mode(model: Any, training: bool) -> Iterator[None]:
         with setting_versions.unnoticed():
             if model.training != mode:
                 model.train(mode)
-        for own, was in before:
+        for attributes, was in previous:
             if was is None:
-                own.pop("training", None)
+                attributes.pop("training", None)
             else:
-                own["training"] = was
+                attributes["training"] = was
 
 
 # --- modules -----------------------------------------------------------------------------------
@@ -136,17 +136,18 @@ class Module:
     # that one of odyssey's own was made with, as JSON has them
     arguments: dict[str, Any] | None = None
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         order = type(self).__mro__
-        if (args or named) and order[order.index(Module) + 1] is object:
-            given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in named.items())])
+        if (args or kwargs) and order[order.index(Module) + 1] is object:
+            arguments = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
             raise ConfigError(
-                f"[{type(self).__name__}] takes no arguments, but {given} was given; leave it out"
+                f"[{type(self).__name__}] takes no arguments, but {arguments} was given; leave "
+                "it out"
             )
-        super().__init__(*args, **named)
+        super().__init__(*args, **kwargs)
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
         if cls.__module__.startswith(f"{__package__}."):
             cls.__init__ = _noting(cls.__init__)  # type: ignore[method-assign]
 
@@ -172,27 +173,31 @@ class Module:
         knows it by its id.
         """
         state = {name: value for name, value in vars(self).items() if name != "_wrapped"}
-        placed = {name: p.places[id(self)] for name, p in self._named("") if id(self) in p.places}
+        placed = {
+            name: p.places[id(self)]
+            for name, p in self._walk_parameters("")
+            if id(self) in p.places
+        }
         return {**state, _PLACED: placed} if placed else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the attributes of a copy, and places its parameters as those of the original."""
         placed = state.pop(_PLACED, {})
         vars(self).update(state)
-        for name, p in self._named("") if placed else ():
+        for name, p in self._walk_parameters("") if placed else ():
             if name in placed:
                 p.places = {**p.places, id(self): placed[name]}
 
-    def forward(self, *args: Any, **named: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the module's output; every subclass has its own."""
         raise TypeError(f"{type(self).__name__} has no forward(); write one")
 
-    def __call__(self, *args: Any, **named: Any) -> Tensor:
-        if not args and not named and inspect.signature(self.forward).parameters:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not args and not kwargs and inspect.signature(self.forward).parameters:
             if self._wrapped:  # ddp.module(), as it is a method elsewhere
                 return self  # type: ignore[return-value]
             raise ConfigError(f"[nn] {type(self).__name__} is called without inputs; give them")
-        return self.forward(*args, **named)
+        return self.forward(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:
         """Sub-modules with their names, in the order they were assigned."""
@@ -246,10 +251,10 @@ class Module:
 
     def _state(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Parameters and buffers, each once."""
-        seen: set[int] = set()
-        for name, p in self._named(prefix):
-            if id(p) not in seen:
-                seen.add(id(p))
+        seen_ids: set[int] = set()
+        for name, p in self._walk_parameters(prefix):
+            if id(p) not in seen_ids:
+                seen_ids.add(id(p))
                 yield name, p
 
     def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
@@ -276,23 +281,23 @@ class Module:
     def _refuse_lists(self) -> None:
         """A module in a plain list would not be trained, nor hear of train() and eval()."""
         modules = list(self.modules())
-        known = {id(m) for m in modules} | {id(p) for _, p in self._named("")}
+        registered = {id(m) for m in modules} | {id(p) for _, p in self._walk_parameters("")}
         for m in modules:
             for name, value in vars(m).items():
                 for v in _inside(value):
-                    if id(v) not in known:
+                    if id(v) not in registered:
                         raise ConfigError(
                             f"[{type(m).__name__}] {name} is a {type(value).__name__} with a "
                             f"{type(v).__name__} in it, "
                             "which is not found there; use nn.ModuleList, or an attribute for each"
                         )
 
-    def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+    def _walk_parameters(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
         for name, value in vars(self).items():
             if isinstance(value, Parameter):
                 yield prefix + name, value
             elif isinstance(value, Module):
-                yield from value._named(f"{prefix}{name}.")
+                yield from value._walk_parameters(f"{prefix}{name}.")
 
     def parameters(self) -> Iterator[Parameter]:
         """All parameters, each once."""
@@ -306,11 +311,11 @@ class Module:
         """Places the parameters of this module and all below it (placement.device), and returns
         the module. One that several modules share is where each of them was placed.
         """
-        where = place_of(device)
+        place = place_of(device)
         for m in self.modules():
             for p in vars(m).values():
                 if isinstance(p, Parameter):
-                    p.put(where, m)
+                    p.put(place, m)
         return self
 
     def __matmul__(self, device: int | str | Device) -> Module:
@@ -337,7 +342,7 @@ class Module:
         names.
         """
         self._refuse_lists()
-        return {name: p.data.copy() for name, p in self._named("")}
+        return {name: p.data.copy() for name, p in self._walk_parameters("")}
 
     def load_state_dict(
         self, state: Mapping[str, np.ndarray], strict: bool = True
@@ -351,21 +356,21 @@ class Module:
         two names both) or
             unknown, or a shape differs.
         """
-        own = dict(self._named(""))
-        given = {id(p) for name, p in own.items() if name in state}
-        missing = sorted(name for name, p in own.items() if id(p) not in given)
-        unknown = sorted(state.keys() - own.keys())
+        parameters = dict(self._walk_parameters(""))
+        given_ids = {id(p) for name, p in parameters.items() if name in state}
+        missing = sorted(name for name, p in parameters.items() if id(p) not in given_ids)
+        unknown = sorted(state.keys() - parameters.keys())
         if strict and (missing or unknown):
             raise ShapeError(
                 f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}"
             )
-        own = {name: p for name, p in own.items() if name in state}
-        for name, p in own.items():
+        parameters = {name: p for name, p in parameters.items() if name in state}
+        for name, p in parameters.items():
             if tuple(state[name].shape) != p.shape:
                 raise ShapeError(
                     f"[load_state_dict] {name} has shape {tuple(state[name].shape)}, not {p.shape}"
                 )
-        for name, p in own.items():
+        for name, p in parameters.items():
             p.data[...] = state[name]
         return missing, unknown
 
@@ -434,16 +439,16 @@ class ModuleList(Module):
         super().__init__()
         self.extend(modules)
 
-    def _put(self, name: str, value: Any) -> None:
+    def _set_entry(self, name: str, value: Any) -> None:
         if not isinstance(value, self.kind):
-            what = f"{self.kind.__name__.lower()}s"
+            expected = f"{self.kind.__name__.lower()}s"
             raise ConfigError(
-                f"[{type(self).__name__}] a {type(value).__name__} was given; give {what}"
+                f"[{type(self).__name__}] a {type(value).__name__} was given; give {expected}"
             )
         setattr(self, name, value)
 
     def append(self, module: Any) -> Any:
-        self._put(str(len(self)), module)
+        self._set_entry(str(len(self)), module)
         return self
 
     def extend(self, modules: Iterable[Any]) -> None:
@@ -457,11 +462,11 @@ class ModuleList(Module):
         return (value for value in vars(self).values() if isinstance(value, self.kind))
 
     def __getitem__(self, i: int | slice) -> Any:
-        found = list(self)[i]
-        return type(self)(found) if isinstance(i, slice) else found
+        selected = list(self)[i]
+        return type(self)(selected) if isinstance(i, slice) else selected
 
     def __setitem__(self, i: int, module: Any) -> None:
-        self._put(str(range(len(self))[i]), module)
+        self._set_entry(str(range(len(self))[i]), module)
 
 
 class ParameterList(ModuleList):
@@ -514,13 +519,13 @@ class Sequential(ModuleList):
     """Modules one after the other; their names are 0, 1, 2, ..., or those of a dictionary."""
 
     def __init__(self, *layers: Any) -> None:
-        given = layers[0] if len(layers) == 1 else None
-        if not isinstance(given, Mapping):
+        argument = layers[0] if len(layers) == 1 else None
+        if not isinstance(argument, Mapping):
             super().__init__(layers)
             return
         super().__init__()
-        for name, layer in given.items():
-            self._put(name, layer)
+        for name, layer in argument.items():
+            self._set_entry(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:

@@ -113,8 +113,8 @@ class Stage(Module):
         return x
 
     def __repr__(self) -> str:
-        where = f", device={self.device.slot}" if self.device else ""
-        return f"Stage([{', '.join(repr(layer) for layer in self.children())}]{where})"
+        suffix = f", device={self.device.slot}" if self.device else ""
+        return f"Stage([{', '.join(repr(layer) for layer in self.children())}]{suffix})"
 
 
 class PipelineParallel(Module):

@@ -21,13 +21,13 @@ _FLOAT = "\0float"
 OURS = ("arguments",)  # of a module: what it was made with
 
 
-def is_value(given: Any) -> bool:
+def is_value(value: Any) -> bool:
     """True for numbers, texts, None, and lists, tuples and dicts of such."""
-    if isinstance(given, (list, tuple)):
-        return all(map(is_value, given))
-    if isinstance(given, dict):
-        return all(isinstance(key, str) for key in given) and all(map(is_value, given.values()))
-    return given is None or isinstance(given, (bool, int, float, str, np.number, np.bool_))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_value, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(map(is_value, value.values()))
+    return value is None or isinstance(value, (bool, int, float, str, np.number, np.bool_))
 
 
 def attributes(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
@@ -45,19 +45,23 @@ def values(model: Any) -> dict[str, Any]:
     """The values of a model's attributes by their keys, of parameters PATH.requires_grad; lists,
     dicts are copies.
     """
-    found = {key: copy.deepcopy(value) for key, _, _, value in attributes(model) if is_value(value)}
-    found.update(
+    values_by_key = {
+        key: copy.deepcopy(value) for key, _, _, value in attributes(model) if is_value(value)
+    }
+    values_by_key.update(
         (f"{name}.requires_grad", bool(p.requires_grad)) for name, p in model.named_parameters()
     )
-    return found
+    return values_by_key
 
 
-def changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `now` that are not in `before`, or other values there, as JSON has
+def changed(current: Mapping[str, Any], previous: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what of `current` is not in `previous`, or another value there, as JSON has
     them.
     """
     return {
-        k: encoded(v) for k, v in now.items() if k not in before or encoded(before[k]) != encoded(v)
+        k: encoded(v)
+        for k, v in current.items()
+        if k not in previous or encoded(previous[k]) != encoded(v)
     }
 
 
@@ -94,20 +98,20 @@ def restore(model: Any, saved: Mapping[str, Any]) -> None:
     """
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    found = []
+    targets = []
     for key, value in saved.items():
         path, _, name = key.rpartition(".")
         frozen = name == "requires_grad" and path in parameters
-        found.append((parameters[path] if frozen else modules[path], name, copy.deepcopy(value)))
-    for owner, name, value in found:
-        before = getattr(owner, name, None)
-        own = {"requires_grad", *getattr(owner, "__dict__", ())}  # a parameter has slots
-        if is_value(before) and encoded(before) == encoded(value) and name in own:
+        targets.append((parameters[path] if frozen else modules[path], name, copy.deepcopy(value)))
+    for owner, name, value in targets:
+        current = getattr(owner, name, None)
+        names = {"requires_grad", *getattr(owner, "__dict__", ())}  # a parameter has slots
+        if is_value(current) and encoded(current) == encoded(value) and name in names:
             continue
-        if type(before) is type(value) is list:  # others may hold the list itself
-            before[:] = value
-        elif type(before) is type(value) is dict:
-            before.clear()
-            before.update(value)
+        if type(current) is type(value) is list:  # others may hold the list itself
+            current[:] = value
+        elif type(current) is type(value) is dict:
+            current.clear()
+            current.update(value)
         else:
             setattr(owner, name, value)

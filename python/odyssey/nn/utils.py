@@ -46,8 +46,8 @@ def global_norm(
     unit = math.ldexp(1.0, -exponent)
     if unit > 2.0**126:  # squares of what is below 2^-126 would be lost; nothing is clipped to that
         return 0.0
-    whole = total(machine.squares(runs, unit))
-    square = (int(whole[0]) * 2**31 + int(whole[1])) / 2**62
+    squares = total(machine.squares(runs, unit))
+    square = (int(squares[0]) * 2**31 + int(squares[1])) / 2**62
     return math.sqrt(square) * math.ldexp(1.0, exponent)
 
 
@@ -56,20 +56,20 @@ class HostNorm:
 
     def largest(self, runs: Sequence[Run]) -> float:
         """The largest absolute value; NaN if there is one."""
-        return float(self._each(runs, "largest", np.float32)[:, 0].max())
+        return float(self._run_op(runs, "largest", np.float32)[:, 0].max())
 
     def squares(self, runs: Sequence[Run], unit: float) -> np.ndarray:
         """The sum of squares of the numbers times `unit`, int64 (2,), as kernels/reduce.mojo
         counts it.
         """
-        return self._each(runs, "fixed_squares", np.int64, native.float_bits(unit)).sum(axis=0)
+        return self._run_op(runs, "fixed_squares", np.int64, native.float_bits(unit)).sum(axis=0)
 
-    def _each(self, runs: Sequence[Run], op: str, dtype: Any, *more: int) -> np.ndarray:
+    def _run_op(self, runs: Sequence[Run], op: str, dtype: Any, *operands: int) -> np.ndarray:
         lib = native.library()
         out = np.zeros((max(len(runs), 1), 2), dtype)
         records = np.zeros((len(runs), lib.record), np.int64)
-        for row, (at, n), y in zip(records, runs, out, strict=False):
-            row[: 4 + len(more)] = (lib.codes[op], y.ctypes.data, at, n, *more)
+        for row, (address, n), y in zip(records, runs, out, strict=False):
+            row[: 4 + len(operands)] = (lib.codes[op], y.ctypes.data, address, n, *operands)
         lib.run(records.ctypes.data, len(records), native.Context(what="norm"))
         return out
 
@@ -95,8 +95,8 @@ def clip_grad_norm_(
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"[clip] max_norm is {max_norm!r}; it must be above 0 and finite")
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    runs = [(p.grad.memory.address, p.grad.floats) for p in given if p.grad is not None]
+    tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    runs = [(p.grad.memory.address, p.grad.floats) for p in tensors if p.grad is not None]
     norm = global_norm(runs)
     if not math.isfinite(norm):
         if error_if_nonfinite:
@@ -107,7 +107,7 @@ def clip_grad_norm_(
     if norm > max_norm:
         lib = native.library()
         records = np.zeros((len(runs), lib.record), np.int64)
-        for row, (at, n) in zip(records, runs, strict=True):
-            row[:5] = (lib.codes["scale"], at, at, native.float_bits(max_norm / norm), n)
+        for row, (address, n) in zip(records, runs, strict=True):
+            row[:5] = (lib.codes["scale"], address, address, native.float_bits(max_norm / norm), n)
         lib.run(records.ctypes.data, len(records), native.Context(what="norm"))
     return norm

@@ -78,23 +78,23 @@ class _Graph:
         """
         kind = ONNX[r.op]
         a = r.named
-        made = getattr(self, f"_{kind.lower()}", self._same)(kind, a)
-        if made is None:
+        output = getattr(self, f"_{kind.lower()}", self._keep_shape)(kind, a)
+        if output is None:
             raise KeyError(r.op)
-        if made:
-            self.values[id(r.args[0])] = made
+        if output:
+            self.values[id(r.args[0])] = output
 
-    def _same(self, kind: str, a: dict[str, Any], **attributes: Any) -> str:
+    def _keep_shape(self, kind: str, a: dict[str, Any], **attributes: Any) -> str:
         """A node of x, or of a and b, or of x and the number a, that keeps the shape."""
         first = self.values[id(a["x"] if "x" in a else a["a"])]
         shape = self.shapes[first]
-        more = (
+        operands = (
             [self.value(a["b"], shape)] if "b" in a else [self.number(a["a"])] if "a" in a else []
         )
-        return self.add(kind, [first, *more], shape, **attributes)
+        return self.add(kind, [first, *operands], shape, **attributes)
 
     def _leakyrelu(self, kind: str, a: dict[str, Any]) -> str:
-        return self._same(kind, {"x": a["x"]}, alpha=a["slope"])
+        return self._keep_shape(kind, {"x": a["x"]}, alpha=a["slope"])
 
     def _swish(self, kind: str, a: dict[str, Any]) -> str:
         x = self.values[id(a["x"])]
@@ -136,20 +136,20 @@ class _Graph:
 
     def _conv(self, kind: str, a: dict[str, Any]) -> str:
         stride = a["S"]
-        apart = a.get("D", 1)
+        dilation = a.get("D", 1)
         inputs = [
             self.value(a["x"], (a["C"], a["H"], a["W"])),
             self.weight(a["w"]),
             self.weight(a["b"]),
         ]
         over = ((a["H"], a["R"]), (a["W"], a["T"]))
-        to = (a["K"], *((n - apart * (taps - 1) - 1) // stride + 1 for n, taps in over))
-        how = {
+        to = (a["K"], *((n - dilation * (taps - 1) - 1) // stride + 1 for n, taps in over))
+        attributes = {
             "strides": [stride, stride],
-            "dilations": [apart, apart],
+            "dilations": [dilation, dilation],
             "group": a.get("groups", 1),
         }
-        return self.add(kind, inputs, to, **how)
+        return self.add(kind, inputs, to, **attributes)
 
     def _gemm(self, kind: str, a: dict[str, Any]) -> str:
         if a["G"] != 1:
@@ -212,17 +212,17 @@ class _Decoder(_Graph):
 
     def attention(self, layer: Any, x: str, width: int, mask: str) -> str:
         d = width // layer.heads
-        found = [f"{what}_{len(self.nodes)}" for what in "qkv"]
+        names = [f"{letter}_{len(self.nodes)}" for letter in "qkv"]
         self.nodes.append(
             self.make.make_node(
-                "Split", [self.linear(layer.c_attn, x)], found, axis=2, num_outputs=3
+                "Split", [self.linear(layer.c_attn, x)], names, axis=2, num_outputs=3
             )
         )
-        apart = np.array([0, 0, layer.heads, d], np.int64)
-        turned = [[0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]]
+        split_shape = np.array([0, 0, layer.heads, d], np.int64)
+        permutations = [[0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]]
         q, k, v = (
-            self("Transpose", self("Reshape", f, apart), perm=to)
-            for f, to in zip(found, turned, strict=True)
+            self("Transpose", self("Reshape", f, split_shape), perm=to)
+            for f, to in zip(names, permutations, strict=True)
         )
         scores = self("Add", self("Mul", self("MatMul", q, k), np.array(d**-0.5, np.float32)), mask)
         y = self(
@@ -276,7 +276,7 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
     if isinstance(model, GPT):
         graph = _Decoder(onnx, {})
         logits = ["N", "T", model.lm_head.weight.shape[0]]
-        return _made(
+        return _build_proto(
             onnx, graph, model, graph.decoder(model), ["N", "T"], onnx.TensorProto.INT64, logits, {}
         )
     arena = Arena.of(model.named_parameters(), model.named_buffers())
@@ -288,7 +288,7 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
         raise ConfigError(
             "[export] forward() must give a tensor (N, ...) for ONNX; use --format safetensors"
         )
-    graph = _Graph(onnx, {4 * at: name for name, at in arena.offsets.items()})
+    graph = _Graph(onnx, {4 * offset: name for name, offset in arena.offsets.items()})
     graph.values[id(x.memory)] = "x"
     graph.shapes["x"] = tuple(sample_shape)
     if columns is not None and columns.scaling is not None:
@@ -304,21 +304,21 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = (), columns: Any =
                 "plain layers have. Use "
                 "--format safetensors"
             ) from None
-    last = graph.value(y.memory, y.shape[1:])
+    output = graph.value(y.memory, y.shape[1:])
     floats = onnx.TensorProto.FLOAT
-    made = _made(
+    proto = _build_proto(
         onnx,
         graph,
         model,
-        last,
+        output,
         ["N", *sample_shape],
         floats,
         ["N", *y.shape[1:]],
         model.state_dict(),
     )
     if columns is not None:
-        onnx.helper.set_model_props(made, {"columns": json.dumps(columns.features)})
-    return made
+        onnx.helper.set_model_props(proto, {"columns": json.dumps(columns.features)})
+    return proto
 
 
 def content(
@@ -341,27 +341,27 @@ def content(
     return onnx_model(model, tuple(sample_shape or ()), columns).SerializeToString()
 
 
-def _made(
+def _build_proto(
     onnx: Any,
     graph: _Graph,
     model: Module,
-    last: str,
-    given: list[Any],
-    kind: int,
-    shape: list[Any],
+    output: str,
+    input_shape: list[Any],
+    input_type: int,
+    output_shape: list[Any],
     state: Any,
 ) -> Any:
-    """The checked model of a graph whose value `last` is the output, of this shape."""
-    graph.nodes.append(graph.make.make_node("Identity", [last], ["y"]))
+    """The checked model of a graph whose value `output` is its output, of this shape."""
+    graph.nodes.append(graph.make.make_node("Identity", [output], ["y"]))
     # others, such as a count of batches, do nothing
     used = {name for node in graph.nodes for name in node.input}
     state = {name: value for name, value in {**state, **graph.constants}.items() if name in used}
-    made = graph.make.make_model(
+    proto = graph.make.make_model(
         graph.make.make_graph(
             graph.nodes,
             type(model).__name__,
-            [graph.make.make_tensor_value_info("x", kind, given)],
-            [graph.make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)],
+            [graph.make.make_tensor_value_info("x", input_type, input_shape)],
+            [graph.make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, output_shape)],
             [
                 onnx.numpy_helper.from_array(np.asarray(value, order="C"), name)
                 for name, value in state.items()
@@ -370,6 +370,6 @@ def _made(
         opset_imports=[graph.make.make_opsetid("", OPSET)],
         producer_name="odyssey",
     )
-    made.ir_version = 10  # what runtimes of the last years read
-    onnx.checker.check_model(made, full_check=True)
-    return made
+    proto.ir_version = 10  # what runtimes of the last years read
+    onnx.checker.check_model(proto, full_check=True)
+    return proto

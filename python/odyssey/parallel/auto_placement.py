@@ -25,7 +25,8 @@ class OpCost(NamedTuple):
         seconds: forward and backward together, of any number of samples, the same for all ops.
         parameter_bytes: of its parameters alone, without gradients.
         activation_bytes: per sample, kept from its forward to its backward.
-        crossing_bytes: per sample, what goes to the next device in the forward pass if the model is cut after this op:
+        crossing_bytes: per sample, what goes to the next device in the forward pass if the model is
+            cut after this op:
             every value made before that is used after. The gradients that come back are as many.
     """
 
@@ -68,7 +69,7 @@ class StageCuts(NamedTuple):
 
     def __str__(self) -> str:
         """A line for each stage: what is in it, its share of the time, its bytes."""
-        whole = sum(p.seconds for p in self.parts) or 1.0
+        total = sum(p.seconds for p in self.parts) or 1.0
         lines = []
         for s, p in enumerate(self.parts):
             names = (
@@ -76,7 +77,7 @@ class StageCuts(NamedTuple):
                 if len(p.names) <= 6
                 else (*p.names[:3], f"{len(p.names) - 5} more", *p.names[-2:])
             )
-            line = f"stage {s}: {', '.join(names)}  {100 * p.seconds / whole:.0f} % of the time, "
+            line = f"stage {s}: {', '.join(names)}  {100 * p.seconds / total:.0f} % of the time, "
             line += f"{size(p.parameter_bytes)} parameters"
             if s + 1 < len(self.parts):
                 line += f", sends {size(p.sends)} per sample"
@@ -110,10 +111,10 @@ def cut(
     n = len(ops)
     if not isinstance(stages, int) or not 1 <= stages <= n:
         raise ConfigError(f"[placement] {n} ops cannot be cut into {stages} stages; give 1 to {n}")
-    kept = [samples] * stages if isinstance(samples, int) else list(samples)
-    if len(kept) != stages:
+    counts = [samples] * stages if isinstance(samples, int) else list(samples)
+    if len(counts) != stages:
         raise ConfigError(
-            f"[placement] {len(kept)} numbers of samples for {stages} stages; give one, or one "
+            f"[placement] {len(counts)} numbers of samples for {stages} stages; give one, or one "
             "per stage"
         )
     for op in ops:
@@ -131,7 +132,7 @@ def cut(
 
     def memory(i: int, j: int, s: int) -> int:
         return round(
-            copies * (parameters[j] - parameters[i]) + kept[s] * (activations[j] - activations[i])
+            copies * (parameters[j] - parameters[i]) + counts[s] * (activations[j] - activations[i])
         )
 
     def crossing(i: int, j: int, s: int) -> int:
@@ -191,9 +192,9 @@ def _best(
                 for i, (total, cuts) in rows[s].items()
                 if i < j and allowed(i, j, s)
             )
-            found = min(ways, default=None)
-            if found is not None:
-                row[j] = found
+            best = min(ways, default=None)
+            if best is not None:
+                row[j] = best
         rows.append(row)
     return list(itertools.pairwise((0, *rows[k][n][1], n))) if n in rows[k] else None
 

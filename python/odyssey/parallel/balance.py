@@ -1,7 +1,7 @@
 """Moves shards from slow replicas of the model to fast ones, between steps: `rebalance`.
 
 Shards are logical and added along one tree (plan.py), so who computes which changes no bit. Every
-EVERY steps ranks tell each other how long they were busy, without waiting for others, and all
+INTERVAL steps ranks tell each other how long they were busy, without waiting for others, and all
 decide the same from the same numbers. A replica is a rank, or those of a pipeline or of shared
 layers, which is as slow as the slowest of them.
 """
@@ -16,9 +16,9 @@ from ..base import slot
 from ..comm import Communicator
 from .plan import runs
 
-EVERY = 8  # steps from one comparison to the next
-SECONDS = 0.25  # that the busiest rank was busy, at least: shorter times are noise
-GAIN = 1.1  # how many times as fast steps must become, as estimated, for shards to move
+INTERVAL = 8  # steps from one comparison to the next
+MIN_BUSY_S = 0.25  # that the busiest rank was busy, at least: shorter times are noise
+MIN_SPEEDUP = 1.1  # how many times as fast steps must become, as estimated, for shards to move
 
 # of each replica: seconds of a round, and shards of one, which threads share out
 Costs = tuple[tuple[float, int], ...]
@@ -32,17 +32,20 @@ def counts(shards: int, costs: Costs) -> tuple[int, ...]:
     Each has one, if there are so many, for else nobody would see it become fast again. No costs:
     (), equal shares.
     """
-    given = [int(shards >= len(costs))] * len(costs)
-    for _ in range(shards - sum(given) if costs else 0):
-        rank = min(range(len(costs)), key=lambda r: -(-(given[r] + 1) // costs[r][1]) * costs[r][0])
-        given[rank] += 1
-    return tuple(given)
+    shard_counts = [int(shards >= len(costs))] * len(costs)
+    for _ in range(shards - sum(shard_counts) if costs else 0):
+        rank = min(
+            range(len(costs)), key=lambda r: -(-(shard_counts[r] + 1) // costs[r][1]) * costs[r][0]
+        )
+        shard_counts[rank] += 1
+    return tuple(shard_counts)
 
 
-def span(given: tuple[int, ...], costs: Costs) -> float:
+def span(shard_counts: tuple[int, ...], costs: Costs) -> float:
     """Seconds that the last replica takes."""
     return max(
-        -(-n // threads) * seconds for n, (seconds, threads) in zip(given, costs, strict=True)
+        -(-n // threads) * seconds
+        for n, (seconds, threads) in zip(shard_counts, costs, strict=True)
     )
 
 
@@ -68,7 +71,7 @@ class Balance:
         """Returns the shards of a step of so many, by replica; empty: equal shares."""
         return counts(shards, self.costs)
 
-    def _given(self, shards: int) -> tuple[int, ...]:
+    def _shards_per_replica(self, shards: int) -> tuple[int, ...]:
         return self.counts(shards) or tuple(
             b - a for a, b in runs(shards, self.comm.size // self.members, 1)
         )
@@ -78,36 +81,40 @@ class Balance:
 
         A line where shards move, else "".
         """
-        said = ""
+        message = ""
         if self._steps == 0:  # the step before recorded programs, or made room: it is not counted
             self._since = slot.busy()
-        elif self._steps > 0 and self._steps % EVERY == 0:
-            said = self._compare(shards)
+        elif self._steps > 0 and self._steps % INTERVAL == 0:
+            message = self._compare(shards)
         self._steps += 1
         if self._steps > 0:
-            self._rounds += -(-self._given(shards)[self.comm.rank // self.members] // self.threads)
-        return said
+            self._rounds += -(
+                -self._shards_per_replica(shards)[self.comm.rank // self.members] // self.threads
+            )
+        return message
 
     def _compare(self, shards: int) -> str:
-        mine = (slot.busy() - self._since) / 1e9, self._rounds, self.threads
-        ranks = self.comm.all_gather(np.array(mine, np.float64)).tolist()
+        local_timing = (slot.busy() - self._since) / 1e9, self._rounds, self.threads
+        ranks = self.comm.all_gather(np.array(local_timing, np.float64)).tolist()
         everyone = [max(ranks[r : r + self.members]) for r in range(0, len(ranks), self.members)]
-        if max(seconds for seconds, *_ in everyone) < SECONDS:
+        if max(seconds for seconds, *_ in everyone) < MIN_BUSY_S:
             return ""
         measured = [max(seconds, 1e-9) / rounds for seconds, rounds, _ in everyone if rounds]
         if not measured:
             return ""
-        known = [seconds for seconds, _ in self.costs] or [sum(measured) / len(measured)] * len(
-            everyone
-        )
+        previous_times = [seconds for seconds, _ in self.costs] or [
+            sum(measured) / len(measured)
+        ] * len(everyone)
         costs = tuple(
-            (max(seconds, 1e-9) / rounds if rounds else before, int(threads))
-            for (seconds, rounds, threads), before in zip(everyone, known, strict=True)
+            (max(seconds, 1e-9) / rounds if rounds else previous_time, int(threads))
+            for (seconds, rounds, threads), previous_time in zip(
+                everyone, previous_times, strict=True
+            )
         )
-        old = self._given(shards)
+        old = self._shards_per_replica(shards)
         new = counts(shards, costs)
         self._begin()
-        if span(new, costs) * GAIN > span(old, costs):
+        if span(new, costs) * MIN_SPEEDUP > span(old, costs):
             self._since = slot.busy()
             self._steps = 0
             return ""
@@ -121,14 +128,14 @@ class Balance:
         times = (
             costs[slow][0] / costs[slow][1] / min(seconds / threads for seconds, threads in costs)
         )
-        here = self.comm.rank // self.members
-        if old[here] != new[here]:
-            slot.note(f"{new[here]} shards instead of {old[here]}")
-        more = f", and {len(moved) - 8} more" * (len(moved) > 8)
+        replica = self.comm.rank // self.members
+        if old[replica] != new[replica]:
+            slot.note(f"{new[replica]} shards instead of {old[replica]}")
+        suffix = f", and {len(moved) - 8} more" * (len(moved) > 8)
         return (
             f"[rebalance] a shard takes {self._name(slow)} {times:.1f}x as long as the fastest: "
             "shards of a step from "
-            f"now on: {', '.join(moved[:8])}{more}"
+            f"now on: {', '.join(moved[:8])}{suffix}"
         )
 
     def _name(self, replica: int) -> str:

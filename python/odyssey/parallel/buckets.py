@@ -72,7 +72,7 @@ class Segment(NamedTuple):
 
 STATS = -1  # the "bucket" of the statistics behind the gradients
 # buckets of parameters that a segment with gradients reads: so many are there at a time (zero.py)
-MOST_READ = 2
+MAX_BUCKETS_READ = 2
 
 
 def touched(record: Record, arena: Arena, space: int) -> list[int]:
@@ -86,7 +86,7 @@ def touched(record: Record, arena: Arena, space: int) -> list[int]:
     ]
 
 
-def same(a: object, b: Range) -> bool:
+def same_range(a: object, b: Range) -> bool:
     """Returns whether an argument is this piece of an arena."""
     return (
         isinstance(a, Range) and a.arena is b.arena and (a.space, a.offset) == (b.space, b.offset)
@@ -95,9 +95,11 @@ def same(a: object, b: Range) -> bool:
 
 def unused(records: list[Record], arena: Arena) -> list[str]:
     """Names of the parameters that no record gives a gradient to, though they are to be trained."""
-    written = {o for r in records for o in touched(r, arena, native.GRADS)}
+    written_offsets = {o for r in records for o in touched(r, arena, native.GRADS)}
     return [
-        name for name, p in arena.named if p.requires_grad and arena.offsets[name] not in written
+        name
+        for name, p in arena.named
+        if p.requires_grad and arena.offsets[name] not in written_offsets
     ]
 
 
@@ -114,13 +116,13 @@ def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
     spans = _spans(records, arena, sizes)
     far = {o for o, span in spans.items() if _within(span, spans, sizes) >= max(limit, 1)}
     position = _positions(records, arena, sizes, spans)
-    made: list[tuple[tuple[float, int], list[int]]] = []
+    keyed_groups: list[tuple[tuple[float, int], list[int]]] = []
     for chosen in (sizes.keys() - far, far):
         units = _together(records, arena, chosen, {} if chosen is far else spans)
         keyed = sorted((max(position[o] for o in unit), sorted(unit)) for unit in units)
         groups = _grouped([unit for _, unit in keyed], sizes, limit)
-        made += [(max(position[o] for o in group), group) for group in groups]
-    return _named(arena, [group for _, group in sorted(made)])
+        keyed_groups += [(max(position[o] for o in group), group) for group in groups]
+    return _make_buckets(arena, [group for _, group in sorted(keyed_groups)])
 
 
 def _spans(
@@ -153,20 +155,20 @@ def _positions(
     # gradients that no kernel adds itself are added when all ops are through
     summed = (i for i, r in pass_back if r.op == "accumulate" and touched(r, arena, native.GRADS))
     end = next(summed, len(records))
-    written = {
+    write_positions = {
         o: (i, 0) for i, r in pass_back for o in touched(r, arena, native.GRADS) if o in sizes
     }
-    found: dict[int, tuple[float, int]] = {}
+    positions: dict[int, tuple[float, int]] = {}
     for o in sizes:
-        if o in written:
-            found[o] = written[o]
+        if o in write_positions:
+            positions[o] = write_positions[o]
         elif o in spans:
             first = spans[o][0]
-            before = next((i for i, r in pass_back if r.tag < first and i < end), end)
-            found[o] = (before - 0.5, -first)
+            next_index = next((i for i, r in pass_back if r.tag < first and i < end), end)
+            positions[o] = (next_index - 0.5, -first)
         else:
-            found[o] = (float("inf"), 0)
-    return found
+            positions[o] = (float("inf"), 0)
+    return positions
 
 
 def _together(
@@ -183,17 +185,19 @@ def _together(
         return o
 
     for r in records:
-        found = [o for o in _used(r, arena) if o in head]
-        for o in found[1:]:
-            head[find(o)] = find(found[0])
+        offsets = [o for o in _used(r, arena) if o in head]
+        for o in offsets[1:]:
+            head[find(o)] = find(offsets[0])
     while True:
         extents: dict[int, tuple[int, int]] = {}
         for o, (a, b) in spans.items():
             if o in head and a < b:
                 lo, hi = extents.get(find(o), (a, b))
                 extents[find(o)] = (min(lo, a), max(hi, b))
-        several = extents.items()
-        turns = [(x, y) for x, (a, b) in several for y, (c, d) in several if a < c < b < d]
+        head_extents = extents.items()
+        turns = [
+            (x, y) for x, (a, b) in head_extents for y, (c, d) in head_extents if a < c < b < d
+        ]
         if not turns:
             break
         for x, y in turns:
@@ -214,7 +218,7 @@ def from_the_end(arena: Arena, limit: int) -> list[Bucket]:
     first, as backward passes mostly finish them; each is one piece of the arena.
     """
     sizes = padded(arena)
-    return _named(arena, _grouped([[o] for o in sorted(sizes, reverse=True)], sizes, limit))
+    return _make_buckets(arena, _grouped([[o] for o in sorted(sizes, reverse=True)], sizes, limit))
 
 
 def padded(arena: Arena) -> dict[int, int]:
@@ -222,9 +226,9 @@ def padded(arena: Arena) -> dict[int, int]:
     return {arena.offsets[name]: -(-p.size // 16) * 16 for name, p in arena.named}
 
 
-def _named(arena: Arena, cuts: list[list[int]]) -> list[Bucket]:
+def _make_buckets(arena: Arena, cuts: list[list[int]]) -> list[Bucket]:
     names = {o: n for n, o in arena.offsets.items()}
-    return [some(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
+    return [of_names(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
 
 
 def _grouped(units: list[list[int]], sizes: dict[int, int], limit: int) -> list[list[int]]:
@@ -240,7 +244,7 @@ def _grouped(units: list[list[int]], sizes: dict[int, int], limit: int) -> list[
     return cuts
 
 
-def some(arena: Arena, names: Iterable[str]) -> Bucket:
+def of_names(arena: Arena, names: Iterable[str]) -> Bucket:
     """One bucket of some parameters."""
     sizes = padded(arena)
     return of_ranges([(arena.offsets[n], sizes[arena.offsets[n]]) for n in names], tuple(names))
@@ -251,14 +255,14 @@ def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Buck
     bucket.
     """
     pieces: list[BucketRange] = []
-    at = 0
+    offset = 0
     for lo, n in sorted(ranges):
-        if pieces and pieces[-1].lo + pieces[-1].n == lo and pieces[-1].at + pieces[-1].n == at:
+        if pieces and pieces[-1].lo + pieces[-1].n == lo and pieces[-1].at + pieces[-1].n == offset:
             pieces[-1] = BucketRange(pieces[-1].lo, pieces[-1].n + n, pieces[-1].at)
         else:
-            pieces.append(BucketRange(lo, n, at))
-        at += -(-n // 16) * 16
-    return Bucket(names, tuple(pieces), at)
+            pieces.append(BucketRange(lo, n, offset))
+        offset += -(-n // 16) * 16
+    return Bucket(names, tuple(pieces), offset)
 
 
 def too_large(buckets: list[Bucket], setting: str) -> list[str]:
@@ -267,15 +271,15 @@ def too_large(buckets: list[Bucket], setting: str) -> list[str]:
 
     setting: what saves little memory then, as the user wrote it.
     """
-    most = max(buckets, key=lambda b: b.floats)
+    bucket = max(buckets, key=lambda b: b.floats)
     total = sum(b.floats for b in buckets)
-    if 2 * most.floats <= total:
+    if 2 * bucket.floats <= total:
         return []
-    names = ", ".join(most.names[:2]) + (
-        f" and {len(most.names) - 2} more" if len(most.names) > 2 else ""
+    names = ", ".join(bucket.names[:2]) + (
+        f" and {len(bucket.names) - 2} more" if len(bucket.names) > 2 else ""
     )
     return [
-        f"{names} are one bucket with {100 * most.floats / total:.0f} % of the parameters, which "
+        f"{names} are one bucket with {100 * bucket.floats / total:.0f} % of the parameters, which "
         f"{setting} has whole "
         "in memory while it is used; for less, lower bucket_size_mb if it has several layers, "
         "else use smaller layers, "
@@ -305,37 +309,39 @@ def segments(
         for r in records
     ]
     out: list[Record] = []
-    made: list[Segment] = []
+    parts: list[Segment] = []
 
     def plain(start: int, stop: int) -> None:
         """Appends records without gradients, in segments of one bucket of parameters each where
         that is possible.
         """
-        begun = len(out)
+        segment_start = len(out)
         current = set()
-        for r, found in zip(early[start:stop], reads[start:stop], strict=True):
-            if current and not found <= current:
-                made.append(Segment(begun, len(out), tuple(sorted(current)), None))
-                begun = len(out)
+        for r, read_buckets in zip(early[start:stop], reads[start:stop], strict=True):
+            if current and not read_buckets <= current:
+                parts.append(Segment(segment_start, len(out), tuple(sorted(current)), None))
+                segment_start = len(out)
                 current = set()
-            current |= found
+            current |= read_buckets
             out.extend(r)
-        if begun < len(out):
-            made.append(Segment(begun, len(out), tuple(sorted(current)), None))
+        if segment_start < len(out):
+            parts.append(Segment(segment_start, len(out), tuple(sorted(current)), None))
 
     regions = _regions(writes, reads, by_params)
     early, sums = _early(records, arena, bucket_of, {b: start for b, start, _ in regions})
-    at = 0
+    position = 0
     for b, start, stop in regions:
-        plain(at, start)
-        begun = len(out)
+        plain(position, start)
+        segment_start = len(out)
         out += sums.get(b, [])
         for r in early[start:stop]:
             out += r
-        made.append(Segment(begun, len(out), tuple(sorted(set().union(*reads[start:stop]))), b))
-        at = stop
-    plain(at, len(records))
-    return out, made
+        parts.append(
+            Segment(segment_start, len(out), tuple(sorted(set().union(*reads[start:stop]))), b)
+        )
+        position = stop
+    plain(position, len(records))
+    return out, parts
 
 
 def _regions(
@@ -347,8 +353,8 @@ def _regions(
     """
     begin: dict[int, int] = {}
     end: dict[int, int] = {}
-    for i, found in enumerate(writes):
-        for b in found:
+    for i, bucket_ids in enumerate(writes):
+        for b in bucket_ids:
             begin.setdefault(b, i)
             end[b] = i
     if STATS in end:
@@ -356,22 +362,22 @@ def _regions(
         # what is finished meanwhile comes right after them
         end = {b: max(i, end[STATS]) if i >= first else i for b, i in end.items()}
     regions: list[tuple[int, int, int]] = []
-    at = 0
+    position = 0
     for b, last in sorted(end.items(), key=lambda item: (item[1], item[0])):
-        start = stop = max(last + 1, at)
-        needed: set[int] = set()
-        for i in range(last, at - 1, -1):
-            needed |= reads[i]
-            if b != STATS and len(needed) > MOST_READ and i < last:
+        start = stop = max(last + 1, position)
+        read_buckets: set[int] = set()
+        for i in range(last, position - 1, -1):
+            read_buckets |= reads[i]
+            if b != STATS and len(read_buckets) > MAX_BUCKETS_READ and i < last:
                 # the workspace keeps what was added before: parameters of more buckets would have
                 # to be there
                 break
             if b in writes[i]:
                 start = i
         if b == STATS and not by_params:
-            start = at
+            start = position
         regions.append((b, start, stop))
-        at = stop
+        position = stop
     return regions
 
 
@@ -406,7 +412,7 @@ def _early(
                     Record("accumulate", added, tag=r.tag, phase="backward")
                 )
             new[-1] = new[-1].changed(
-                args=[slots[o] if same(a, gradient) else a for a in new[-1].args]
+                args=[slots[o] if same_range(a, gradient) else a for a in new[-1].args]
             )
         out.append(new)
     return out, sums

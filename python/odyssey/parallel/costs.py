@@ -68,21 +68,21 @@ def ops(
     """
     forward = [r for r in records if r.phase == "forward" and r.op not in ("array", "stats")]
     tags = sorted({r.tag for r in forward} - together(records))
-    at = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
+    op_index = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
     n = len(tags)
     time_of = np.zeros(n)
     weights = [0] * n
-    kept = np.zeros(n)
+    activation_bytes = np.zeros(n)
     crossing = np.zeros(n)
     names: list[str] = [""] * n
-    made: dict[int, int] = {}
+    first: dict[int, int] = {}
     last: dict[int, int] = {}
     # of parameters; and of slots
     nbytes = {arena.offsets[name]: 4 * p.size for name, p in arena.named}
     saved: set[int] = set()  # forward values that the backward pass reads
     name_of = {o: name.rsplit(".", 1)[0] for name, o in arena.offsets.items()}
     for r, cost in zip(records, costs, strict=True):
-        i = at[id(r)]
+        i = op_index[id(r)]
         time_of[i] += cost
         offsets = touched(r, arena, native.PARAMS)
         if r.phase == "forward" and not names[i] and r.op not in ("array", "stats"):
@@ -91,19 +91,19 @@ def ops(
         nbytes |= slots
         for a in (*slots, *offsets):
             if r.phase == "forward" or a in offsets:
-                made.setdefault(a, i)
+                first.setdefault(a, i)
                 last[a] = max(last.get(a, i), i)
-            elif a in made:
+            elif a in first:
                 saved.update({a} & slots.keys())
                 last[a] = max(last[a], i)
-    for a, i in made.items():
-        kept[i] += nbytes[a] / samples if a in saved else 0
+    for a, i in first.items():
+        activation_bytes[i] += nbytes[a] / samples if a in saved else 0
         weights[i] += nbytes[a] if a in name_of else 0
         for j in range(i, last[a]):
             crossing[j] += nbytes[a] / samples
     names = [name or f"op {tag}" for name, tag in zip(names, tags, strict=True)]
     return tags, [
-        OpCost(names[i], time_of[i], weights[i], round(kept[i]), round(crossing[i]))
+        OpCost(names[i], time_of[i], weights[i], round(activation_bytes[i]), round(crossing[i]))
         for i in range(n)
     ]
 
@@ -135,7 +135,7 @@ def stages(
             return slots + samples * sum(size_of[o] for o in touched(r, arena, native.PARAMS))
 
         costs = np.array([nbytes(r) for r in records], float)
-    tags, found = ops(records, arena, samples, costs)
-    plan = cut(found, count)
+    tags, op_costs = ops(records, arena, samples, costs)
+    plan = cut(op_costs, count)
     firsts = [tags[c] for c in plan.cuts]
     return (lambda r: bisect.bisect_right(firsts, r.tag)), plan

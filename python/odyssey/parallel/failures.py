@@ -19,7 +19,7 @@ from ..comm import Communicator
 from ..errors import CollectiveError, OdysseyError
 from .reduction import Reduction
 
-TEXT = 1000  # bytes of what a rank says to the others
+MAX_TEXT_BYTES = 1000  # bytes of what a rank says to the others
 
 
 class StepOutcome:
@@ -73,20 +73,20 @@ def raise_on_all_ranks(comm: Communicator, error: Exception | None) -> NoReturn:
     """Raises the error of a rank on all; a collective call of all ranks, of which at least one
     has an error.
     """
-    said = ""
+    message = ""
     if error is not None:
         kind = type(error).__name__
-        said = f"{kind}\0{error if isinstance(error, OdysseyError) else f'{kind}: {error}'}"
-    found = comm.all_gather_each(np.frombuffer(said.encode()[:TEXT], np.uint8))
-    texts = [row.tobytes().decode(errors="ignore") for row in found]
+        message = f"{kind}\0{error if isinstance(error, OdysseyError) else f'{kind}: {error}'}"
+    rows = comm.all_gather_each(np.frombuffer(message.encode()[:MAX_TEXT_BYTES], np.uint8))
+    texts = [row.tobytes().decode(errors="ignore") for row in rows]
     first = next(p for p, text in enumerate(texts) if text)
     name, _, text = texts[first].partition("\0")
     kind = getattr(errors, name, None)
-    known = isinstance(kind, type) and issubclass(kind, OdysseyError)
+    is_odyssey_error = isinstance(kind, type) and issubclass(kind, OdysseyError)
     if error is None:
-        error = (kind if known else CollectiveError)(
+        error = (kind if is_odyssey_error else CollectiveError)(
             f"[train] rank {comm.ranks[first]} failed in its part: {text}"
         )
-    if isinstance(error, OdysseyError) and known:
+    if isinstance(error, OdysseyError) and is_odyssey_error:
         error.raised_on_all_ranks = True  # so rank 0 alone says it
     raise error

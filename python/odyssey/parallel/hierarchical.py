@@ -28,13 +28,15 @@ from .routes import Machines, Round, Route
 
 def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
     """Which ranks share a machine; a collective call. ranks_per_node: count instead of looking."""
-    here = hooks.machine() if ranks_per_node is None else comm.rank // ranks_per_node
-    known = getattr(comm, "machines", None)  # of a rank that is alone: comm/stand_in.py
-    everyone = known or comm.all_gather(np.array([here], np.int64)).ravel().tolist()
-    found: dict[int, list[int]] = {}
-    for rank, where in enumerate(everyone):
-        found.setdefault(where, []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
+    local_machine = hooks.machine() if ranks_per_node is None else comm.rank // ranks_per_node
+    stand_in_machines = getattr(comm, "machines", None)  # of a rank that is alone: comm/stand_in.py
+    everyone = (
+        stand_in_machines or comm.all_gather(np.array([local_machine], np.int64)).ravel().tolist()
+    )
+    ranks_of_machine: dict[int, list[int]] = {}
+    for rank, machine in enumerate(everyone):
+        ranks_of_machine.setdefault(machine, []).append(rank)
+    return tuple(tuple(ranks) for ranks in ranks_of_machine.values())
 
 
 class Places:
@@ -54,10 +56,10 @@ class Places:
     @classmethod
     def of(cls, comm: Communicator, ranks_per_node: int | None) -> Places:
         """Returns the hosts of a communicator's ranks; a collective call the first time."""
-        known = cls._of.setdefault(comm, {})
-        if ranks_per_node not in known:
-            known[ranks_per_node] = cls(comm, ranks_per_node)
-        return known[ranks_per_node]
+        places = cls._of.setdefault(comm, {})
+        if ranks_per_node not in places:
+            places[ranks_per_node] = cls(comm, ranks_per_node)
+        return places[ranks_per_node]
 
     def groups(
         self, comm: Communicator, key: tuple[Route, int], members: Sequence[int]
@@ -104,8 +106,10 @@ class RoundsReduction(Phased):
         shards = self.plan.shards
         self.route = route = routes.choose(nodes, shards, places.machines)
         within = max(map(len, places.machines)) > 1
-        own = self.ranges if self.scatter and len(set(map(len, places.machines))) == 1 else None
-        made = routes.rounds(rank, nodes, shards, route, self.floats, own)
+        final_ranges = (
+            self.ranges if self.scatter and len(set(map(len, places.machines))) == 1 else None
+        )
+        rounds = routes.rounds(rank, nodes, shards, route, self.floats, final_ranges)
         # The groups of the rounds see their own calls only: beside the first, all ranks say that
         # they take this step.
         self._check = comm.all_gather_v_init(np.zeros(0, np.float32), [(0, 0)] * comm.size)
@@ -114,19 +118,19 @@ class RoundsReduction(Phased):
         add: Kernels | None = None
         steps: list[_Step | None] = []
         for k in range(within + route.mended + len(route.radices)):
-            members = made[k].members if k < len(made) else ()
+            members = rounds[k].members if k < len(rounds) else ()
             out, back = places.groups(comm, (route, k), members)
-            if k >= len(made):
+            if k >= len(rounds):
                 steps.append(None)
                 continue
-            returns = own is None and not (route.mended and k == within)
+            returns = final_ranges is None and not (route.mended and k == within)
             step, add, have, held = self._step(
-                made[k], out, back if returns else None, add, have, held
+                rounds[k], out, back if returns else None, add, have, held
             )
             steps.append(step)
         self._end = add, next(iter(have.values()), None), held[0] if held else (0, 0)
         ways = [functools.partial(self._go, step, not k) for k, step in enumerate(steps)]
-        for k in reversed(range(len(steps) if own is None else 0)):
+        for k in reversed(range(len(steps) if final_ranges is None else 0)):
             if not (route.mended and k == within):
                 ways.append(functools.partial(self._come, steps[k]))
         self.phases = (*ways[: len(steps)], self._sum, *ways[len(steps) :])
@@ -155,20 +159,20 @@ class RoundsReduction(Phased):
         near = [p in self.places.near for p in round.members]
 
         def of_all(counts: Sequence[int]) -> tuple[int, int]:
-            given = [
-                (4 * n, other)
-                for p, (n, other) in enumerate(zip(counts, near, strict=True))
+            transfers = [
+                (4 * n, is_near)
+                for p, (n, is_near) in enumerate(zip(counts, near, strict=True))
                 if p != me
             ]
-            return sum(n for n, _ in given), sum(n for n, other in given if not other)
+            return sum(n for n, _ in transfers), sum(n for n, is_near in transfers if not is_near)
 
         views = [
             [have[node][a:b] for node in gives for a, b in _inside(held, runs)]
             for gives, runs in zip(round.gives, round.runs, strict=True)
         ]
-        gives = [sum(view.size for view in some) for some in views]
-        flat = [view for some in views for view in some]
-        runs = [run for some in round.runs for run in some]
+        gives = [sum(view.size for view in per_member) for per_member in views]
+        flat = [view for per_member in views for view in per_member]
+        runs = [run for per_member in round.runs for run in per_member]
         if len(have) == 1 and runs == sorted(runs) and sum(gives) == sum(b - a for a, b in held):
             # one sum, whose ranges are already in the order of the members, is sent from where it
             # is
@@ -180,9 +184,9 @@ class RoundsReduction(Phased):
         size = sum(b - a for a, b in round.runs[me])
         takes = [len(nodes) * size for nodes in round.takes]
         came = self._take(sum(takes))
-        given = tuple(node for nodes in round.takes for node in nodes)
-        pieces = rows(came, len(given), size)
-        adds, kept = combine(given, self.plan.shards)
+        received_nodes = tuple(node for nodes in round.takes for node in nodes)
+        pieces = rows(came, len(received_nodes), size)
+        adds, remaining = combine(received_nodes, self.plan.shards)
         comes = None
         returned = (0, 0)
         if back is not None:
@@ -198,7 +202,7 @@ class RoundsReduction(Phased):
             comes,
             returned,
         )
-        after = {node: pieces[i] for node, i in kept} if pieces else {}
+        after = {node: pieces[i] for node, i in remaining} if pieces else {}
         return step, adder(pieces, adds), after, round.runs[me]
 
     def _go(self, step: _Step | None, first: bool) -> Request | None:
@@ -230,14 +234,14 @@ class RoundsReduction(Phased):
         return step.back.start()
 
 
-def _inside(held: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
+def _inside(held: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Where runs are in an array of the runs that it holds, one behind the other."""
-    found = []
-    at = 0
+    local_runs = []
+    offset = 0
     for lo, hi in held:
-        found += [(at + a - lo, at + b - lo) for a, b in wanted if lo <= a and b <= hi]
-        at += hi - lo
-    return found
+        local_runs += [(offset + a - lo, offset + b - lo) for a, b in runs if lo <= a and b <= hi]
+        offset += hi - lo
+    return local_runs
 
 
 def tree(comm: Communicator, plan: Plan, floats: int, workers: int, **options: Any) -> Reduction:

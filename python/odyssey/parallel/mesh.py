@@ -60,15 +60,19 @@ class Mesh:
             pp = devices if world % (devices * tp * (self.dp or 1)) == 0 else 1
         dp = self.dp or max(1, world // (pp * tp))
         if dp * pp * tp != world:
-            wanted = dp * pp * tp
+            product = dp * pp * tp
             running = f"{world} ranks are" if world > 1 else "1 rank is"
-            given = (
+            options = (
                 ", ".join(f"--{n}" for n in ("dp", "pp", "tp") if getattr(self, n) is not None)
                 or "--dp"
             )
-            do = f"change {given} or -n" if world > 1 else f"start {wanted} with mpirun -n {wanted}"
+            do = (
+                f"change {options} or -n"
+                if world > 1
+                else f"start {product} with mpirun -n {product}"
+            )
             raise ConfigError(
-                f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {wanted}, but {running} running; {do}"
+                f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {product}, but {running} running; {do}"
             )
         return Mesh(dp, pp, tp)
 
@@ -98,18 +102,20 @@ class Groups:
         self.world = world
         self.mesh = mesh
         self.d, self.p, self.t = d, p, t = mesh.coordinates(world.rank)
-        alone = world.size == 1 or (mesh.pp == 1 and mesh.tp == 1)
+        pure_dp = world.size == 1 or (mesh.pp == 1 and mesh.tp == 1)
 
         def group(ds: range, ps: range, ts: range) -> Communicator:
-            if alone:
+            if pure_dp:
                 return Communicator()
-            part = world.subgroup([mesh.rank(*at) for at in itertools.product(ds, ps, ts)])
+            part = world.subgroup(
+                [mesh.rank(*coordinates) for coordinates in itertools.product(ds, ps, ts)]
+            )
             assert part is not None
             return part
 
         every = range(mesh.dp), range(mesh.pp), range(mesh.tp)
         one = range(d, d + 1), range(p, p + 1), range(t, t + 1)
-        self.dp = world if alone else group(every[0], one[1], one[2])
+        self.dp = world if pure_dp else group(every[0], one[1], one[2])
         self.pp = group(one[0], every[1], one[2])
         self.tp = group(one[0], one[1], every[2])
         self.model = group(one[0], every[1], every[2])

@@ -71,17 +71,17 @@ class Plan(NamedTuple):
                 todo += [(first, split(n)), (first + split(n), n - split(n))]
         parent, left, right = ([-1] * len(number) for _ in range(3))
         for first, n in sums:
-            here = number[first, n]
-            left[here] = number[first, split(n)]
-            right[here] = number[first + split(n), n - split(n)]
-            parent[left[here]] = parent[right[here]] = here
+            index = number[first, n]
+            left[index] = number[first, split(n)]
+            right[index] = number[first + split(n), n - split(n)]
+            parent[left[index]] = parent[right[index]] = index
         fixed = [-1] * (hi - lo)
         for (first, _), b in self.partial:
             fixed[first - lo] = b
         runs = [share(hi - lo, len(self.threads), t) for t in range(len(self.threads))]
         head = [lo, hi - lo, len(number), len(runs), len(self.pool)]
         head += [0] * (LINE - len(head))
-        own = [0] * (2 * len(number) + len(self.pool) + LINE * len(runs))
+        scratch = [0] * (2 * len(number) + len(self.pool) + LINE * len(runs))
         return [
             *head,
             *parent,
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
             *(a for a, _ in runs),
             *(b for _, b in runs),
             *self.pool,
-            *own,
+            *scratch,
         ]
 
 
@@ -147,11 +147,11 @@ def runs(shards: int, ranks: int, workers: int, counts: tuple[int, ...] = ()) ->
         return [share(shards, ranks * workers, w) for w in range(ranks * workers)]
     starts = [sum(counts[:r]) for r in range(ranks)]
     cuts = (
-        (at, share(n, workers, w))
-        for at, n in zip(starts, counts, strict=True)
+        (start, share(n, workers, w))
+        for start, n in zip(starts, counts, strict=True)
         for w in range(workers)
     )
-    return [(at + a, at + b) for at, (a, b) in cuts]
+    return [(start + a, start + b) for start, (a, b) in cuts]
 
 
 def split(n: int) -> int:
@@ -169,46 +169,48 @@ def nodes(run: Run, shards: int) -> list[Node]:
             return []
         if run[0] <= lo and lo + n <= run[1]:
             return [(lo, n)]
-        left = split(n)
-        return inside(lo, left) + inside(lo + left, n - left)
+        left_size = split(n)
+        return inside(lo, left_size) + inside(lo + left_size, n - left_size)
 
     return inside(0, shards) if shards else []
 
 
 @functools.lru_cache(maxsize=64)
 def combine(
-    given: tuple[Node, ...], shards: int
+    partial: tuple[Node, ...], shards: int
 ) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
     """The additions that complete as much of the tree over `shards` leaves as some of its nodes
-    allow. Returns (adds, kept): actions over the numbers of `given`; the nodes that remain,
+    allow. Returns (adds, remaining): actions over the numbers of `partial`; the nodes that remain,
     in order, and where they are.
     """
-    number = {node: i for i, node in enumerate(given)}
-    begin = min((lo for lo, _ in given), default=0)
-    end = max((lo + n for lo, n in given), default=0)
+    number = {node: i for i, node in enumerate(partial)}
+    begin = min((lo for lo, _ in partial), default=0)
+    end = max((lo + n for lo, n in partial), default=0)
     adds: list[Action] = []
-    kept: list[tuple[Node, int]] = []
+    remaining: list[tuple[Node, int]] = []
 
     def complete(lo: int, n: int) -> int | None:
         if (lo, n) in number:
             return number[lo, n]
         if n == 1 or lo >= end or lo + n <= begin:
             return None
-        left = split(n)
-        children = ((lo, left), (lo + left, n - left))
+        left_size = split(n)
+        children = ((lo, left_size), (lo + left_size, n - left_size))
         a, b = (complete(*child) for child in children)
         if a is not None and b is not None:
             adds.append(Action("add", a, b))
             return a
-        kept.extend(
-            (child, at) for child, at in zip(children, (a, b), strict=True) if at is not None
+        remaining.extend(
+            (child, index)
+            for child, index in zip(children, (a, b), strict=True)
+            if index is not None
         )
         return None
 
-    root = complete(0, shards) if given else None
+    root = complete(0, shards) if partial else None
     if root is not None:
-        kept.append(((0, shards), root))
-    return tuple(adds), tuple(sorted(kept))
+        remaining.append(((0, shards), root))
+    return tuple(adds), tuple(sorted(remaining))
 
 
 @functools.lru_cache(maxsize=64)
@@ -222,12 +224,12 @@ def make(
     than workers. Threads take whole workers, or share one if there are more threads. counts: see
     `runs`.
     """
-    mine = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
-    own = (mine[0][0], mine[-1][1])
+    local_runs = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
+    local_span = (local_runs[0][0], local_runs[-1][1])
     pieces = max(1, threads // workers)
     cut = [
         (lo + a, lo + b)
-        for lo, hi in mine
+        for lo, hi in local_runs
         for a, b in (share(hi - lo, pieces, i) for i in range(pieces))
         if b > a
     ]
@@ -245,9 +247,9 @@ def make(
                 b = free.pop() if free else next(fresh)
                 actions.append(Action("run", lo, b))
                 return b
-            left = split(n)
-            a = subtree((lo, left))
-            b = subtree((lo + left, n - left))
+            left_size = split(n)
+            a = subtree((lo, left_size))
+            b = subtree((lo + left_size, n - left_size))
             actions.append(Action("add", a, b))
             free.append(b)
             return a
@@ -258,16 +260,18 @@ def make(
         lists.append(tuple(actions))
 
     buffers = list(have.values())
-    adds, kept = combine(tuple(have), shards)
+    adds, remaining = combine(tuple(have), shards)
     final = tuple(Action("add", buffers[add.a], buffers[add.b]) for add in adds)
-    partial = tuple((node, buffers[i]) for node, i in kept)
+    partial = tuple((node, buffers[i]) for node, i in remaining)
     fixed = {b for _, b in partial}
     first = {lo for (lo, _), _ in partial}
-    parts = (share(own[1] - own[0], threads, t) for t in range(threads))
-    needed = sum(_pooled((own[0] + a, own[0] + b), shards, first) for a, b in parts)
-    count = max(next(fresh), len(fixed) + needed, 1)
+    parts = (share(local_span[1] - local_span[0], threads, t) for t in range(threads))
+    pool_buffers = sum(
+        _pooled((local_span[0] + a, local_span[0] + b), shards, first) for a, b in parts
+    )
+    count = max(next(fresh), len(fixed) + pool_buffers, 1)
     pool = tuple(b for b in range(count) if b not in fixed)
-    return Plan(shards, own, tuple(lists), final, partial, count, pool, counts)
+    return Plan(shards, local_span, tuple(lists), final, partial, count, pool, counts)
 
 
 def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
@@ -277,12 +281,12 @@ def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
     being computed, so no thread waits for a buffer for ever. Shards of `fixed` have buffers of
     their own.
     """
-    most = 0
+    peak = 0
     for shard in range(*run):
         if shard not in fixed:
-            done = nodes((run[0], shard), shards)
-            most = max(most, 1 + sum(lo not in fixed for lo, _ in done))
-    return most
+            complete_nodes = nodes((run[0], shard), shards)
+            peak = max(peak, 1 + sum(lo not in fixed for lo, _ in complete_nodes))
+    return peak
 
 
 def unshared(plan: Plan) -> Plan:
@@ -328,5 +332,5 @@ def exchange(
         tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards))
         for r in range(ranks)
     )
-    adds, _ = combine(tuple(node for own in per_rank for node in own), shards)
+    adds, _ = combine(tuple(node for rank_nodes in per_rank for node in rank_nodes), shards)
     return Exchange(ranges(floats, ranks), per_rank, adds)

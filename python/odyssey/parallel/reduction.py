@@ -81,11 +81,11 @@ class Reduction:
 
     def _take(self, floats: int) -> np.ndarray:
         """Floats of the storage, from a vector boundary."""
-        at = self.floats_needed
+        start = self.floats_needed
         self.floats_needed += -(-floats // 16) * 16
         if self._storage is None:
             return native.aligned(floats)
-        return self._storage[at : at + floats]
+        return self._storage[start : start + floats]
 
     @property
     def bytes_plain(self) -> int:
@@ -134,7 +134,7 @@ class PhaseCommunicators:
         self.under_way: deque[Phased] = deque()
         self.tags = itertools.count()  # of messages from rank to rank
         self.turns = itertools.count()  # of reductions, as they are started
-        self._more: list[Communicator] = []
+        self._extra_lanes: list[Communicator] = []
 
     @classmethod
     def of(cls, comm: Communicator) -> PhaseCommunicators:
@@ -145,11 +145,11 @@ class PhaseCommunicators:
         """The communicator of a phase, `comm` itself for the first; a collective call when it is
         a new one.
         """
-        while len(self._more) < phase:
+        while len(self._extra_lanes) < phase:
             part = comm.group(range(comm.size))
             assert part is not None
-            self._more.append(part)
-        return self._more[phase - 1] if phase else comm
+            self._extra_lanes.append(part)
+        return self._extra_lanes[phase - 1] if phase else comm
 
 
 class Phased(Reduction):
@@ -172,14 +172,14 @@ class Phased(Reduction):
         self._request: Request | None = None
         self._running = False
         self._turn = -1
-        self._begun: tuple[int, int] | None = None  # for a timeline: when, and bytes sent before
+        self._timeline_start: tuple[int, int] | None = None  # nanoseconds, and bytes sent before
 
     def start(self) -> None:
         self._running = True
         self._phase = -1
         self._request = None
         if slot.listener is not None:
-            self._begun = time.monotonic_ns(), self.bytes_sent
+            self._timeline_start = time.monotonic_ns(), self.bytes_sent
         self._turn = next(self.lanes.turns)
         self.lanes.under_way.append(self)
         self._advance(wait=False)
@@ -211,11 +211,15 @@ class Phased(Reduction):
             if following == len(self.phases):
                 self._running = False
                 self._request = None
-                if slot.listener is not None and self._begun is not None:
+                if slot.listener is not None and self._timeline_start is not None:
                     name = f"sum of {self.floats:,} floats"
-                    (begun, before) = self._begun
+                    (start_ns, bytes_before) = self._timeline_start
                     slot.listener.span(
-                        "wire", name, begun, time.monotonic_ns(), bytes=self.bytes_sent - before
+                        "wire",
+                        name,
+                        start_ns,
+                        time.monotonic_ns(),
+                        bytes=self.bytes_sent - bytes_before,
                     )
                 self.lanes.under_way.remove(self)
                 return
@@ -269,9 +273,9 @@ class RunningTreeSum:
         leaf[:] = array
         size = 1
         while self.nodes and self.nodes[-1][0] == size:
-            _, other = self.nodes.pop()
-            np.add(other, leaf, out=leaf)
-            self._free.append(other)
+            _, sibling = self.nodes.pop()
+            np.add(sibling, leaf, out=leaf)
+            self._free.append(sibling)
             size *= 2
         self.nodes.append((size, leaf))
 
@@ -306,10 +310,10 @@ class TreeReduction(Phased):
         x = self.exchange
         rank = self.comm.rank
         lo, hi = self.ranges[rank]
-        mine = len(self.plan.partial)
+        partial_count = len(self.plan.partial)
         # one sum is sent from where it is: its ranges are already in the order of the ranks
-        self._send = self.result if mine == 1 else self._take(mine * self.floats)
-        self._send_counts = [mine * (b - a) for a, b in self.ranges]
+        self._send = self.result if partial_count == 1 else self._take(partial_count * self.floats)
+        self._send_counts = [partial_count * (b - a) for a, b in self.ranges]
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
         self._adder = adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
@@ -322,7 +326,9 @@ class TreeReduction(Phased):
 
     def _hand_out(self) -> Request:
         if len(self.plan.partial) > 1:
-            views = [self.buffers[at, a:b] for a, b in self.ranges for _, at in self.plan.partial]
+            views = [
+                self.buffers[buffer, a:b] for a, b in self.ranges for _, buffer in self.plan.partial
+            ]
             np.concatenate(views, out=self._send)
         self.bytes_sent += 4 * (len(self._send) - self._send_counts[self.comm.rank])
         return self._out.start()

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from .plan import Node, Nodes, Run, combine, exchange, ranges, shard_count, split
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
-MOST = 3  # rounds between machines
-MUCH = 1.2  # times the bytes that a sum needs between machines: said at the start
+MAX_ROUNDS = 3  # rounds between machines
+ADVICE_EXCESS = 1.2  # times the bytes that a sum needs between machines: said at the start
 
 
 class Route(NamedTuple):
@@ -45,22 +45,22 @@ class Round(NamedTuple):
     runs: tuple[tuple[Run, ...], ...]
 
 
-def _kept(given: tuple[Node, ...], shards: int) -> tuple[Node, ...]:
-    return tuple(node for node, _ in combine(given, shards)[1])
+def _combine_nodes(nodes: tuple[Node, ...], shards: int) -> tuple[Node, ...]:
+    return tuple(node for node, _ in combine(nodes, shards)[1])
 
 
 def _straddling(border: int, begin: int, end: int, shards: int) -> list[Node]:
     """The nodes of the tree that lie inside [begin, end) and have shards on both sides of a
     border.
     """
-    found = []
+    nodes = []
     (lo, n) = (0, shards)
     while n > 1 and lo < border < lo + n:
         if begin <= lo and lo + n <= end:
-            found.append((lo, n))
-        left = split(n)
-        lo, n = (lo, left) if border < lo + left else (lo + left, n - left)
-    return found
+            nodes.append((lo, n))
+        left_size = split(n)
+        lo, n = (lo, left_size) if border < lo + left_size else (lo + left_size, n - left_size)
+    return nodes
 
 
 Gifts = dict[tuple[int, int], tuple[Node, ...]]  # from a machine to another
@@ -101,106 +101,133 @@ class Levels(NamedTuple):
 @functools.lru_cache(16)
 def levels(nodes: Nodes, shards: int, route: Route) -> Levels:
     """Makes it for ranks that hand on `nodes`."""
-    given = (tuple(node for r in ranks for node in nodes[r]) for ranks in route.machines)
-    at = tuple(_kept(own, shards) for own in given)
-    found = [at]
-    gifts = _mend(at, shards) if route.mended else {}
+    unmerged = (tuple(node for r in ranks for node in nodes[r]) for ranks in route.machines)
+    nodes_by_machine = tuple(_combine_nodes(machine_nodes, shards) for machine_nodes in unmerged)
+    nodes_by_level = [nodes_by_machine]
+    gifts = _mend(nodes_by_machine, shards) if route.mended else {}
     if route.mended:
-        moved: list[list[Node]] = [list(own) for own in at]
-        for (a, b), some in gifts.items():
-            moved[a] = [node for node in moved[a] if node not in some]
-            moved[b] += some
-        found.append(at := tuple(_kept(tuple(own), shards) for own in moved))
+        moved: list[list[Node]] = [list(machine_nodes) for machine_nodes in nodes_by_machine]
+        for (a, b), gift in gifts.items():
+            moved[a] = [node for node in moved[a] if node not in gift]
+            moved[b] += gift
+        nodes_by_level.append(
+            nodes_by_machine := tuple(
+                _combine_nodes(tuple(machine_nodes), shards) for machine_nodes in moved
+            )
+        )
     size = 1
     for radix in route.radices[:-1]:
         size *= radix
         unions = (
-            tuple(dict.fromkeys(itertools.chain(*at[i : i + size])))
-            for i in range(0, len(at), size)
+            tuple(dict.fromkeys(itertools.chain(*nodes_by_machine[i : i + size])))
+            for i in range(0, len(nodes_by_machine), size)
         )
-        blocks = [_kept(union, shards) for union in unions]
-        at = tuple(blocks[b // size] for b in range(len(at)))
-        found.append(at)
-    return Levels(tuple(found), gifts)
+        blocks = [_combine_nodes(union, shards) for union in unions]
+        nodes_by_machine = tuple(blocks[b // size] for b in range(len(nodes_by_machine)))
+        nodes_by_level.append(nodes_by_machine)
+    return Levels(tuple(nodes_by_level), gifts)
 
 
-def rounds(
-    rank: int, nodes: Nodes, shards: int, route: Route, floats: int, own: tuple[Run, ...] | None
+def rounds(  # noqa: C901
+    rank: int,
+    nodes: Nodes,
+    shards: int,
+    route: Route,
+    floats: int,
+    final_ranges: tuple[Run, ...] | None,
 ) -> list[Round]:  # noqa: C901
-    """Returns those of a rank; fewer if it takes no part between machines. own: the range of
+    """Returns those of a rank; fewer if it takes no part between machines. final_ranges: of
     each rank in the end.
     """
     machines = route.machines
     radices = route.radices
     wide = min(map(len, machines))
     count = len(machines)
-    machine, here = next((m, ranks) for m, ranks in enumerate(machines) if rank in ranks)
-    place = here.index(rank)
+    machine, machine_ranks = next((m, ranks) for m, ranks in enumerate(machines) if rank in ranks)
+    place = machine_ranks.index(rank)
     final: dict[tuple[int, int], Run] = {}
     cut = ranges(floats, wide * count)
     for b in range(count):
         index = 0
-        rest = b
+        quotient = b
         below = count
         for radix in radices:
             below //= radix
-            index = index + rest % radix * below
-            rest = rest // radix
+            index = index + quotient % radix * below
+            quotient = quotient // radix
         for p in range(wide):
-            final[b, p] = cut[p * count + index] if own is None else own[machines[b][p]]
+            final[b, p] = (
+                cut[p * count + index] if final_ranges is None else final_ranges[machines[b][p]]
+            )
 
     def held(b: int, p: int, size: int) -> tuple[Run, ...]:
         """Returns what a rank has after rounds that made blocks of so many machines."""
         if p >= wide:
             return ()
-        found: list[Run] = []
-        for lo, hi in sorted(final[other, p] for other in range(b % size, count, size)):
-            if found and found[-1][1] == lo:
-                found[-1] = (found[-1][0], hi)
+        merged_runs: list[Run] = []
+        for lo, hi in sorted(final[peer, p] for peer in range(b % size, count, size)):
+            if merged_runs and merged_runs[-1][1] == lo:
+                merged_runs[-1] = (merged_runs[-1][0], hi)
             elif hi > lo:
-                found.append((lo, hi))
-        return tuple(found)
+                merged_runs.append((lo, hi))
+        return tuple(merged_runs)
 
-    made = []
+    rank_rounds = []
     if max(map(len, machines)) > 1:
-        runs = tuple(held(machine, p, 1) for p in range(len(here)))
-        made.append(Round(here, (nodes[rank],) * len(here), tuple(nodes[r] for r in here), runs))
+        runs = tuple(held(machine, p, 1) for p in range(len(machine_ranks)))
+        rank_rounds.append(
+            Round(
+                machine_ranks,
+                (nodes[rank],) * len(machine_ranks),
+                tuple(nodes[r] for r in machine_ranks),
+                runs,
+            )
+        )
     if place >= wide:
-        return made
-    found, gifts = levels(nodes, shards, route)
+        return rank_rounds
+    nodes_by_level, gifts = levels(nodes, shards, route)
     everyone = tuple(ranks[place] for ranks in machines)
     if route.mended:
-        at = found[0]
+        nodes_by_machine = nodes_by_level[0]
         stays = tuple(
             node
-            for node in at[machine]
+            for node in nodes_by_machine[machine]
             if not any(node in v for (a, _), v in gifts.items() if a == machine)
         )
         gives = tuple(stays if b == machine else gifts.get((machine, b), ()) for b in range(count))
         takes = tuple(stays if b == machine else gifts.get((b, machine), ()) for b in range(count))
-        made.append(Round(everyone, gives, takes, tuple(held(b, place, 1) for b in range(count))))
-        found = found[1:]
+        rank_rounds.append(
+            Round(everyone, gives, takes, tuple(held(b, place, 1) for b in range(count)))
+        )
+        nodes_by_level = nodes_by_level[1:]
     size = 1
-    for at, radix in zip(found, radices, strict=False):
+    for nodes_by_machine, radix in zip(nodes_by_level, radices, strict=False):
         first = machine // (size * radix) * size * radix + machine % size
         group = range(first, first + size * radix, size)
         size *= radix
-        takes = tuple(at[b] for b in group)
+        takes = tuple(nodes_by_machine[b] for b in group)
         runs = tuple(held(b, place, size) for b in group)
-        made.append(Round(tuple(everyone[b] for b in group), (at[machine],) * radix, takes, runs))
-    return made
+        rank_rounds.append(
+            Round(
+                tuple(everyone[b] for b in group), (nodes_by_machine[machine],) * radix, takes, runs
+            )
+        )
+    return rank_rounds
 
 
 def traffic(nodes: Nodes, shards: int, route: Route) -> tuple[float, int]:
     """(what all machines send to others, in floats per float of the gradients; messages of a
     rank), there and back.
     """
-    found, gifts = levels(nodes, shards, route)
+    nodes_by_level, gifts = levels(nodes, shards, route)
     sent = float(sum(map(len, gifts.values())))
     size = 1
     messages = max(map(len, route.machines)) - 1 + route.mended
-    for at, radix in zip(found[route.mended :], route.radices, strict=False):
-        sent += sum(len(own) * (1 - 1 / radix) / size + (radix - 1) / (size * radix) for own in at)
+    for nodes_by_machine, radix in zip(nodes_by_level[route.mended :], route.radices, strict=False):
+        sent += sum(
+            len(machine_nodes) * (1 - 1 / radix) / size + (radix - 1) / (size * radix)
+            for machine_nodes in nodes_by_machine
+        )
         size = size * radix
         messages = messages + radix - 1
     return sent, 2 * messages
@@ -211,14 +238,14 @@ def minimum(nodes: Nodes, shards: int, machines: Machines) -> float:
     gradients, there and back: each sum of the tree is completed on some machine, so that as
     few as possible have to travel (Fitch's parsimony).
     """
-    at = {node: m for m, ranks in enumerate(machines) for r in ranks for node in nodes[r]}
+    machine_of = {node: m for m, ranks in enumerate(machines) for r in ranks for node in nodes[r]}
 
     def least(lo: int, n: int) -> tuple[frozenset[int], int]:
-        if (lo, n) in at:
-            return frozenset((at[lo, n],)), 0
-        left = split(n)
-        (a, x) = least(lo, left)
-        (b, y) = least(lo + left, n - left)
+        if (lo, n) in machine_of:
+            return frozenset((machine_of[lo, n],)), 0
+        left_size = split(n)
+        (a, x) = least(lo, left_size)
+        (b, y) = least(lo + left_size, n - left_size)
         return (a & b, x + y) if a & b else (a | b, x + y + 1)
 
     return least(0, shards)[1] + len(machines) - 1
@@ -234,78 +261,78 @@ def excess(shards: int, machines: Machines, workers: int = 1) -> float:
     )
 
 
-def placed(ranks: int, each: int) -> Machines:
-    """Neighbouring ranks on machines of `each`."""
-    return tuple(tuple(range(at, at + each)) for at in range(0, ranks, each))
+def placed(ranks: int, per_machine: int) -> Machines:
+    """Neighbouring ranks on machines of `per_machine`."""
+    return tuple(tuple(range(first, first + per_machine)) for first in range(0, ranks, per_machine))
 
 
 def advice(samples: int, shard_size: int, machines: Machines, workers: int = 1) -> str | None:
-    """Says, where the tree needs more than MUCH between these machines, what needs less: the
+    """Says, where the tree needs more than ADVICE_EXCESS between machines, what needs less: the
     shard size that is nearest and keeps all workers busy, and the placement of the same ranks
     that is nearest. None: it does not, or nothing.
     """
     shards = shard_count(samples, shard_size)
     ranks = sum(map(len, machines))
-    now = excess(shards, machines, workers)
-    if now <= MUCH:
+    current_ratio = excess(shards, machines, workers)
+    if current_ratio <= ADVICE_EXCESS:
         return None
 
-    def most(size: int) -> int:  # samples of a worker
+    def samples_per_worker(size: int) -> int:
         return -(-shard_count(samples, size) // (ranks * workers)) * size
 
-    wanted = {
+    candidate_sizes = {
         -(-samples // (n << k)) for n in (len(machines), ranks) for k in range(samples.bit_length())
     }
     sizes = sorted(
-        wanted,
+        candidate_sizes,
         key=lambda size: (
-            max(most(size), 1.25 * most(shard_size)),
+            max(samples_per_worker(size), 1.25 * samples_per_worker(shard_size)),
             abs(math.log(size / shard_size)),
         ),
     )
-    eaches = sorted(
+    widths = sorted(
         (n for n in range(2, ranks) if ranks % n == 0),
         key=lambda n: (abs(n - ranks / len(machines)), -n),
     )
-    found = []
+    suggestions = []
     for size in sizes:
         count = shard_count(samples, size)
         if (
             count >= min(shards, ranks * workers)
-            and (then := excess(count, machines, workers)) <= MUCH
+            and (ratio := excess(count, machines, workers)) <= ADVICE_EXCESS
         ):
-            found.append(
-                f"{then:.2f} times with a shard size of {size} (shard_size, --shard-size; other "
+            suggestions.append(
+                f"{ratio:.2f} times with a shard size of {size} (shard_size, --shard-size; other "
                 "bits)"
             )
             break
-    for each in eaches:
-        if (then := excess(shards, placed(ranks, each), workers)) <= MUCH:
-            found.append(
-                f"{then:.2f} times on {ranks // each} machines with {each} neighbouring ranks "
+    for width in widths:
+        if (ratio := excess(shards, placed(ranks, width), workers)) <= ADVICE_EXCESS:
+            suggestions.append(
+                f"{ratio:.2f} times on {ranks // width} machines with {width} neighbouring ranks "
                 "each (same bits)"
             )
             break
-    if not found:
+    if not suggestions:
         return None
     return (
-        f"[train] the sum of {shards} shards takes {now:.2f} times the bytes between "
+        f"[train] the sum of {shards} shards takes {current_ratio:.2f} times the bytes between "
         f"{len(machines)} machines that any "
-        f"sum needs; {', or '.join(found)}"
+        f"sum needs; {', or '.join(suggestions)}"
     )
 
 
-def _products(count: int, most: int) -> list[tuple[int, ...]]:
+def _products(count: int, max_factors: int) -> list[tuple[int, ...]]:
     """Ways to write a number as a product of at most so many, in any order."""
     if count == 1:
         return [()]
-    if most == 1:
+    if max_factors == 1:
         return [(count,)]
     return [
-        (g, *more)
+        (g, *factors)
         for g in range(2, count + 1)
         if count % g == 0
-        for more in _products(count // g, most - 1)
+        for factors in _products(count // g, max_factors - 1)
     ]
 
 
@@ -314,11 +341,16 @@ def choose(nodes: Nodes, shards: int, machines: Machines) -> Route:
     """Returns, of the routes that send hardly more between machines than the best, that of
     fewest messages a rank.
     """
-    at = tuple(_kept(tuple(node for r in ranks for node in nodes[r]), shards) for ranks in machines)
-    ways = _products(len(machines), MOST)
-    borders = (False, True) if _mend(at, shards) else (False,)
-    found = [Route(machines, way, mended) for way in ways for mended in borders]
-    costs = [traffic(nodes, shards, route) for route in found]
+    nodes_by_machine = tuple(
+        _combine_nodes(tuple(node for r in ranks for node in nodes[r]), shards)
+        for ranks in machines
+    )
+    ways = _products(len(machines), MAX_ROUNDS)
+    borders = (False, True) if _mend(nodes_by_machine, shards) else (False,)
+    candidates = [Route(machines, way, mended) for way in ways for mended in borders]
+    costs = [traffic(nodes, shards, route) for route in candidates]
     enough = 1.02 * min(costs)[0]
-    each = zip(costs, found, strict=True)
-    return min((messages, total, route) for (total, messages), route in each if total <= enough)[2]
+    costed_routes = zip(costs, candidates, strict=True)
+    return min(
+        (messages, total, route) for (total, messages), route in costed_routes if total <= enough
+    )[2]

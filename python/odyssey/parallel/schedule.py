@@ -127,13 +127,13 @@ def make(
         )
     orders: list[list[Compute]] = [[] for _ in range(p)]
     for d in range(p):
-        own = [s for s, at in enumerate(place) if at == d]
+        device_stages = [s for s, device in enumerate(place) if device == d]
         if kind == "gpipe" or not backward:
-            orders[d] = _gpipe(own, stages, micro_batches)
+            orders[d] = _gpipe(device_stages, stages, micro_batches)
         elif kind == "1f1b":
-            orders[d] = _one_by_one(own[0], p - d, micro_batches)
+            orders[d] = _one_by_one(device_stages[0], p - d, micro_batches)
         else:
-            orders[d] = _interleaved(own, d, p, micro_batches)
+            orders[d] = _interleaved(device_stages, d, p, micro_batches)
     if not backward:
         orders = [[a for a in order if isinstance(a, Forward)] for order in orders]
     return Schedule(kind, micro_batches, place, links, tuple(map(tuple, orders)))
@@ -156,11 +156,11 @@ def _places(kind: str, stages: int, devices: int | Sequence[int] | None) -> tupl
     return place
 
 
-def _gpipe(own: list[int], stages: int, m: int) -> list[Compute]:
+def _gpipe(device_stages: list[int], stages: int, m: int) -> list[Compute]:
     """All forward, then all backward (Huang et al. 2019); of several stages, first what can be
     ready first.
     """
-    pairs = [(s, i) for s in own for i in range(m)]
+    pairs = [(s, i) for s in device_stages for i in range(m)]
     forward = sorted(pairs, key=lambda a: (a[0] + a[1], -a[0]))
     backward = sorted(pairs, key=lambda a: (stages - 1 - a[0] + a[1], a[0]))
     return [*(Forward(s, i) for s, i in forward), *(Backward(s, i) for s, i in backward)]
@@ -183,17 +183,17 @@ def _turns(forward: Sequence[Compute], backward: Sequence[Compute], ahead: int) 
     return order + list(backward[len(forward) - ahead :])
 
 
-def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
+def _interleaved(device_stages: list[int], d: int, p: int, m: int) -> list[Compute]:
     """Groups of p micro-batches go through the device's stages in their order (Narayanan et al.
     2021, section 2.2).
 
     The order is made for M rounded up to a multiple of p, and what does not exist left out:
     micro-batches do not depend on each other, so what remains is still an order.
     """
-    v = len(own)
+    v = len(device_stages)
     rounds = -(-m // p)
     if v == 1:
-        return _one_by_one(own[0], p - d, m)
+        return _one_by_one(device_stages[0], p - d, m)
 
     def pairs(chunks: list[int]) -> list[tuple[int, int]]:
         return [(s, p * r + i) for r in range(rounds) for s in chunks for i in range(p)]
@@ -201,7 +201,9 @@ def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
     total = v * p * rounds
     ahead = min(2 * (p - d - 1) + (v - 1) * p, total)
     order = _turns(
-        [Forward(*a) for a in pairs(own)], [Backward(*a) for a in pairs(own[::-1])], ahead
+        [Forward(*a) for a in pairs(device_stages)],
+        [Backward(*a) for a in pairs(device_stages[::-1])],
+        ahead,
     )
     return [a for a in order if a.micro < m]
 
@@ -235,13 +237,13 @@ def simulate(
     }
     end: dict[Compute, float] = {}
     free = [0.0] * schedule.devices
-    at = [0] * schedule.devices
+    positions = [0] * schedule.devices
     out: list[Slice] = []
     while len(out) < sum(map(len, schedule.compute)):
-        before = len(out)
+        count_before = len(out)
         for d, order in enumerate(schedule.compute):
-            while at[d] < len(order):
-                a = order[at[d]]
+            while positions[d] < len(order):
+                a = order[positions[d]]
                 needs = _needs(schedule, a)
                 if not all(n in end for n in needs):
                     break
@@ -249,10 +251,12 @@ def simulate(
                 start = max(free[d], *ready) if needs else free[d]
                 end[a] = free[d] = start + costs[type(a)][a.stage]
                 out.append(Slice(d, a, start, end[a]))
-                at[d] += 1
-        if len(out) == before:
+                positions[d] += 1
+        if len(out) == count_before:
             stuck = [
-                (d, order[at[d]]) for d, order in enumerate(schedule.compute) if at[d] < len(order)
+                (d, order[positions[d]])
+                for d, order in enumerate(schedule.compute)
+                if positions[d] < len(order)
             ]
             raise ConfigError(
                 "[pipeline] devices wait for each other: "
@@ -291,11 +295,11 @@ def peak(schedule: Schedule) -> tuple[int, ...]:
     backward at one time: as many sets of activations it must keep. 0 without a backward pass.
     """
 
-    def most(order: Sequence[Compute]) -> int:
-        kept = itertools.accumulate(1 if isinstance(a, Forward) else -1 for a in order)
-        return max(kept) if any(isinstance(a, Backward) for a in order) else 0
+    def device_peak(order: Sequence[Compute]) -> int:
+        live_pairs = itertools.accumulate(1 if isinstance(a, Forward) else -1 for a in order)
+        return max(live_pairs) if any(isinstance(a, Backward) for a in order) else 0
 
-    return tuple(map(most, schedule.compute))
+    return tuple(map(device_peak, schedule.compute))
 
 
 def text(schedule: Schedule, forward: Cost = 1, backward: Cost = 2) -> str:
@@ -329,8 +333,8 @@ def text(schedule: Schedule, forward: Cost = 1, backward: Cost = 2) -> str:
 
 
 def _letter(schedule: Schedule, stage: int) -> str:
-    own = [s for s, d in enumerate(schedule.place) if d == schedule.place[stage]]
-    if len(own) == 1:
+    device_stages = [s for s, d in enumerate(schedule.place) if d == schedule.place[stage]]
+    if len(device_stages) == 1:
         return ""
-    i = own.index(stage)
-    return chr(ord("a") + i) if len(own) <= 26 else f"/{i}"
+    i = device_stages.index(stage)
+    return chr(ord("a") + i) if len(device_stages) <= 26 else f"/{i}"

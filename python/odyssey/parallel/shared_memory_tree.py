@@ -31,13 +31,13 @@ class SharedReduction(Phased):
     def _take_buffers(self) -> np.ndarray:
         nodes = self.exchange.nodes
         # how many buffers; which of them hold the partial sums
-        mine = np.full(1 + max(len(ns) for ns in nodes), -1)
-        mine[0] = self.plan.buffers
-        mine[1 : 1 + len(nodes[self.comm.rank])] = [b for _, b in self.plan.partial]
-        self._where = self.comm.all_gather(mine)
-        most = int(self._where[:, 0].max())
-        memory = self.comm.shared(4 * most * self.floats)
-        self._everyone = [a.view(np.float32).reshape(most, self.floats) for a in memory]
+        local_layout = np.full(1 + max(len(ns) for ns in nodes), -1)
+        local_layout[0] = self.plan.buffers
+        local_layout[1 : 1 + len(nodes[self.comm.rank])] = [b for _, b in self.plan.partial]
+        self._layouts = self.comm.all_gather(local_layout)
+        max_buffers = int(self._layouts[:, 0].max())
+        memory = self.comm.shared(4 * max_buffers * self.floats)
+        self._everyone = [a.view(np.float32).reshape(max_buffers, self.floats) for a in memory]
         self.floats_needed += self.plan.buffers * self.floats
         return self._everyone[self.comm.rank][: self.plan.buffers]
 
@@ -48,9 +48,9 @@ class SharedReduction(Phased):
         lo, hi = self.ranges[self.comm.rank]
         x = self.exchange
         nodes = [
-            self._everyone[r][self._where[r, 1 + i]]
-            for r, own in enumerate(x.nodes)
-            for i in range(len(own))
+            self._everyone[r][self._layouts[r, 1 + i]]
+            for r, rank_nodes in enumerate(x.nodes)
+            for i in range(len(rank_nodes))
         ]
         self._only = None if x.adds else nodes[0]
         self._additions = self._of_blocks(nodes, lo, hi)
@@ -66,13 +66,13 @@ class SharedReduction(Phased):
         calls = []
         for a in range(lo, hi, BLOCK) if adds else ():
             n = min(BLOCK, hi - a)
-            at = [OwnMemory(node[a : a + n]) for node in nodes]
+            operands = [OwnMemory(node[a : a + n]) for node in nodes]
             for k, action in enumerate(adds):
                 to = OwnMemory(
                     self.result[a : a + n] if k == len(adds) - 1 else self._between[k, :n]
                 )
-                calls.append((to, at[action.a], at[action.b], n))
-                at[action.a] = to
+                calls.append((to, operands[action.a], operands[action.b], n))
+                operands[action.a] = to
         return Kernels("add", calls)
 
     def _complete(self) -> Request:

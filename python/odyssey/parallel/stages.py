@@ -19,7 +19,7 @@ from ..core.fingerprint import hash_of
 from ..core.native import GRADS, PARAMS
 from ..core.program import Range, Record, Slot
 from ..errors import ConfigError
-from .buckets import padded, same, touched
+from .buckets import padded, same_range, touched
 
 
 @dataclasses.dataclass
@@ -83,7 +83,7 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
     if len(forward) < len(records):
         parts += [StageWork(s, "backward", places[s]) for s in reversed(range(count))]
     index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
-    made: dict[int, int] = {}  # slot -> part of the first record that uses it
+    part_of_slot: dict[int, int] = {}  # slot -> part of the first record that uses it
     first: dict[int, int] = {}  # parameter (offset) -> the first stage that reads it
     for r in records:
         for a in r.args:
@@ -91,7 +91,7 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
                 first[a.offset] = min(first.get(a.offset, count), stage_of[r.tag])
     adds: dict[int, dict[int, Range]] = {}  # parameter -> parts that add to its gradient
     for r in records:
-        given = (
+        gradients = (
             [a for a in r.args if isinstance(a, Range) and a.space == GRADS]
             if r.phase == "backward"
             else []
@@ -101,23 +101,28 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
             i = index[r.phase, s]
         # its op, a view, has a record in the backward pass alone: as soon as what it needs is there
         else:
-            i = max((count, *(made[id(a)] for a in r.args if id(a) in made)))
+            i = max((count, *(part_of_slot[id(a)] for a in r.args if id(a) in part_of_slot)))
         # what comes after another addition to the same gradient stays after it
-        i = max((i, *(max(adds.get(a.offset, (0,))) for a in given)))
-        for a in given:
+        i = max((i, *(max(adds.get(a.offset, (0,))) for a in gradients)))
+        for a in gradients:
             adds.setdefault(a.offset, {})[i] = a
         for a in r.args:
             if isinstance(a, Slot):
-                made.setdefault(id(a), i)
+                part_of_slot.setdefault(id(a), i)
         if r.op == "array":
             parts[i].records.insert(0, r)
         else:
             parts[i].records.append(r)
     numbers = itertools.count()
-    _transfers(parts, made, numbers)
-    for offset, where in adds.items():
+    _transfers(parts, part_of_slot, numbers)
+    for offset, range_of_part in adds.items():
         owner = index["backward", first.get(offset, count - 1)]
-        _hand_on(parts, sorted({*where, max(owner, *where)}), where[max(where)], numbers)
+        _hand_on(
+            parts,
+            sorted({*range_of_part, max(owner, *range_of_part)}),
+            range_of_part[max(range_of_part)],
+            numbers,
+        )
     return parts
 
 
@@ -125,13 +130,13 @@ def together(records: list[Record]) -> set[int]:
     """The numbers of ops between which and the op before no cut can be: a checkpoint's, which
     are repeated in order.
     """
-    made: dict[int, int] = {}
-    found: set[int] = set()
+    first_tag: dict[int, int] = {}
+    uncuttable: set[int] = set()
     for r in (r for r in records if r.phase == "backward"):
         for a in r.args:
             if isinstance(a, Slot):
-                found.update(range(made.setdefault(id(a), r.tag) + 1, r.tag + 1))
-    return found
+                uncuttable.update(range(first_tag.setdefault(id(a), r.tag) + 1, r.tag + 1))
+    return uncuttable
 
 
 def placed_like(
@@ -143,16 +148,16 @@ def placed_like(
     The k-th op with some parameters is where it was there, and what follows it as well.
     """
     of_tag: dict[int, int] = {}
-    met: dict[int, list[int]] = {}  # parameter -> ops so far that read it
-    found = [(r.tag, touched(r, arena, PARAMS)) for r in records if r.phase == "forward"]
-    here = next((used[offsets[0]][0] for _, offsets in found if offsets and offsets[0] in used), 0)
-    for tag, offsets in found:
+    readers: dict[int, list[int]] = {}  # parameter -> ops so far that read it
+    reads = [(r.tag, touched(r, arena, PARAMS)) for r in records if r.phase == "forward"]
+    place = next((used[offsets[0]][0] for _, offsets in reads if offsets and offsets[0] in used), 0)
+    for tag, offsets in reads:
         for o in offsets:
-            met.setdefault(o, []).extend([tag] * (tag not in met.get(o, ())))
+            readers.setdefault(o, []).extend([tag] * (tag not in readers.get(o, ())))
         if offsets:
-            places = used.get(offsets[0], [here])
-            here = places[min(len(met[offsets[0]]), len(places)) - 1]
-        of_tag[tag] = here
+            places = used.get(offsets[0], [place])
+            place = places[min(len(readers[offsets[0]]), len(places)) - 1]
+        of_tag[tag] = place
 
     def place_of(number: int) -> int:
         return of_tag[max((tag for tag in of_tag if tag <= number), default=min(of_tag))]
@@ -181,7 +186,7 @@ def check_used(
     for r in records:
         for o in touched(r, arena, PARAMS):
             if place_of(r) not in used.get(o, ()):
-                name = next(name for name, at in arena.offsets.items() if at == o)
+                name = next(name for name, offset in arena.offsets.items() if offset == o)
                 raise ConfigError(
                     f"[pipeline] {name} is used on stage {place_of(r) + 1} now, where it was not "
                     "in the first step, so "
@@ -189,18 +194,20 @@ def check_used(
                 )
 
 
-def _transfers(parts: list[StageWork], made: dict[int, int], numbers: Iterator[int]) -> None:
-    """Fills in what the parts send each other. made: slot -> part that makes it. numbers: of
+def _transfers(
+    parts: list[StageWork], part_of_slot: dict[int, int], numbers: Iterator[int]
+) -> None:
+    """Fills in what the parts send each other. part_of_slot: slot -> its maker. numbers: of
     transfers to come.
     """
-    have = {(slot, parts[i].place) for slot, i in made.items()}
+    have = {(slot, parts[i].place) for slot, i in part_of_slot.items()}
     for i, part in enumerate(parts):
         for r in part.records:
             for a in r.args:
                 if not isinstance(a, Slot):
                     continue
-                source = parts[made[id(a)]]
-                if made[id(a)] > i:
+                source = parts[part_of_slot[id(a)]]
+                if part_of_slot[id(a)] > i:
                     raise ConfigError(
                         f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later"
                     )
@@ -216,22 +223,26 @@ def _send(source: StageWork, target: StageWork, slot: Slot, numbers: Iterator[in
 
 
 def _hand_on(
-    parts: list[StageWork], where: list[int], gradient: Range, numbers: Iterator[int]
+    parts: list[StageWork], part_indices: list[int], gradient: Range, numbers: Iterator[int]
 ) -> None:
     """Makes a gradient to which parts on several places add a value that each hands on to the
     next, up to the last.
     """
-    if len({parts[i].place for i in where}) == 1:
+    if len({parts[i].place for i in part_indices}) == 1:
         return
     floats = padded(gradient.arena)[gradient.offset // 4]
     slot = Slot(4 * floats)
-    for part in (parts[i] for i in where):
+    for part in (parts[i] for i in part_indices):
         for j, r in enumerate(part.records):
-            if any(same(a, gradient) for a in r.args):
-                part.records[j] = r.changed(args=[slot if same(a, gradient) else a for a in r.args])
-    parts[where[0]].records.insert(0, Record("fill", [slot, 0.0, floats], phase="backward"))
-    parts[where[-1]].records.append(Record("copy", [gradient, slot, floats], phase="backward"))
-    for a, b in itertools.pairwise(where):
+            if any(same_range(a, gradient) for a in r.args):
+                part.records[j] = r.changed(
+                    args=[slot if same_range(a, gradient) else a for a in r.args]
+                )
+    parts[part_indices[0]].records.insert(0, Record("fill", [slot, 0.0, floats], phase="backward"))
+    parts[part_indices[-1]].records.append(
+        Record("copy", [gradient, slot, floats], phase="backward")
+    )
+    for a, b in itertools.pairwise(part_indices):
         if parts[a].place != parts[b].place:
             _send(parts[a], parts[b], slot, numbers)
 
@@ -242,5 +253,5 @@ def edges(parts: list[StageWork]) -> set[tuple[int, int]]:
     """
     to = {t.number: p.stage for p in parts for t in p.receives}
     forward = [p for p in parts if p.phase == "forward"]
-    found = {(p.stage, to[t.number]) for p in forward for t in p.sends if to[t.number] > p.stage}
-    return found | {(s, s + 1) for s in range(len(forward) - 1)}
+    pairs = {(p.stage, to[t.number]) for p in forward for t in p.sends if to[t.number] > p.stage}
+    return pairs | {(s, s + 1) for s in range(len(forward) - 1)}

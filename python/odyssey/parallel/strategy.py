@@ -53,13 +53,13 @@ class Strategy(ReductionSettings):
         for name, value in check(Strategy, vars(self)).items():
             object.__setattr__(self, name, value)
         if self.compression and self.reduction != "tree":
-            why = f"compression={self.compression!r} has an exchange of its own"
-            raise ConfigError(f"[train] {why}; leave reduction={self.reduction!r} out")
+            reason = f"compression={self.compression!r} has an exchange of its own"
+            raise ConfigError(f"[train] {reason}; leave reduction={self.reduction!r} out")
 
     @classmethod
-    def of(cls, given: Strategy | str) -> Strategy:
+    def of(cls, strategy: Strategy | str) -> Strategy:
         """A strategy, or that of a reduction's name."""
-        return given if isinstance(given, cls) else cls(given)
+        return strategy if isinstance(strategy, cls) else cls(strategy)
 
     @property
     def same_bits(self) -> bool:
@@ -84,21 +84,21 @@ class Strategy(ReductionSettings):
                 "part on every rank; "
                 "use reduction='tree'"
             )
-        said = f"[train] compression={self.compression!r}"
+        prefix = f"[train] compression={self.compression!r}"
         if self.compression and (mesh.tp or 1) > 1:
-            why = "ranks that share a layer would round its gradients differently"
-            raise ConfigError(f"{said} with {mesh}: {why}; use --tp 1, or no compression")
+            reason = "ranks that share a layer would round its gradients differently"
+            raise ConfigError(f"{prefix} with {mesh}: {reason}; use --tp 1, or no compression")
         if self.compression not in ("topk", "powersgd"):
             return
         if zero > 1:
-            kept = (
+            residual = (
                 f"what it did not send, as large as all gradients, which zero={zero} is there "
                 "to avoid"
             )
-            raise ConfigError(f"{said} keeps {kept}; use zero=1, or compression='bf16'")
+            raise ConfigError(f"{prefix} keeps {residual}; use zero=1, or compression='bf16'")
         if precision == "fp16":
             raise ConfigError(
-                f"{said} adds what it did not send to a later step, but precision='fp16' changes "
+                f"{prefix} adds what it did not send to a later step, but precision='fp16' changes "
                 "the scale of "
                 "gradients in between; use precision='bf16'"
             )
@@ -110,36 +110,38 @@ class Strategy(ReductionSettings):
         if names and (
             self.compression in ("topk", "powersgd") or self.reduction == "async_parameter_server"
         ):
-            how = (
+            setting = (
                 f"compression={self.compression!r}"
                 if self.compression
                 else f"reduction={self.reduction!r}"
             )
             raise ConfigError(
-                f"[train] the model has running statistics ({names[0]}, ...), which {how} does "
+                f"[train] the model has running statistics ({names[0]}, ...), which {setting} does "
                 "not keep; use "
                 "reduction='tree', or a norm without them, such as GroupNorm"
             )
 
     def _check_mode(self, mesh: Mesh, zero: int, precision: str) -> None:
         ranks = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1)
-        said = f"[train] reduction={self.reduction!r}"
+        prefix = f"[train] reduction={self.reduction!r}"
         if ranks != (mesh.dp or 1):
             raise ConfigError(
-                f"{said} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1"
+                f"{prefix} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1"
             )
         if zero:
-            raise ConfigError(f"{said} with zero={zero}: each rank needs a whole model; use zero=0")
+            raise ConfigError(
+                f"{prefix} with zero={zero}: each rank needs a whole model; use zero=0"
+            )
         if precision == "fp16":
             raise ConfigError(
-                f"{said} with precision='fp16': ranks would skip different steps; use "
+                f"{prefix} with precision='fp16': ranks would skip different steps; use "
                 "precision='bf16'"
             )
         if self.reduction == "async_parameter_server" and ranks <= self.servers:
             servers = f"server{'s' * (self.servers > 1)}"
             running = f"{ranks} {'are' if ranks > 1 else 'is'} running"
             raise ConfigError(
-                f"{said} needs a rank that works beside its {self.servers} {servers}, and "
+                f"{prefix} needs a rank that works beside its {self.servers} {servers}, and "
                 f"{running}; raise -n"
             )
 
@@ -168,12 +170,12 @@ def make(
         kind = registry.load("compressions", strategy.compression)
     else:
         # a mode still adds up evaluations
-        where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])
+        class_path = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])
         if comm.size == 1:
-            where = "reduction.Reduction"
-        elif where == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
+            class_path = "reduction.Reduction"
+        elif class_path == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
             # the same tree, in memory that all ranks see
-            where = "shared_memory_tree.SharedReduction"
-        module, _, name = where.partition(".")
+            class_path = "shared_memory_tree.SharedReduction"
+        module, _, name = class_path.partition(".")
         kind = getattr(importlib.import_module(f".{module}", __package__), name)
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

@@ -42,9 +42,9 @@ class TensorExchange:
     def __init__(self, comm: Communicator, record: Pseudo, works: Sequence[np.ndarray]) -> None:
         self._comm = comm
         self._unpack: list[tuple[np.ndarray, np.ndarray]] = []
-        y, mine = record.args
+        y, local_slot = record.args
         self._y = [_view(work, y) for work in works]
-        self._mine = [_view(work, mine) for work in works]
+        self._local_views = [_view(work, local_slot) for work in works]
         if isinstance(record, Gather):
             self._prepare_gather(record, len(works))
         elif isinstance(record, TreeSlice):
@@ -69,10 +69,10 @@ class TensorExchange:
             self._y, record.groups, everything, [(run,) for run in record.ranges]
         )
         self._unpack = [(value, piece) for piece, value in pairs]
-        own = (piece for piece, _ in pairs[rank * shards : (rank + 1) * shards])
+        local_pieces = (piece for piece, _ in pairs[rank * shards : (rank + 1) * shards])
         self._pack = [
             (piece, m[: piece.size].reshape(piece.shape))
-            for piece, m in zip(own, self._mine, strict=True)
+            for piece, m in zip(local_pieces, self._local_views, strict=True)
         ]
         ranges = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         self._run = functools.partial(self._comm.all_gather_v, flat, ranges)
@@ -83,7 +83,9 @@ class TensorExchange:
         everyone = range(self._comm.size)
         gives = [record.moved(rank, t) for t in everyone]
         comes = [record.moved(t, rank) for t in everyone]
-        send, counts, self._pack = self._cut(self._mine, record.groups, record.before[rank], gives)
+        send, counts, self._pack = self._cut(
+            self._local_views, record.groups, record.before[rank], gives
+        )
         flat, came, pairs = self._cut(self._y, record.groups, record.after[rank], comes)
         self._unpack = [(value, piece) for piece, value in pairs]
         self._run = functools.partial(self._comm.all_to_all_v, send, counts, flat, came)
@@ -99,29 +101,31 @@ class TensorExchange:
         """
         counts = [sum(b - a for a, b in runs) * G * LANES * len(values) for runs in pieces]
         flat = native.aligned(sum(counts))
-        at = 0
+        offset = 0
         pairs = []
         features = np.concatenate([np.arange(a, b) for a, b in held])
         for a, b in (run for runs in pieces for run in runs):
             start = int(np.searchsorted(features, a))
             n = (b - a) * G * LANES
             for value in values:
-                there = value[: len(features) * G * LANES].reshape(G, -1, LANES)[
+                view = value[: len(features) * G * LANES].reshape(G, -1, LANES)[
                     :, start : start + b - a
                 ]
-                pairs.append((flat[at : at + n].reshape(there.shape), there))
-                at += n
+                pairs.append((flat[offset : offset + n].reshape(view.shape), view))
+                offset += n
         return flat, counts, pairs
 
     def _prepare_sum(self, floats: int, shards: int) -> None:
         ranks = self._comm.size
         rank = self._comm.rank
         self._y = [y[:floats] for y in self._y]
-        self._mine = [m[:floats] for m in self._mine]
+        self._local_views = [m[:floats] for m in self._local_views]
         n = floats * shards
-        self._send = self._mine[0] if shards == 1 else native.aligned(n)
+        self._send = self._local_views[0] if shards == 1 else native.aligned(n)
         self._pack = (
-            [] if shards == 1 else list(zip(np.split(self._send, shards), self._mine, strict=True))
+            []
+            if shards == 1
+            else list(zip(np.split(self._send, shards), self._local_views, strict=True))
         )
         if by_all(ranks, n):
             self._received = native.aligned((ranks, n))
@@ -143,9 +147,9 @@ class TensorExchange:
     def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
         ranks = self._comm.size
         everything = ((0, record.ranges[-1][1]),)
-        each = [(run,) for run in record.ranges]
+        rank_runs = [(run,) for run in record.ranges]
         self._send, self._counts, self._pack = self._cut(
-            self._mine, record.groups, everything, each
+            self._local_views, record.groups, everything, rank_runs
         )
         n = self._counts[self._comm.rank] // shards
         self._received = native.aligned((ranks, n * shards))
@@ -170,7 +174,7 @@ class TensorExchange:
         ]
         sums = zip(results, self._addresses, strict=True)
         self._adds = Kernels(
-            "tree_sum", [(to, at.ctypes.data, ranks, n) for (to, _, n), at in sums]
+            "tree_sum", [(to, addresses.ctypes.data, ranks, n) for (to, _, n), addresses in sums]
         )
 
     def _sum_by_all(self) -> None:

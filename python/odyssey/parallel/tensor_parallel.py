@@ -146,7 +146,7 @@ class _Value:
     device: int  # of the record that made it
     tag: int
     layer: str
-    mine: Slot | None  # (groups, F_r, 16)
+    local_slot: Slot | None  # (groups, F_r, 16)
     whole: bool = False  # its own memory holds it
     node: Slot | None = None  # what this rank adds to it, if neither is made yet
     floats: int = 0  # of the node
@@ -172,9 +172,12 @@ class _Rewriter:
         self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}
         # parameters that other ops than products read, as an embedding that is the output layer's
         # weight: not split
-        others = (r for r in records if not r.declared.traits & {"rounds", "features"})
+        other_records = (r for r in records if not r.declared.traits & {"rounds", "features"})
         self.read_whole = {
-            a.offset for r in others for a in r.args if isinstance(a, Range) and a.space == PARAMS
+            a.offset
+            for r in other_records
+            for a in r.args
+            if isinstance(a, Range) and a.space == PARAMS
         }
         # by id of the activation's own memory, which the records keep alive
         self.values: dict[int, _Value] = {}
@@ -240,22 +243,22 @@ class _Rewriter:
     ) -> Slot:
         """Memory for this rank's features of a new activation."""
         a, b = ranges[self.rank]
-        mine = self._slot(groups, b - a)
-        self.values[id(memory)] = _Value(groups, ranges, r.device, r.tag, layer, mine)
-        return mine
+        local_slot = self._slot(groups, b - a)
+        self.values[id(memory)] = _Value(groups, ranges, r.device, r.tag, layer, local_slot)
+        return local_slot
 
     def _lies_split(self, memory: Memory) -> _Value | None:
         """The value of an activation that is split and not whole."""
         v = self.values.get(id(memory))
-        return v if v is not None and not v.whole and v.mine is not None else None
+        return v if v is not None and not v.whole and v.local_slot is not None else None
 
-    def _whole(self, memory: Memory, r: Record) -> Memory:
+    def _ensure_whole(self, memory: Memory, r: Record) -> Memory:
         """The activation as a whole, gathered or summed now if it is not."""
         v = self.values.get(id(memory))
         if v is not None and not v.whole:
             v.whole = True
-            if v.mine is not None:
-                self._meet(r, v, Gather([memory, v.mine], v.groups, v.ranges))
+            if v.local_slot is not None:
+                self._meet(r, v, Gather([memory, v.local_slot], v.groups, v.ranges))
             else:
                 self._meet(r, v, TreeSum([memory, v.node], v.floats, self.size))
         return memory
@@ -269,31 +272,35 @@ class _Rewriter:
         meeting.layer = v.layer
         meeting.phase = r.phase
         meeting.recompute = r.recompute
-        at = len(self.out)
-        while at and (self.out[at - 1].tag, self.out[at - 1].phase) != (v.tag, r.phase):
-            at -= 1
-        self.out.insert(at or len(self.out), meeting)
+        index = len(self.out)
+        while index and (self.out[index - 1].tag, self.out[index - 1].phase) != (v.tag, r.phase):
+            index -= 1
+        self.out.insert(index or len(self.out), meeting)
 
-    def _mine(self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...]) -> Slot:
+    def _ensure_split(
+        self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...]
+    ) -> Slot:
         """This rank's features of an activation, cut now if it is whole or cut otherwise."""
         v = self.values.get(id(memory))
-        if v is not None and v.mine is not None and v.ranges == ranges:
-            return v.mine
+        if v is not None and v.local_slot is not None and v.ranges == ranges:
+            return v.local_slot
         a, b = ranges[self.rank]
-        mine = self._slot(groups, b - a)
-        if v is not None and v.mine is None and not v.whole:
-            v.mine = mine
+        local_slot = self._slot(groups, b - a)
+        if v is not None and v.local_slot is None and not v.whole:
+            v.local_slot = local_slot
             v.groups = groups
             v.ranges = ranges
-            self._meet(r, v, TreeSlice([mine, v.node], groups, ranges))
-            return mine
-        self._whole(memory, r)
-        self._emit(r, "take_features", mine, memory, groups, ranges[-1][1], a, b - a)
+            self._meet(r, v, TreeSlice([local_slot, v.node], groups, ranges))
+            return local_slot
+        self._ensure_whole(memory, r)
+        self._emit(r, "take_features", local_slot, memory, groups, ranges[-1][1], a, b - a)
         if v is None:
-            self.values[id(memory)] = _Value(groups, ranges, r.device, r.tag, "", mine, whole=True)
-        return mine
+            self.values[id(memory)] = _Value(
+                groups, ranges, r.device, r.tag, "", local_slot, whole=True
+            )
+        return local_slot
 
-    def _made(self, memory: Memory) -> None:
+    def _forget_parts(self, memory: Memory) -> None:
         """The activation's memory was written as a whole: what was cut from it before is out of
         date.
         """
@@ -303,10 +310,10 @@ class _Rewriter:
         """An op that needs all features."""
         for a in r.args:
             if isinstance(a, Slot):
-                self._whole(a, r)
+                self._ensure_whole(a, r)
         self.out.append(r.changed(args=list(r.args)))
         if r.args and isinstance(r.args[0], Slot):
-            self._made(r.args[0])
+            self._forget_parts(r.args[0])
 
     # --- layers ---
 
@@ -406,31 +413,35 @@ class _Rewriter:
         lo, hi = plan.ranges[self.rank]
         ranges = _times(plan.ranges, _pixels(a))
         g = a["G"]
-        some = [hi - lo if name in ("K", "O") else a[name] for name in r.declared.sizes]
+        local_sizes = [hi - lo if name in ("K", "O") else a[name] for name in r.declared.sizes]
         if "y" in a:
-            mine = self._split_value(a["y"], r, g, ranges, plan.name)
+            local_slot = self._split_value(a["y"], r, g, ranges, plan.name)
             w = _from(a["w"], lo * weights)
             b = _from(a["b"], lo)
-            self._emit(r, r.op, mine, self._whole(a["x"], r), w, b, a["scratch"], *some)
+            self._emit(
+                r, r.op, local_slot, self._ensure_whole(a["x"], r), w, b, a["scratch"], *local_sizes
+            )
         elif "dw" in a:
-            dys = self._mine(a["dy"], r, g, ranges)
+            dys = self._ensure_split(a["dy"], r, g, ranges)
             dw = _from(a["dw"], lo * weights)
             db = _from(a["db"], lo)
-            self._emit(r, r.op, dw, db, dys, self._whole(a["x"], r), a["scratch"], *some)
+            self._emit(
+                r, r.op, dw, db, dys, self._ensure_whole(a["x"], r), a["scratch"], *local_sizes
+            )
         else:
-            whole = [a[name] for name in r.declared.sizes]
+            full_sizes = [a[name] for name in r.declared.sizes]
             winograd = "m" in a  # adds what dx is made of afterwards
             features = _transformed(a) if winograd else inputs
             node = self._slot(g, features)
-            dys = self._mine(a["dy"], r, g, ranges)
+            dys = self._ensure_split(a["dy"], r, g, ranges)
             # a direct convolution's has none
             memory = [node, dys, a["w"]] + [a["scratch"]] * ("I" in a or winograd)
-            self._emit(r, f"{r.op}_parts", *memory, *whole, self.part, self.parts)
+            self._emit(r, f"{r.op}_parts", *memory, *full_sizes, self.part, self.parts)
             total = self._slot(g, features) if winograd else a["dx"]
             self._sum(r, total, node, g, features, plan.name)
             if winograd:
-                self._emit(r, f"{r.op}_end", a["dx"], self._whole(total, r), *whole)
-                self._made(a["dx"])
+                self._emit(r, f"{r.op}_end", a["dx"], self._ensure_whole(total, r), *full_sizes)
+                self._forget_parts(a["dx"])
 
     def _by_inputs(self, r: Record, a: dict[str, Any], plan: Layer) -> None:
         """A linear layer of which this rank has some inputs."""
@@ -440,20 +451,22 @@ class _Rewriter:
         o = a["O"]
         if "y" in a:
             node = self._slot(g, o)
-            xs = self._mine(a["x"], r, g, plan.ranges)
+            xs = self._ensure_split(a["x"], r, g, plan.ranges)
             self._emit(r, f"{r.op}_parts", node, xs, a["w"], g, i, o, self.part, self.parts)
             self._sum(r, a["y"], node, g, o, plan.name)
-            self._emit(r, "linear_bias", a["y"], self._whole(a["y"], r), a["b"], g, o, a["relu"])
-            self._made(a["y"])
+            self._emit(
+                r, "linear_bias", a["y"], self._ensure_whole(a["y"], r), a["b"], g, o, a["relu"]
+            )
+            self._forget_parts(a["y"])
             return
         if "dw" in a:
-            xs = self._mine(a["x"], r, g, plan.ranges)
-            memory = (_from(a["dw"], lo), a["db"], self._whole(a["dy"], r), xs, a["scratch"])
+            xs = self._ensure_split(a["x"], r, g, plan.ranges)
+            memory = (_from(a["dw"], lo), a["db"], self._ensure_whole(a["dy"], r), xs, a["scratch"])
         else:
-            whole = self._whole(a["dy"], r)
+            dy = self._ensure_whole(a["dy"], r)
             memory = (
                 self._split_value(a["dx"], r, g, plan.ranges, plan.name),
-                whole,
+                dy,
                 _from(a["w"], lo),
                 a["scratch"],
             )
@@ -470,9 +483,9 @@ class _Rewriter:
         v = self._lies_split(inputs[0]) if len(inputs) == 1 else self._made_split(inputs[-1])
         if v is None:
             return self._any(r)
-        mine = [self._mine(a, r, v.groups, v.ranges) for a in inputs]
+        local_inputs = [self._ensure_split(a, r, v.groups, v.ranges) for a in inputs]
         y = self._split_value(r.args[0], r, v.groups, v.ranges, v.layer)
-        self._emit(r, r.op, y, *mine, *r.args[1 + len(inputs) : -1], y.nbytes // 4)
+        self._emit(r, r.op, y, *local_inputs, *r.args[1 + len(inputs) : -1], y.nbytes // 4)
 
     def _made_split(self, memory: Memory) -> _Value | None:
         """The value of an activation that a layer made split, whether it was gathered later or
@@ -503,7 +516,7 @@ class _Rewriter:
             name: -(-a["N"] * a["S" if name in ("k", "v", "dk", "dv") else "T"] // LANES)
             for name in a
         }
-        some = {**a, "H": hi - lo, "head": a["head"] + lo}
+        local_args = {**a, "H": hi - lo, "head": a["head"] + lo}
         if a["fused"]:
             qkv = self.values[id(a["q"])]
             thirds = tuple(
@@ -513,23 +526,25 @@ class _Rewriter:
             outputs = tuple((run,) for run in qkv.ranges)
             if qkv.heads is None:
                 qkv.heads = self._slot(g["q"], 3 * (hi - lo) * d)
-                self._meet(r, qkv, Regroup([qkv.heads, qkv.mine], g["q"], outputs, thirds))
-            some |= dict.fromkeys(("q", "k", "v"), qkv.heads)
+                self._meet(r, qkv, Regroup([qkv.heads, qkv.local_slot], g["q"], outputs, thirds))
+            local_args |= dict.fromkeys(("q", "k", "v"), qkv.heads)
         if a["fused"] and backward:
-            some |= dict.fromkeys(("dq", "dk", "dv"), self._slot(g["q"], 3 * (hi - lo) * d))
+            local_args |= dict.fromkeys(("dq", "dk", "dv"), self._slot(g["q"], 3 * (hi - lo) * d))
         for name in (*r.declared.outputs, *r.declared.inputs):
-            if some[name] is a[name] and name not in ("mask", "scratch"):
+            if local_args[name] is a[name] and name not in ("mask", "scratch"):
                 ranges = heads if name == "lse" else features
                 if name in r.declared.outputs:
-                    some[name] = self._split_value(a[name], r, g[name], ranges, v.layer)
+                    local_args[name] = self._split_value(a[name], r, g[name], ranges, v.layer)
                 else:
-                    some[name] = self._mine(a[name], r, g[name], ranges)
-        some["mask"] = self._whole(a["mask"], r) if a["masks"] else some["q"]
-        self._emit(r, r.op, *some.values())
+                    local_args[name] = self._ensure_split(a[name], r, g[name], ranges)
+        local_args["mask"] = self._ensure_whole(a["mask"], r) if a["masks"] else local_args["q"]
+        self._emit(r, r.op, *local_args.values())
         if a["fused"] and backward:
-            mine = self._split_value(a["dq"], r, g["q"], qkv.ranges, v.layer)
+            local_dq = self._split_value(a["dq"], r, g["q"], qkv.ranges, v.layer)
             self._meet(
-                r, self.values[id(a["dq"])], Regroup([mine, some["dq"]], g["q"], thirds, outputs)
+                r,
+                self.values[id(a["dq"])],
+                Regroup([local_dq, local_args["dq"]], g["q"], thirds, outputs),
             )
 
     def _pool(self, r: Record) -> None:
@@ -548,11 +563,11 @@ class _Rewriter:
         small = _times(channels, pixels)
         large = _times(channels, size)
         if backward:
-            dys = self._mine(a["dy"], r, v.groups, small)
+            dys = self._ensure_split(a["dy"], r, v.groups, small)
             memory = [
                 self._split_value(a["dx"], r, v.groups, large, v.layer),
                 dys,
-                *(s.mine for s in saved),
+                *(s.local_slot for s in saved),
             ]
         else:
             memory = [
@@ -561,7 +576,7 @@ class _Rewriter:
             ]
             for places in memory[1:]:
                 places.nbytes //= 4  # a byte each
-            memory.append(v.mine)
+            memory.append(v.local_slot)
         self._emit(r, r.op, *memory, v.groups * (hi - lo), *r.args[len(memory) + 1 :])
 
     def _split_pool(self, r: Record, x: Memory, planes: int, size: int) -> None:
@@ -601,5 +616,5 @@ def _from(memory: Memory, floats: int) -> Memory:
 
 
 def _name(memory: Range) -> str:
-    at = memory.offset // 4
-    return next(name for name, offset in memory.arena.offsets.items() if offset == at)
+    float_offset = memory.offset // 4
+    return next(name for name, offset in memory.arena.offsets.items() if offset == float_offset)

@@ -37,7 +37,7 @@ class Gathering(NamedTuple):
     ahead: list[tuple[int, int]]
 
 
-def kept(floats: list[int]) -> tuple[int, ...]:
+def unshared_buckets(floats: list[int]) -> tuple[int, ...]:
     """Which buckets of these sizes have memory of their own, so that this and two slots for the
     others are smallest.
     """
@@ -78,12 +78,12 @@ class Parts:
         self.partitioned = stage == 3 and comm.size > 1
         if self.partitioned:
             self._store = []
-            for bucket, own in zip(buckets, self.own, strict=True):
-                self._store.append(self._cut(arena.params, bucket, *own, arena.make))
+            for bucket, run in zip(buckets, self.own, strict=True):
+                self._store.append(self._cut(arena.params, bucket, *run, arena.make))
                 # not to have all parameters and this rank's part at once
                 for piece in bucket.pieces:
                     native.discard(arena.params[piece.lo : piece.lo + piece.n])
-            self.kept = kept([b.floats for b in buckets])
+            self.kept = unshared_buckets([b.floats for b in buckets])
             self._shared = max(
                 (b.floats for i, b in enumerate(buckets) if i not in self.kept), default=0
             )
@@ -133,42 +133,42 @@ class Parts:
 
     # --- stage 3: parameters come and go ---
 
-    def places(self, needed: list[tuple[int, ...]]) -> list[Gathering]:
+    def places(self, reads: list[tuple[int, ...]]) -> list[Gathering]:
         """Where the parameters of each segment of a program will be, and what is gathered when.
 
-        needed: buckets that each segment reads. Makes further slots where one reads more than fit.
+        reads: buckets that each segment reads. Makes further slots where one reads more than fit.
         """
-        own = {b: i for i, b in enumerate(self.kept)}
+        kept_slot = {b: i for i, b in enumerate(self.kept)}
         holds: dict[int, int] = {}  # slot -> bucket
         # shared slot -> the last segment that reads it
-        used = dict.fromkeys(range(len(own), len(self._slots)), -1)
-        made: list[Gathering] = []
-        before = 0  # the segment for which something was gathered last
-        for i, found in enumerate(needed):
-            at: dict[int, int] = {}
+        used = dict.fromkeys(range(len(kept_slot), len(self._slots)), -1)
+        gatherings: list[Gathering] = []
+        last_gathered = 0  # the segment for which something was gathered last
+        for i, bucket_ids in enumerate(reads):
+            slot_of: dict[int, int] = {}
             gathered = False
-            for b in found:
-                here = next((s for s, held in holds.items() if held == b), own.get(b))
-                if here is None:
-                    free = [s for s in used if holds.get(s) not in found]
+            for b in bucket_ids:
+                slot = next((s for s, held in holds.items() if held == b), kept_slot.get(b))
+                if slot is None:
+                    free = [s for s in used if holds.get(s) not in bucket_ids]
                     if not free:
                         self._add_slot(self._shared)
                         free = [len(self._slots) - 1]
                         used[free[0]] = -1
-                    here = min(free, key=lambda s: used[s])
-                if holds.get(here) != b:
+                    slot = min(free, key=lambda s: used[s])
+                if holds.get(slot) != b:
                     # nobody reads the slot from there on
-                    early = max(before, used.get(here, -1) + 1)
+                    early = max(last_gathered, used.get(slot, -1) + 1)
                     if early < i:
-                        made[early].ahead.append((b, here))
-                    holds[here] = b
+                        gatherings[early].ahead.append((b, slot))
+                    holds[slot] = b
                     gathered = True
-                if here in used:
-                    used[here] = i
-                at[b] = here
-            made.append(Gathering(at, []))
-            before = i if gathered else before
-        return made
+                if slot in used:
+                    used[slot] = i
+                slot_of[b] = slot
+            gatherings.append(Gathering(slot_of, []))
+            last_gathered = i if gathered else last_gathered
+        return gatherings
 
     def address(self, slot: int) -> int:
         """Where a slot is; it stays there."""
@@ -224,22 +224,27 @@ class Parts:
             first = bucket.pieces[0].lo if bucket.pieces else 0
             # padded, it may be longer
             direct = len(bucket.pieces) == 1 and first + bucket.floats <= flat.size
-            whole = (
+            full_bucket = (
                 flat[first : first + bucket.floats]
                 if direct
                 else np.empty(bucket.floats, flat.dtype)
             )
             if not direct:
                 for p in self.pieces(b):
-                    whole[p.at : p.at + p.n] = flat[p.lo : p.lo + p.n]
+                    full_bucket[p.at : p.at + p.n] = flat[p.lo : p.lo + p.n]
             requests.append(
-                (bucket, whole, direct, self.comm.all_gather_v(whole, self.ranges[b], wait=False))
+                (
+                    bucket,
+                    full_bucket,
+                    direct,
+                    self.comm.all_gather_v(full_bucket, self.ranges[b], wait=False),
+                )
             )
-        for bucket, whole, direct, request in requests:
+        for bucket, full_bucket, direct, request in requests:
             request.wait()
             if not direct:
                 for p in bucket.pieces:
-                    flat[p.lo : p.lo + p.n] = whole[p.at : p.at + p.n]
+                    flat[p.lo : p.lo + p.n] = full_bucket[p.at : p.at + p.n]
 
     def parameters(self) -> np.ndarray:
         """All parameters of these buckets in an array of the arena's layout; a collective call
@@ -273,24 +278,24 @@ class Parts:
             return
         for b, (lo, _) in enumerate(self.own):
             for p in self.pieces(b):
-                flat, at = (
+                flat, start = (
                     (self._store[b], p.at - lo) if self.partitioned else (self.arena.params, p.lo)
                 )
-                yield p.lo, flat[at : at + p.n], self.state_at(b, p)
+                yield p.lo, flat[start : start + p.n], self.state_at(b, p)
 
     def state_at(self, b: int, piece: BucketRange) -> int:
         """Where a piece of this rank's part of bucket b is in the optimizer's state, in floats."""
         return piece.lo if self.whole else self.starts[b] + piece.at - self.own[b][0]
 
-    def state(self, own: np.ndarray) -> np.ndarray:
+    def state(self, local_state: np.ndarray) -> np.ndarray:
         """An optimizer's array of this rank's parts as an array of the arena's layout;
         collective from stage 1 on.
         """
         if self.whole:
-            return own
+            return local_state
         flat = self.arena.make(self.arena.size)
-        for lo, params, at in self.held():
-            flat[lo : lo + params.size] = own[at : at + params.size]
+        for lo, params, start in self.held():
+            flat[lo : lo + params.size] = local_state[start : start + params.size]
         if self.stage:
             self.fill(flat)
         return flat
@@ -299,10 +304,10 @@ class Parts:
         """The inverse of `state`: this rank's parts of an array of the arena's layout."""
         if self.whole:
             return flat
-        own = self.arena.make(self.floats)
-        for lo, params, at in self.held():
-            own[at : at + params.size] = flat[lo : lo + params.size]
-        return own
+        local_state = self.arena.make(self.floats)
+        for lo, params, start in self.held():
+            local_state[start : start + params.size] = flat[lo : lo + params.size]
+        return local_state
 
     @property
     def nbytes(self) -> int:

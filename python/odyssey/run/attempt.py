@@ -147,7 +147,7 @@ class Attempt:
             self._say(f"processes {', '.join(map(str, left))} do not end, even when killed")
         return self._outcome(why, process.returncode)
 
-    def _watch(
+    def _watch(  # noqa: C901
         self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None
     ) -> dict[str, Any]:  # noqa: C901
         """Looks again and again until the attempt is over; what it ended by, as fields of an

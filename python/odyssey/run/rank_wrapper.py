@@ -7,7 +7,8 @@ had died), does not say which rank it was, or says nothing. Between it and every
 process. It writes two files into the run's directory (ODYSSEY_RUN_DIR; without one it only keeps):
 
     ranks/3.json  when rank 3 is started: rank, host, pid of the program, attempt
-    ends/3.json   when it has ended: the same, code or signal, time, peak memory; what the rank itself left about it,
+    ends/3.json   when it has ended: the same, code or signal, time, peak memory; what the rank
+                  itself left about it,
                   here or in ends/3.reason.json ("reason", "step", "following", its "code" as
                   "own"); "oom": the kernel ended it for lack of memory
 

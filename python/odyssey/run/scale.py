@@ -19,7 +19,7 @@ from . import lock, rank_ends
 from .config import allowed
 
 
-def scale(
+def scale(  # noqa: C901
     path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None
 ) -> int:  # noqa: C901
     """Asks, waits until the next attempt has started, and returns its number. path: the run's

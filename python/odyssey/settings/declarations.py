@@ -70,7 +70,7 @@ class Setting(NamedTuple):
     default: Any = None
 
     @property
-    def same(self) -> bool:
+    def same_on_ranks(self) -> bool:
         """Returns whether it must be the same on all ranks; paths are each rank's own."""
         return self.alike and self.kind is not Path
 
@@ -78,29 +78,31 @@ class Setting(NamedTuple):
     def allowed(self) -> str:
         """Returns what is allowed, as messages and documentation say it."""
         if self.choices:
-            more = ", or None" * self.optional + f", or write {recipes.OWN_CLASS}" * self.own
-            return f"choose from {', '.join(self.choices)}{more}"
+            alternatives = (
+                ", or None" * self.optional + f", or write {recipes.OWN_CLASS}" * self.own
+            )
+            return f"choose from {', '.join(self.choices)}{alternatives}"
         if self.kind is bool:
             return "it must be True or False"
         if self.kind not in (int, float):
             return "give a path" if self.kind is Path else "give a text"
-        what = "an integer" if self.kind is int else "a number"
+        noun = "an integer" if self.kind is int else "a number"
         if self.kind is int and self.high < math.inf:
-            return f"it must be {what} from {self.low} to {self.high}"
+            return f"it must be {noun} from {self.low} to {self.high}"
         bounds = (
             (self.above, "above"),
             (self.low, "of at least"),
             (self.high, "at most"),
             (self.below, "below"),
         )
-        said = " and ".join(f"{word} {bound}" for bound, word in bounds if not math.isinf(bound))
+        limits = " and ".join(f"{word} {bound}" for bound, word in bounds if not math.isinf(bound))
         return (
-            f"it must be {what} "
-            f"{said}{' and finite' * (self.kind is float and self.high == self.below)}"
+            f"it must be {noun} "
+            f"{limits}{' and finite' * (self.kind is float and self.high == self.below)}"
         )
 
-    def check(self, value: Any, said: str) -> Any:
-        """The value, an integer as Python's own; ConfigError, with `said` for the name, if it is
+    def check(self, value: Any, label: str) -> Any:
+        """The value, an integer as Python's own; ConfigError, with `label` for the name, if it is
         not allowed.
         """
         if value is None and self.optional:
@@ -117,7 +119,7 @@ class Setting(NamedTuple):
                 not self.choices or value in self.choices or self.is_own(value)
             )
         if not fits:
-            raise ConfigError(f"{said} is {value!r}; {self.allowed}")
+            raise ConfigError(f"{label} is {value!r}; {self.allowed}")
         return int(value) if self.kind is int else value
 
     def is_own(self, value: Any) -> bool:
@@ -148,10 +150,10 @@ def _recipes(key: str) -> str:
     )
 
 
-def setting(section: str, default: Any, text: str, shown: str = "", **more: Any) -> Any:
+def setting(section: str, default: Any, text: str, shown: str = "", **fields: Any) -> Any:
     """A field of a class of settings."""
     return dataclasses.field(
-        default=default, metadata={"setting": Setting(section, text, shown, **more)}
+        default=default, metadata={"setting": Setting(section, text, shown, **fields)}
     )
 
 
@@ -159,19 +161,19 @@ def setting(section: str, default: Any, text: str, shown: str = "", **more: Any)
 def declared(kind: type) -> dict[str, Setting]:
     """The settings of a class by name, a class's own before those of its bases."""
     fields = {f.name: f for f in dataclasses.fields(kind) if "setting" in f.metadata}
-    found = {}
+    settings_by_name = {}
     for name in (
         n for cls in kind.__mro__ for n in vars(cls).get("__annotations__", ()) if n in fields
     ):
-        first, *rest = str(fields[name].type).split(" | ")
+        first, *other_types = str(fields[name].type).split(" | ")
         about = {
             "name": name,
             "kind": KINDS[first],
-            "optional": "None" in rest,
+            "optional": "None" in other_types,
             "default": fields[name].default,
         }
-        found[name] = fields[name].metadata["setting"]._replace(**about)
-    return found
+        settings_by_name[name] = fields[name].metadata["setting"]._replace(**about)
+    return settings_by_name
 
 
 # --- the settings ---------------------------------------------------------------------------------
@@ -250,7 +252,8 @@ class Training(ReductionSettings):
 
     def __repr__(self) -> str:
         both = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
-        return f"{type(self).__name__}({', '.join(f'{name}={v!r}' for name, v, default in both if v != default)})"
+        changed = ", ".join(f"{name}={v!r}" for name, v, default in both if v != default)
+        return f"{type(self).__name__}({changed})"
 
     shard_size: int | None = setting(
         DATA,
@@ -704,23 +707,24 @@ def check(
     """The values of settings of a class, each checked alone and with the setting that it belongs
     to; pure. Raises ConfigError: a value is not allowed, or applies only to another choice.
     """
-    known = declared(kind)
+    declarations = declared(kind)
     values = {
-        name: known[name].check(value, f"[train] {spell(name)}") for name, value in values.items()
+        name: declarations[name].check(value, f"[train] {spell(name)}")
+        for name, value in values.items()
     }
     for name, value in values.items():
-        owner, *of = known[name].only or ("",)
-        chosen = values.get(owner, known[owner].default) if owner else ""
-        chosen = recipes.OWN_CLASS if owner and known[owner].is_own(chosen) else chosen
-        if owner and value != known[name].default and chosen not in of:
+        owner, *of = declarations[name].only or ("",)
+        chosen = values.get(owner, declarations[owner].default) if owner else ""
+        chosen = recipes.OWN_CLASS if owner and declarations[owner].is_own(chosen) else chosen
+        if owner and value != declarations[name].default and chosen not in of:
             raise ConfigError(
                 f"[train] {spell(name)} applies only to {spell(owner, *of)}, not {chosen}; "
                 "remove it"
             )
     if values.get("lr_scaling", "none") != "none" and values.get("base_batch_size") is None:
-        given = spell("lr_scaling", values["lr_scaling"])
+        scaling = spell("lr_scaling", values["lr_scaling"])
         raise ConfigError(
-            f"[train] {given} needs the batch size that the rate is for; give "
+            f"[train] {scaling} needs the batch size that the rate is for; give "
             f"{spell('base_batch_size')}"
         )
     return values
@@ -746,66 +750,73 @@ ELSEWHERE = {
 }
 
 
-def made(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
+def make_settings(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     """The settings of a class from keywords; ConfigError if one is unknown or not allowed."""
-    for name in given:
+    for name in values:
         if name not in declared(kind):
             owners = {
-                n: f"; give it to {who}" for who, names in ELSEWHERE.items() for n in names.split()
+                n: f"; give it to {receiver}"
+                for receiver, names in ELSEWHERE.items()
+                for n in names.split()
             }
             owner = owners.get(name) or ("; give it to fit()" if name in OF_FIT else "")
             raise ConfigError(
                 f"[train] unknown setting {name!r}{owner or did_you_mean(name, declared(kind))}"
             )
-    return kind(**check(kind, given))
+    return kind(**check(kind, values))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a message about a name that is unknown."""
-    meant = near(name, known)
-    return f"; did you mean {meant[0]!r}?" if meant else f"; choose from {', '.join(known)}"
+    nearest = near(name, names)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; choose from {', '.join(names)}"
 
 
-def part(kind: type[Kind], of: Any, **more: Any) -> Kind:
-    """A dataclass whose fields have the values of the settings of their names; `more` goes
+def part(kind: type[Kind], of: Any, **overrides: Any) -> Kind:
+    """A dataclass whose fields have the values of the settings of their names; `overrides` go
     before them.
     """
-    known = declared(type(of))
+    names = declared(type(of))
     return kind(
-        **{f.name: getattr(of, f.name) for f in dataclasses.fields(kind) if f.name in known} | more
+        **{f.name: getattr(of, f.name) for f in dataclasses.fields(kind) if f.name in names}
+        | overrides
     )
 
 
-def settings(given: Mapping[str, Any]) -> Settings:
+def settings(options: Mapping[str, Any]) -> Settings:
     """Fill what was not given (None) from the model's recipe and check every value; pure."""
-    recipe = recipes.RECIPES[given["model"]]
-    name = given["optimizer"] or recipe["optimizer"]
+    recipe = recipes.RECIPES[options["model"]]
+    name = options["optimizer"] or recipe["optimizer"]
     # not those of Command
-    known = {key: value for key, value in given.items() if key in declared(Settings)}
-    own = recipes.GENERAL | recipes.OWN.get(given["model"], {})
-    chosen = {"optimizer": name, "dataset": known.get("dataset") or own["dataset"]}
-    values = check(Settings, known | chosen, option)
+    training_options = {key: value for key, value in options.items() if key in declared(Settings)}
+    model_defaults = recipes.GENERAL | recipes.MODEL_DEFAULTS.get(options["model"], {})
+    chosen = {
+        "optimizer": name,
+        "dataset": training_options.get("dataset") or model_defaults["dataset"],
+    }
+    values = check(Settings, training_options | chosen, option)
     origin = recipe if name == recipe["optimizer"] else recipes.OPTIMIZERS.get(name, {})
     for key in ("lr", "momentum", "weight_decay"):
         values[key] = origin.get(key) if values[key] is None else values[key]
     values["schedule"] = values["schedule"] or recipe["schedule"]
-    steps = own.pop("steps", None)
+    steps = model_defaults.pop("steps", None)
     if values["epochs"] is None and values["steps"] is None:
         values["epochs"] = recipe["epochs"] if steps is None else None
         values["steps"] = steps
-    values.update((key, value) for key, value in own.items() if values[key] is None)
+    values.update((key, value) for key, value in model_defaults.items() if values[key] is None)
     run = Settings(**values)
     _check_together(run)
     return run
 
 
 def _check_together(run: Settings) -> None:
-    given = [
+    placement_options = [
         option(name, value) for name in ("dp", "pp", "tp", "zero") if (value := getattr(run, name))
     ]
-    if run.layout and given:
+    if run.layout and placement_options:
         raise ConfigError(
-            f"[train] --layout {run.layout} and {given[0]} are both given; leave one of them out"
+            f"[train] --layout {run.layout} and {placement_options[0]} are both given; leave one "
+            "of them out"
         )
     if run.nesterov and run.momentum == 0:
         raise ConfigError(
@@ -841,14 +852,14 @@ def _check_together(run: Settings) -> None:
 
 def of_checkpoint(of: Any) -> dict[str, Any]:
     """The part of a checkpoint's configuration that settings declare, as JSON values."""
-    found: dict[str, list[Any]] = {}
+    values_by_key: dict[str, list[Any]] = {}
     for name, s in declared(type(of)).items():
         if s.checkpoint:
             value = getattr(of, name)
-            found.setdefault(s.checkpoint, []).append(
+            values_by_key.setdefault(s.checkpoint, []).append(
                 float(value) if s.kind is float and value is not None else value
             )
-    return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+    return {key: values[0] if len(values) == 1 else values for key, values in values_by_key.items()}
 
 
 def brief(of: Any) -> str:
@@ -856,13 +867,15 @@ def brief(of: Any) -> str:
     they are short ones.
     """
     plain = (str, int, float, tuple, Path, type(None))
-    kept = (
+    arguments = (
         (name, vars(of).get(name, of)) for name in inspect.signature(type(of).__init__).parameters
     )
-    shown = (
-        (name, str(v) if isinstance(v, Path) else v) for name, v in kept if isinstance(v, plain)
+    short_arguments = (
+        (name, str(v) if isinstance(v, Path) else v)
+        for name, v in arguments
+        if isinstance(v, plain)
     )
-    return f"{type(of).__name__}({', '.join(f'{name}={v!r}' for name, v in shown)})"
+    return f"{type(of).__name__}({', '.join(f'{name}={v!r}' for name, v in short_arguments)})"
 
 
 def keywords(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -870,14 +883,16 @@ def keywords(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]
 
     def decorate(init: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(init)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        listed_parameters = [
+            p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD
+        ]
         fields = dataclasses.fields(kind)
         only = inspect.Parameter.KEYWORD_ONLY
-        made = (
+        setting_parameters = (
             inspect.Parameter(f.name, only, default=f.default, annotation=f.type) for f in fields
         )
-        more = [p for p in made if p.name not in signature.parameters]
-        init.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        new_parameters = [p for p in setting_parameters if p.name not in signature.parameters]
+        init.__signature__ = signature.replace(parameters=[*listed_parameters, *new_parameters])  # type: ignore[attr-defined]
         return init
 
     return decorate
@@ -889,14 +904,14 @@ def documentation(kind: type) -> str:
 
     lines = []
     for section in SECTIONS:
-        found = [
+        entries = [
             f"{name}: {s.help_text(keyword)}"
             for name, s in declared(kind).items()
             if s.section == section
         ]
-        lines += [f"\n    {section}:"] * bool(found)
+        lines += [f"\n    {section}:"] * bool(entries)
         lines += [
             textwrap.fill(line, 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-            for line in found
+            for line in entries
         ]
     return "\n".join(lines).strip()

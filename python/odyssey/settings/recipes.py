@@ -15,7 +15,7 @@ from typing import Any
 from ..base.registry import provided
 from ..errors import ConfigError
 
-_EVERY = {"schedule": "cosine", "warmup_steps": 100}
+_SCHEDULE = {"schedule": "cosine", "warmup_steps": 100}
 RECIPES: dict[str, dict[str, Any]] = {
     "lenet5": {
         "epochs": 8,
@@ -23,7 +23,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 0.05,
         "momentum": 0.9,
         "weight_decay": 5e-4,
-        **_EVERY,
+        **_SCHEDULE,
     },
     "mlp": {
         "epochs": 5,
@@ -31,7 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 1e-3,
         "momentum": 0.0,
         "weight_decay": 0.0,
-        **_EVERY,
+        **_SCHEDULE,
     },
     "convnet": {
         "epochs": 2,
@@ -39,7 +39,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 1e-3,
         "momentum": 0.0,
         "weight_decay": 0.0,
-        **_EVERY,
+        **_SCHEDULE,
     },
     "resnet18": {
         "epochs": 6,
@@ -47,7 +47,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 0.1,
         "momentum": 0.9,
         "weight_decay": 5e-4,
-        **_EVERY,
+        **_SCHEDULE,
     },
     "gpt": {
         "epochs": 22,
@@ -55,7 +55,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 1e-3,
         "momentum": 0.0,
         "weight_decay": 0.1,
-        **_EVERY,
+        **_SCHEDULE,
     },
     "gpt-mini": {
         "epochs": 2,
@@ -63,7 +63,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 1e-3,
         "momentum": 0.0,
         "weight_decay": 0.1,
-        **_EVERY,
+        **_SCHEDULE,
     },
 }
 
@@ -82,17 +82,17 @@ OWN_CLASS = "FILE.py:CLASS"
 # What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for
 # characters; mini: for CPUs).
 GENERAL: dict[str, Any] = {"dataset": "mnist", "global_batch_size": 128, "sequence_length": 64}
-_TEXT = {"dataset": "shakespeare", "clip_norm": 1.0}
-OWN: dict[str, dict[str, Any]] = {
+_TEXT_DEFAULTS = {"dataset": "shakespeare", "clip_norm": 1.0}
+MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt": {
-        **_TEXT,
+        **_TEXT_DEFAULTS,
         "global_batch_size": 64,
         "shard_size": 4,
         "sequence_length": 256,
         "steps": 5000,
     },
     "gpt-mini": {
-        **_TEXT,
+        **_TEXT_DEFAULTS,
         "global_batch_size": 12,
         "shard_size": 3,
         "sequence_length": 64,
@@ -134,13 +134,13 @@ BACKENDS: tuple[str, ...] = ("auto", "mpi", "shm", "local", "nccl", *provided("b
 PIPELINES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")
 
 
-def check_listed(what: str, found: Iterable[str], listed: Iterable[str]) -> None:
-    """Raises ConfigError if the names that the code has for `what` are not those that are listed
+def check_listed(label: str, names: Iterable[str], listed: Iterable[str]) -> None:
+    """Raises ConfigError if the names that the code has for `label` are not those that are listed
     here for settings.
     """
-    forgotten = [f"{name!r} is not in settings/recipes.py" for name in {*found} - {*listed}]
-    forgotten += [f"{name!r} of settings/recipes.py has no code" for name in {*listed} - {*found}]
+    forgotten = [f"{name!r} is not in settings/recipes.py" for name in {*names} - {*listed}]
+    forgotten += [f"{name!r} of settings/recipes.py has no code" for name in {*listed} - {*names}]
     if forgotten:
         raise ConfigError(
-            f"[settings] {what}: {', '.join(sorted(forgotten))}; add it there, or remove it"
+            f"[settings] {label}: {', '.join(sorted(forgotten))}; add it there, or remove it"
         )

@@ -34,7 +34,7 @@ class ModuleArena:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        _refuse(module)
+        _check_module(module)
         self.module = module
         trained = {name for name, p in module.named_parameters() if p.requires_grad}
         if not trained:
@@ -48,9 +48,9 @@ class ModuleArena:
         """Puts the parameters of these names first, with places for their gradients, the others
         behind them.
         """
-        named = list(self.module.named_parameters())
-        self.named = sorted(named, key=lambda pair: pair[0] not in trained)
-        self.trained = sum(name in trained for name, _ in named)
+        parameters = list(self.module.named_parameters())
+        self.named = sorted(parameters, key=lambda pair: pair[0] not in trained)
+        self.trained = sum(name in trained for name, _ in parameters)
         tensors = [p for _, p in self.named]
         self.aliases = of_parameters(self.module, self.named, self.buffers)
         for p in tensors:
@@ -60,10 +60,10 @@ class ModuleArena:
         self.at, self.extent = aligned_sizes(tensors)
         self.size = self.end(self.trained)
         self.params = native.aligned(self.extent)
-        for p, at in zip(tensors, self.at, strict=True):
-            own = view(self.params, at, p)
-            own.copy_(p.data)
-            p.data = own
+        for p, offset in zip(tensors, self.at, strict=True):
+            place = view(self.params, offset, p)
+            place.copy_(p.data)
+            p.data = place
         for alias in self.aliases:
             alias.follow()
         self.settle()
@@ -96,8 +96,8 @@ class ModuleArena:
 
     def moved(self) -> str | None:
         """The name of a parameter that is not where it was put, or None."""
-        found = zip(self.named, self._addresses, strict=True)
-        return next((name for (name, p), address in found if p.data_ptr() != address), None)
+        pairs = zip(self.named, self._addresses, strict=True)
+        return next((name for (name, p), address in pairs if p.data_ptr() != address), None)
 
     def check(self) -> None:
         """ConfigError if a parameter is not where it was put: what is trained would not be what
@@ -119,12 +119,12 @@ class ModuleArena:
         """Gives all ranks the values of rank 0; a collective call."""
         comm.broadcast(self.params)
         for _, b in self.buffers:
-            whole = b.detach().clone(memory_format=torch.contiguous_format)
-            raw = whole.view(-1).view(torch.uint8).numpy()
+            contiguous = b.detach().clone(memory_format=torch.contiguous_format)
+            raw = contiguous.view(-1).view(torch.uint8).numpy()
             if raw.size:
                 comm.broadcast(raw)
                 with torch.no_grad():  # a buffer may be a parameter
-                    b.copy_(whole)
+                    b.copy_(contiguous)
         self.norms.keep()
 
     @property
@@ -133,13 +133,13 @@ class ModuleArena:
         return list(self.module.named_buffers())
 
 
-def _refuse(module: nn.Module) -> None:
+def _check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kind = type(part).__name__
-        where = f"{name} ({kind})" if name else kind
+        layer = f"{name} ({kind})" if name else kind
         if isinstance(part, nn.SyncBatchNorm):
             raise ConfigError(
-                f"[torch] {where} talks to other ranks within a step, so its bits depend on "
+                f"[torch] {layer} talks to other ranks within a step, so its bits depend on "
                 "their number; use "
                 "BatchNorm, whose statistics are of a shard, or GroupNorm"
             )
@@ -147,7 +147,7 @@ def _refuse(module: nn.Module) -> None:
             part, nn.Embedding | nn.EmbeddingBag
         ):
             raise ConfigError(
-                f"[torch] {where} has sparse gradients, which no tree adds; use sparse=False"
+                f"[torch] {layer} has sparse gradients, which no tree adds; use sparse=False"
             )
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):

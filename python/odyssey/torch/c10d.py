@@ -32,7 +32,7 @@ from ..train import spread
 from .gloo import meet
 from .pending import Pending, PendingCalls, failed, within
 
-_OURS = dict(ReduceOp.__members__)
+_REDUCE_OPS = dict(ReduceOp.__members__)
 _BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
 
 
@@ -44,7 +44,7 @@ def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str | np.ufunc:
     name = "SUM" if opts is None else opts.reduceOp.op.name
     if name in _BITWISE and not (tensor.is_floating_point() or tensor.is_complex()):
         return _BITWISE[name]
-    return distributed.operation(_OURS.get(name, name), tensor, "backend odyssey")
+    return distributed.operation(_REDUCE_OPS.get(name, name), tensor, "backend odyssey")
 
 
 class _Message(Pending):
@@ -165,24 +165,25 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         later = getattr(opts, "asyncOp", True)
         limit = getattr(opts, "timeout", None)
         limit = None if limit is None or limit.total_seconds() <= 0 else limit.total_seconds()
-        made = self._line.run(work, value, later, limit)
-        if made is None:
+        pending = self._line.run(work, value, later, limit)
+        if pending is None:
             return None
         first = value
         while isinstance(first, (list, tuple)):
             first = first[0] if first else None
         if first is not None and first.is_cuda:
-            made.wait()
+            pending.wait()
         if self._together is not None:
-            self._together.append(made)
-        return made
+            self._together.append(pending)
+        return pending
 
     def _after(self, works: Sequence[Any], value: Any, opts: Any = None) -> Any:
         """One Work for several that were made before it; it raises what one of them has."""
         works = [work for work in works if work is not None]
         return self._run(lambda: [work.wait() for work in works], value, opts)
 
-    # --- one tensor of each rank, or one that holds those of all: over the communicator, which is faster
+    # --- one tensor of each rank, or one that holds those of all: over the communicator,
+    #     which is faster
 
     def _into(
         self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]
@@ -212,19 +213,19 @@ class OdysseyProcessGroup(dist.ProcessGroup):
         """The sum of sparse tensors: the entries of all ranks, one after the other, of which
         torch adds the equal.
         """
-        mine = tensor.coalesce()
-        if operation(opts, mine.values()) is not ReduceOp.SUM:
+        coalesced = tensor.coalesce()
+        if operation(opts, coalesced.values()) is not ReduceOp.SUM:
             raise ConfigError(
                 "[torch] backend odyssey adds sparse tensors, and combines them in no other way"
             )
-        places = self.comm.all_gather_each(distributed.array_of(mine.indices().t()))
-        values = self.comm.all_gather_each(distributed.array_of(mine.values()))
-        found = (
-            torch.from_numpy(np.concatenate(places)).t(),
-            distributed.like(mine.values(), np.concatenate(values)),
+        indices = self.comm.all_gather_each(distributed.array_of(coalesced.indices().t()))
+        values = self.comm.all_gather_each(distributed.array_of(coalesced.values()))
+        entries = (
+            torch.from_numpy(np.concatenate(indices)).t(),
+            distributed.like(coalesced.values(), np.concatenate(values)),
         )
         tensor.copy_(
-            torch.sparse_coo_tensor(*found, tensor.shape, check_invariants=False).coalesce()
+            torch.sparse_coo_tensor(*entries, tensor.shape, check_invariants=False).coalesce()
         )
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
@@ -305,19 +306,19 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any
     ) -> Any:
-        found = outputs[0] if outputs else None
+        output_list = outputs[0] if outputs else None
         root = opts.rootRank
         return self._run(
-            lambda: distributed.gather(tensors[0], found, root, self._members), outputs, opts
+            lambda: distributed.gather(tensors[0], output_list, root, self._members), outputs, opts
         )
 
     def scatter(
         self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any
     ) -> Any:
-        given = lists[0] if lists else None
+        input_list = lists[0] if lists else None
         root = opts.rootRank
         return self._run(
-            lambda: distributed.scatter(outputs[0], given, root, self._members), outputs, opts
+            lambda: distributed.scatter(outputs[0], input_list, root, self._members), outputs, opts
         )
 
     def alltoall(
@@ -327,7 +328,8 @@ class OdysseyProcessGroup(dist.ProcessGroup):
             lambda: distributed.all_to_all(outputs, tensors, self._members), outputs, opts
         )
 
-    # --- several calls in one: nothing is gained by keeping some back, each is carried out as it comes
+    # --- several calls in one: nothing is gained by keeping some back, each is carried out as
+    #     it comes
 
     def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         return self.allgather(list(zip(*outputs, strict=True)), tensors, opts)
@@ -373,8 +375,8 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-_given: list[Communicator] = []  # all processes, as the default group has them
-_first: dict[tuple[int, ...], OdysseyProcessGroup] = {}  # by their ranks, the first group of each
+_default_world: list[Communicator] = []  # all processes, as the default group has them
+_first_groups: dict[tuple[int, ...], OdysseyProcessGroup] = {}  # by ranks, the first group of each
 
 
 def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
@@ -382,7 +384,7 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     in the same order. Raises CollectiveError: a rank did not come; ConfigError: a first group
     of some ranks beside another backend.
     """
-    if not dist.is_initialized() or not _given:  # the default group, or that of another backend is
+    if not dist.is_initialized() or not _default_world:  # the default group, or beside another's
         if launcher.rank() is not None:
             _show_errors()
         if dist.is_initialized() and options.group_size != dist.get_world_size():
@@ -392,17 +394,17 @@ def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
                 "backend; call new_group(backend='odyssey') without ranks before"
             )
         world = _world(options)
-        _first.clear()
-        _given[:] = [world]
-    ranks = tuple(options.global_ranks_in_group) or _given[0].ranks
-    first = _first.get(ranks)
-    made = []
+        _first_groups.clear()
+        _default_world[:] = [world]
+    ranks = tuple(options.global_ranks_in_group) or _default_world[0].ranks
+    first = _first_groups.get(ranks)
+    comms = []
     if first is None:
-        made.append(_given[0]._part(ranks))  # only its members are here
+        comms.append(_default_world[0]._part(ranks))  # only its members are here
     else:  # another group of the same ranks: made by the first, whose calls they match
-        first._line.run(lambda: made.append(first.comm.group(range(len(ranks)))), later=False)
-    group = OdysseyProcessGroup(made[0], _seconds(options.timeout))
-    _first.setdefault(ranks, group)
+        first._line.run(lambda: comms.append(first.comm.group(range(len(ranks)))), later=False)
+    group = OdysseyProcessGroup(comms[0], _seconds(options.timeout))
+    _first_groups.setdefault(ranks, group)
     return group
 
 
@@ -411,16 +413,20 @@ def _world(options: Any) -> Communicator:
     without this group; else those that meet in the store that init_process_group was given,
     or has made of its address.
     """
-    asked = (options.group_rank, options.group_size)
-    found = _launched()
-    met = communication.met()
-    if found is not None and (found.rank, found.size) == asked:
+    rank_and_size = (options.group_rank, options.group_size)
+    launched = _launched()
+    existing = communication.met()
+    if launched is not None and (launched.rank, launched.size) == rank_and_size:
         return communication.world()
-    if met is not None and met not in _given and (met.rank, met.size) == asked:
-        return met
+    if (
+        existing is not None
+        and existing not in _default_world
+        and (existing.rank, existing.size) == rank_and_size
+    ):
+        return existing
     return (
-        meet(options.store, *asked, _seconds(options.timeout))
-        if asked[1] > 1
+        meet(options.store, *rank_and_size, _seconds(options.timeout))
+        if rank_and_size[1] > 1
         else communication.world("local")
     )
 
@@ -451,7 +457,7 @@ def _show_errors() -> None:
     hook = sys.excepthook
     stderr = sys.stderr
 
-    def shown(kind: Any, error: Any, trace: Any) -> None:
+    def show(kind: Any, error: Any, trace: Any) -> None:
         sys.stderr = stderr
         # by way of a Future it is text
         if failed and error is not failed[0] and str(failed[0]) in str(error):
@@ -460,12 +466,12 @@ def _show_errors() -> None:
             trace = failed[0].__traceback__
         hook(kind, error, trace)
 
-    sys.excepthook = shown
+    sys.excepthook = show
 
 
 # ports at which env:// has met; that were chosen here
-_met = set[str]()
-_chosen = set[str]()
+_used_ports = set[str]()
+_chosen_ports = set[str]()
 
 
 def set_environment() -> None:
@@ -474,8 +480,8 @@ def set_environment() -> None:
     programs look for. All ranks call it, as importing `odyssey.torch` does: they agree on a
     port.
     """
-    there = os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")
-    if not there and launcher.launched() is not None and getattr(base.here, "world", None) is None:
+    is_set = os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")
+    if not is_set and launcher.launched() is not None and getattr(base.here, "world", None) is None:
         _choose_port()
 
 
@@ -487,7 +493,7 @@ def _choose_port(timeout: Any = None, use: bool = True) -> None:
     if use:
         os.environ["MASTER_ADDR"] = "127.0.0.1" if world.local_size == world.size else first
         os.environ["MASTER_PORT"] = str(port)
-        _chosen.add(str(port))
+        _chosen_ports.add(str(port))
 
 
 def _meet_apart(url: str, timeout: Any) -> None:
@@ -498,9 +504,14 @@ def _meet_apart(url: str, timeout: Any) -> None:
     port = os.environ.get("MASTER_PORT", "")
     world = communication.met()
     size = dict(parse_qsl(urlparse(url).query)).get("world_size") or os.environ.get("WORLD_SIZE")
-    if port in _met and _launched() is not None and world is not None and size == str(world.size):
-        _choose_port(timeout, port in _chosen)
-    _met.add(os.environ.get("MASTER_PORT", ""))
+    if (
+        port in _used_ports
+        and _launched() is not None
+        and world is not None
+        and size == str(world.size)
+    ):
+        _choose_port(timeout, port in _chosen_ports)
+    _used_ports.add(os.environ.get("MASTER_PORT", ""))
 
 
 def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:

@@ -31,19 +31,19 @@ ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are mad
 _NONE = np.empty(0, np.float32)
 
 
-def tree_of(given: Any) -> Any:
+def tree_of(value: Any) -> Any:
     """Returns what a collate function makes as a tree (data/nested.py): lists as tuples, any
     mappings as dicts.
     """
-    if isinstance(given, Mapping):
-        return {name: tree_of(part) for name, part in given.items()}
-    return tuple(map(tree_of, given)) if isinstance(given, (tuple, list)) else given
+    if isinstance(value, Mapping):
+        return {name: tree_of(part) for name, part in value.items()}
+    return tuple(map(tree_of, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _array(leaf: Any) -> np.ndarray:
     """The memory of a tensor, or of what becomes one; bfloat16, which NumPy has not, as float32."""
-    made = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
-    return (made.float() if made.dtype is torch.bfloat16 else made).numpy()
+    tensor = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 class Samples(ArrayDataset):
@@ -58,10 +58,10 @@ class Samples(ArrayDataset):
             raise DataError(
                 f"{name}: {problem}; tensors or arrays, or tuples or dicts of them, are allowed"
             ) from None
-        found = [len(a) if a.ndim else 0 for a in (*leaves(x), *leaves(y))]
-        if not found or found[0] < 1 or len(set(found)) > 1:
+        counts = [len(a) if a.ndim else 0 for a in (*leaves(x), *leaves(y))]
+        if not counts or counts[0] < 1 or len(set(counts)) > 1:
             raise DataError(
-                f"{name}: its tensors have {found} samples; the same number, at least one, is "
+                f"{name}: its tensors have {counts} samples; the same number, at least one, is "
                 "needed"
             )
         super().__init__(x, y, 0, _NONE, _NONE, name)
@@ -112,10 +112,10 @@ class _Order:
     sample.
     """
 
-    now: Iterator[list[tuple[int, int]]] = iter(())
+    next_shards: Iterator[list[tuple[int, int]]] = iter(())
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self.now
+        return self.next_shards
 
 
 class DataLoader(own.DataLoader):
@@ -179,10 +179,10 @@ class DataLoader(own.DataLoader):
             raise _other_size(self.shard_size, shard_size)
         self.shard_size = shard_size
 
-    def _own(self, part: Part | None, samples: int) -> range:
+    def _local_shards(self, part: Part | None, samples: int) -> range:
         """The shards of a batch that this rank reads."""
         if isinstance(part, Share):
-            return part.shards.own(samples, part.train)
+            return part.shards.local_shards(samples, part.train)
         return range(
             *plan.share(plan.shard_count(samples, self.shard_size), self.comm.size, self.comm.rank)
         )
@@ -197,15 +197,15 @@ class DataLoader(own.DataLoader):
             self.follow(part.shards.shard_size)
         pieces = list(cut)
         size = self.shard_size
-        runs = [self._own(part, len(n)) for _, n in pieces]
+        runs = [self._local_shards(part, len(n)) for _, n in pieces]
         shards = (
             n[s * size : (s + 1) * size]
             for (_, n), run in zip(pieces, runs, strict=True)
             for s in run
         )
-        self._read.now = ([(epoch, k) for k in numbers.tolist()] for numbers in shards)
+        self._read.next_shards = ([(epoch, k) for k in numbers.tolist()] for numbers in shards)
         read: Iterator[Any] = (
-            iter(self._loader) if self._table is None else map(self._table, self._read.now)
+            iter(self._loader) if self._table is None else map(self._table, self._read.next_shards)
         )
         for (index, numbers), run in zip(pieces, runs, strict=True):
             n = len(numbers)
@@ -225,14 +225,14 @@ def batches(
     check_batches(loader)
     check_sampler(loader)
     generator.manual_seed(seed_of(seed, ORDER, epoch))
-    for told in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
-        if hasattr(told, "set_epoch"):
-            told.set_epoch(epoch)
-    for index, item in enumerate(_ended(loader)):
+    for source in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch)
+    for index, item in enumerate(_look_ahead(loader)):
         if isinstance(item, Batch):
             yield item
             continue
-        data = Samples(*_parts(item, targets), f"batch {index} of epoch {epoch}")
+        data = Samples(*_split_batch(item, targets), f"batch {index} of epoch {epoch}")
         if steps > 1:
             raise ConfigError(
                 f"[torch] accumulation_steps is {steps}, and batches of tensors are not joined; "
@@ -241,7 +241,7 @@ def batches(
         yield Batch(data, np.arange(len(data)), epoch, index)
 
 
-def _ended(loader: Any) -> Iterator[Any]:
+def _look_ahead(loader: Any) -> Iterator[Any]:
     """Iterates over a loader; before the last item is given the loader has come to its end,
     where samplers such as RandomSampler draw once more: a checkpoint of that step holds the
     generators that the next epoch begins with.
@@ -257,10 +257,10 @@ def _ended(loader: Any) -> Iterator[Any]:
             return
         ahead = [next(items, items)] if number == last else []  # `items`: the end
         yield item
-        yield from (more for more in ahead if more is not items)
+        yield from (following for following in ahead if following is not items)
 
 
-def _parts(item: Any, targets: bool) -> tuple[Any, Any]:
+def _split_batch(item: Any, targets: bool) -> tuple[Any, Any]:
     """Inputs and targets of a batch (x, y).
 
     Of a dict, which holds both, all are inputs and the targets are (); where targets are not
@@ -268,13 +268,13 @@ def _parts(item: Any, targets: bool) -> tuple[Any, Any]:
     """
     if isinstance(item, Mapping):
         return item, ()
-    several = isinstance(item, (tuple, list))
+    is_sequence = isinstance(item, (tuple, list))
     if not targets:
-        return (item[0] if several and len(item) in (1, 2) else item), ()
-    if not several or len(item) != 2:
-        what = f"{type(item).__name__} of {len(item)}" if several else type(item).__name__
+        return (item[0] if is_sequence and len(item) in (1, 2) else item), ()
+    if not is_sequence or len(item) != 2:
+        kind = f"{type(item).__name__} of {len(item)}" if is_sequence else type(item).__name__
         raise ConfigError(
-            f"[train] the loader gave a {what}; give batches of (x, y) or dicts for module(**batch)"
+            f"[train] the loader gave a {kind}; give batches of (x, y) or dicts for module(**batch)"
         )
     return item[0], item[1]
 
@@ -287,11 +287,11 @@ def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any
     """
 
     def copy(leaf: Any) -> Any:
-        made = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-        return made.clone() if isinstance(made, torch.Tensor) else made
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
 
     if isinstance(batch.dataset, Shared):
-        return mapped(copy, tree_of(_parts(batch.dataset.shard(lo, hi), targets)))
+        return mapped(copy, tree_of(_split_batch(batch.dataset.shard(lo, hi), targets)))
     x, y = batch.dataset.gather(batch.indices[lo:hi])
     if not isinstance(batch.dataset, Samples):
         y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)

@@ -34,7 +34,7 @@ from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
 from .shards import LoopError, Shards
 
-TOGETHER = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
+ADVICE_ONE_NET = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
 _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
 
 
@@ -85,13 +85,13 @@ class DistributedDataParallel(torch.nn.Module):
         )
         self._shards.agree({"shard_size": shard_size, "seed": seed, "deterministic": deterministic})
         self._arena = self._shards.arena
-        self._own = [p for _, p in self._arena.named[: self._arena.trained]]
+        self._trained = [p for _, p in self._arena.named[: self._arena.trained]]
         self.steps = 0  # loops over shards that have ended
         self._open = False  # a loop over shards has begun and not ended
         self._stepped: set[int] = set()  # ids of parameters whose gradient an optimizer has used
         # of the gradients, by parameter, while a shard is under way
         self._versions: dict[int, int] = {}
-        for p in self._own:
+        for p in self._trained:
             p.register_post_accumulate_grad_hook(self._accumulated)
         _nets.add(self)
 
@@ -100,16 +100,16 @@ class DistributedDataParallel(torch.nn.Module):
         """Samples per shard; None as long as neither it nor a batch is known."""
         return self._shards.shard_size
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.module(*inputs, **named)
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        return self.module(*inputs, **keywords)
 
-    def state_dict(self, *arguments: Any, **named: Any) -> Any:
+    def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's own: names have no `module.` in front."""
-        return self.module.state_dict(*arguments, **named)
+        return self.module.state_dict(*arguments, **keywords)
 
-    def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
+    def load_state_dict(self, *arguments: Any, **keywords: Any) -> Any:
         """The module's own; all ranks must load the same."""
-        return self.module.load_state_dict(*arguments, **named)
+        return self.module.load_state_dict(*arguments, **keywords)
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
@@ -123,30 +123,32 @@ class DistributedDataParallel(torch.nn.Module):
         if self._versions:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")
         samples, piece = self._pieces(batch)
-        others = [(net, net._norms()) for net in _nets if net is not self]
-        kept = [None if self._open or id(p) in self._stepped else p.grad for p in self._own]
-        kept = [None if g is None else g.clone() for g in kept]
+        other_nets = [(net, net._norms()) for net in _nets if net is not self]
+        old_gradients = [
+            None if self._open or id(p) in self._stepped else p.grad for p in self._trained
+        ]
+        old_gradients = [None if g is None else g.clone() for g in old_gradients]
         self._open = True
         shards = self._shards(samples, self.steps)
         try:
             for lo, hi in shards:
-                places = [p.grad for p in self._own]
-                before = {id(p): g._version for p, g in zip(self._own, places, strict=True)}
-                self._versions = dict(before)
+                places = [p.grad for p in self._trained]
+                versions = {id(p): g._version for p, g in zip(self._trained, places, strict=True)}
+                self._versions = dict(versions)
                 yield piece(lo, hi)
-                self._check_shard(places, before)
+                self._check_shard(places, versions)
         finally:
             shards.close()
             self._versions = {}
-        if any(net._norms() != norms for net, norms in others):
+        if any(net._norms() != norms for net, norms in other_nets):
             raise LoopError(
                 "[torch] the shards of one net move the running statistics of another, and ranks "
                 "would go apart: "
-                f"eval() that one, or {TOGETHER}"
+                f"eval() that one, or {ADVICE_ONE_NET}"
             )
         sums = self._shards.sums()
         for p, mean, old, reached in zip(
-            self._own, self._arena.gradients, kept, sums.reached, strict=True
+            self._trained, self._arena.gradients, old_gradients, sums.reached, strict=True
         ):
             p.grad = old if not reached else mean if old is None else old.add_(mean)
         self._shards.settle()
@@ -159,12 +161,12 @@ class DistributedDataParallel(torch.nn.Module):
         each shard: the same on all ranks, on any number of them. Collective; a rank without
         shards gives none. NaN: nobody gave any.
         """
-        own = np.array(
+        local_pairs = np.array(
             [(v.item() if isinstance(v, torch.Tensor) else v, n) for v, n in values], float
         ).reshape(-1, 2)
-        most = int(self.comm.all_reduce(np.array([len(own)], np.int64), "max")[0])
-        padded = np.zeros((most, 2))
-        padded[: len(own)] = own
+        max_pairs = int(self.comm.all_reduce(np.array([len(local_pairs)], np.int64), "max")[0])
+        padded = np.zeros((max_pairs, 2))
+        padded[: len(local_pairs)] = local_pairs
         numbers, weights = self.comm.all_gather(padded).reshape(-1, 2).T
         return math.fsum(numbers * weights) / total if (total := math.fsum(weights)) else math.nan
 
@@ -172,13 +174,13 @@ class DistributedDataParallel(torch.nn.Module):
         """(samples, function from a shard's first and last to its data); the shard size is known
         from here on.
         """
-        made = self._shards
-        if isinstance(batch, Batch) and isinstance(own := batch.dataset, Shared):
-            if made.shard_size not in (None, own.shard_size):
-                sizes = f"{made.shard_size}, the DataLoader's {own.shard_size}"
+        shards = self._shards
+        if isinstance(batch, Batch) and isinstance(shared_batch := batch.dataset, Shared):
+            if shards.shard_size not in (None, shared_batch.shard_size):
+                sizes = f"{shards.shard_size}, the DataLoader's {shared_batch.shard_size}"
                 raise ConfigError(f"[torch] shard_size is {sizes}; give both the same")
-            made.shard_size = own.shard_size
-            return len(own), own.shard
+            shards.shard_size = shared_batch.shard_size
+            return len(shared_batch), shared_batch.shard
         batch = pytree.tree_map(lambda t: tree_of(t) if isinstance(t, Mapping) else t, batch)
         leaves = pytree.tree_leaves(batch)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
@@ -194,12 +196,12 @@ class DistributedDataParallel(torch.nn.Module):
                 "[torch] shards() of a batch without samples; give tensors (samples, ...)"
             )
         samples = len(tensors[0])
-        made.shard_size = made.shard_size or default_shard_size(samples)
+        shards.shard_size = shards.shard_size or default_shard_size(samples)
 
         def piece(lo: int, hi: int) -> Any:
             def cut(t: Any) -> Any:
-                whole = not isinstance(t, torch.Tensor) or not t.dim() or len(t) != samples
-                return t if whole else t[lo:hi].clone()  # as data.part() does
+                uncut = not isinstance(t, torch.Tensor) or not t.dim() or len(t) != samples
+                return t if uncut else t[lo:hi].clone()  # as data.part() does
 
             return pytree.tree_map(cut, batch)
 
@@ -210,18 +212,18 @@ class DistributedDataParallel(torch.nn.Module):
         norms = self._arena.norms
         return norms.running.tobytes(), [int(b) for _, b in norms.counters]
 
-    def _check_shard(self, places: list[torch.Tensor], before: dict[int, int]) -> None:
+    def _check_shard(self, places: list[torch.Tensor], versions: dict[int, int]) -> None:
         """Raises LoopError unless backward(), and nothing else, has written into `places` since
-        `before`.
+        `versions` were read.
         """
-        for p, place in zip(self._own, places, strict=True):
+        for p, place in zip(self._trained, places, strict=True):
             if p.grad is not place or place._version != self._versions[id(p)]:
                 raise LoopError(
                     "[torch] gradients were changed inside the loop over shards(): call "
                     "zero_grad() before it, clip "
                     "and step after it"
                 )
-        if self._versions == before:
+        if self._versions == versions:
             raise LoopError(
                 "[torch] a shard without backward(); call loss.backward() for each of shards()"
             )
@@ -232,7 +234,7 @@ class DistributedDataParallel(torch.nn.Module):
             raise LoopError(
                 "[torch] backward() inside of one net's shards() reaches the parameters of "
                 "another: set "
-                f"requires_grad_(False) on them meanwhile, or {TOGETHER}"
+                f"requires_grad_(False) on them meanwhile, or {ADVICE_ONE_NET}"
             )
         if not self._versions:
             raise LoopError(
@@ -246,22 +248,22 @@ class DistributedDataParallel(torch.nn.Module):
 _nets: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
-def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _before(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+def _check_no_open_loop(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
     for net in _nets:
-        if net._open and _ids(optimizer) & {id(p) for p in net._own}:
+        if net._open and _parameter_ids(optimizer) & {id(p) for p in net._trained}:
             raise LoopError(
                 "[torch] optimizer.step() before the loop over shards() has ended; step after it"
             )
 
 
-def _after(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
+def _note_stepped(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
     for net in _nets:
-        net._stepped |= _ids(optimizer)
+        net._stepped |= _parameter_ids(optimizer)
 
 
-optimizers.register_optimizer_step_pre_hook(_before)
-optimizers.register_optimizer_step_post_hook(_after)
+optimizers.register_optimizer_step_pre_hook(_check_no_open_loop)
+optimizers.register_optimizer_step_post_hook(_note_stepped)

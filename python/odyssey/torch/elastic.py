@@ -47,15 +47,16 @@ class ObjectState:
             callback()
 
     def _take(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in self._names}
+        values = {name: getattr(self, name) for name in self._names}
         return {
-            k: dict(v.state_dict()) if hasattr(v, "load_state_dict") else v for k, v in own.items()
+            k: dict(v.state_dict()) if hasattr(v, "load_state_dict") else v
+            for k, v in values.items()
         }
 
     def _give(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if hasattr(own := getattr(self, name), "load_state_dict"):
-                own.load_state_dict(value)
+            if hasattr(current := getattr(self, name), "load_state_dict"):
+                current.load_state_dict(value)
             else:
                 setattr(self, name, value)
 
@@ -73,7 +74,7 @@ class ObjectState:
         self.save()
         path = _path()
         if path is not None and horovod.rank() == 0:
-            text, arrays = resume.written(self._committed)
+            text, arrays = resume.pack_tree(self._committed)
             data = b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays)])
             files.write_whole(
                 path, lambda file: file.write(hashlib.sha256(data).digest() + data), durable=False
@@ -85,8 +86,8 @@ class ObjectState:
     def sync(self) -> None:
         """Gives all ranks the last commit of the run, or rank 0's state where there is none."""
         path = _path()
-        there = path is not None and horovod.rank() == 0 and path.exists()
-        tree = _read(path) if there else objects.packed(self._take())
+        has_commit = path is not None and horovod.rank() == 0 and path.exists()
+        tree = _read(path) if has_commit else objects.packed(self._take())
         self._give(
             objects.unpacked(resume.spread(horovod.global_process_set._member("sync"), tree))
         )
@@ -101,10 +102,10 @@ def _read(path: Path) -> Any:
             f"[horovod] {path} is damaged (its SHA-256 differs); start in another --run-dir"
         )
     start = 40 + int.from_bytes(data[32:40], "little")
-    rest = io.BytesIO(data[start:])
+    stream = io.BytesIO(data[start:])
 
     def take(dtype: str, shape: list[int]) -> np.ndarray:
-        return np.frombuffer(bytearray(rest.read(shape[0])), dtype)  # bytes, as `packed` has them
+        return np.frombuffer(bytearray(stream.read(shape[0])), dtype)  # bytes, as `packed` has them
 
     return resume.read(data[40:start], take)
 
@@ -125,12 +126,12 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def begun(state: ObjectState, *arguments: Any, **named: Any) -> Any:
+    def run_from_commit(state: ObjectState, *arguments: Any, **keywords: Any) -> Any:
         state.sync()
         state.on_reset()
-        return function(state, *arguments, **named)
+        return function(state, *arguments, **keywords)
 
-    return begun
+    return run_from_commit
 
 
 def _path() -> Path | None:

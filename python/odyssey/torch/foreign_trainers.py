@@ -60,12 +60,12 @@ class PyTorchDDPTrainer(DistributedTrainer):
             num_gpus=num_gpus, **{key: settings.pop(key) for key in keys}
         )
         self._passes = config.gradient_accumulation_steps
-        own = config.settings(
+        config_settings = config.settings(
             k for k in keys if k not in (*NEEDLESS, "gradient_accumulation_steps")
         )
         precision = {"precision": "bf16"} if config.mixed_precision else {}
         optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=config.learning_rate)
-        super().__init__(model, optimizer, loss_fn, **{**own, **precision, **settings})
+        super().__init__(model, optimizer, loss_fn, **{**config_settings, **precision, **settings})
         self.callbacks.append(GradientNorm())
         if config.workers(1) not in (1, self.comm.size):
             workers = config.workers(1)
@@ -81,12 +81,12 @@ class PyTorchDDPTrainer(DistributedTrainer):
         make a step. What is not given is as the constructor was told; loggers are those of
         both.
         """
-        own = {**self.config.fit_options(), "verbose": self._verbose}
-        given = [*own.pop("callbacks"), *options.pop("callbacks", ())]
-        epochs = epochs or own.pop("epochs")
-        val_loader = val_loader and self._global(val_loader, "validation")
-        options = {**own, "epochs": epochs, "callbacks": given, **options}
-        return super().fit(self._global(train_loader, "training"), val_loader, **options)
+        defaults = {**self.config.fit_options(), "verbose": self._verbose}
+        callbacks = [*defaults.pop("callbacks"), *options.pop("callbacks", ())]
+        epochs = epochs or defaults.pop("epochs")
+        val_loader = val_loader and self._make_global(val_loader, "validation")
+        options = {**defaults, "epochs": epochs, "callbacks": callbacks, **options}
+        return super().fit(self._make_global(train_loader, "training"), val_loader, **options)
 
     train = fit
 
@@ -95,37 +95,39 @@ class PyTorchDDPTrainer(DistributedTrainer):
         """The best of all epochs of the last fit(), on the validation set."""
         return self.context.history.best_accuracy
 
-    def _global(self, given: Any, what: str) -> Any:
+    def _make_global(self, loader: Any, purpose: str) -> Any:
         """A loader of global batches instead of one of a rank's; others are taken as they are."""
         sets = torch.utils.data
-        if isinstance(given, sets.Dataset):
-            how = {"shuffle": what == "training", "num_workers": self.config.num_workers}
-            given = sets.DataLoader(given, self.config.batch_size, **how)
-        batches = self.comm.size * (self._passes if what == "training" else 1)
-        parted = isinstance(getattr(given, "sampler", None), sets.DistributedSampler)
+        if isinstance(loader, sets.Dataset):
+            options = {"shuffle": purpose == "training", "num_workers": self.config.num_workers}
+            loader = sets.DataLoader(loader, self.config.batch_size, **options)
+        batches = self.comm.size * (self._passes if purpose == "training" else 1)
+        parted = isinstance(getattr(loader, "sampler", None), sets.DistributedSampler)
         if (
             (batches == 1 and not parted)
-            or not isinstance(given, sets.DataLoader)
-            or given.batch_size is None
+            or not isinstance(loader, sets.DataLoader)
+            or loader.batch_size is None
         ):
-            return given
+            return loader
         if not isinstance(
-            given.sampler, sets.RandomSampler | sets.SequentialSampler | sets.DistributedSampler
+            loader.sampler, sets.RandomSampler | sets.SequentialSampler | sets.DistributedSampler
         ):
-            name = type(given.sampler).__name__
+            name = type(loader.sampler).__name__
             raise ConfigError(
                 f"[torch] the loader's {name} is of one rank; give DistributedTrainer global "
                 "batches"
             )
-        size = given.batch_size * batches
-        shuffle = getattr(given.sampler, "shuffle", isinstance(given.sampler, sets.RandomSampler))
+        size = loader.batch_size * batches
+        shuffle = getattr(loader.sampler, "shuffle", isinstance(loader.sampler, sets.RandomSampler))
         passes = f" x {self._passes} passes" if batches > self.comm.size else ""
         self.say(
-            f"[torch] {what} batch of {given.batch_size} x {self.comm.size} ranks{passes}: "
+            f"[torch] {purpose} batch of {loader.batch_size} x {self.comm.size} ranks{passes}: "
             f"{size} samples a step"
         )
-        kept = {name: getattr(given, name) for name in ("num_workers", "collate_fn", "drop_last")}
-        return sets.DataLoader(given.dataset, size, shuffle=shuffle, **kept)
+        copied_options = {
+            name: getattr(loader, name) for name in ("num_workers", "collate_fn", "drop_last")
+        }
+        return sets.DataLoader(loader.dataset, size, shuffle=shuffle, **copied_options)
 
 
 class HorovodTrainer(PyTorchDDPTrainer):
@@ -140,11 +142,11 @@ class HorovodTrainer(PyTorchDDPTrainer):
         *,
         compression: Any = "none",
         verbose: bool = True,
-        **more: Any,
+        **settings: Any,
     ) -> None:
         name = compression if isinstance(compression, str) else getattr(compression, "__name__", "")
         kind = "fp16" if "fp16" in name.lower() else None
-        super().__init__(model, optimizer=optimizer, compression=kind, **more)
+        super().__init__(model, optimizer=optimizer, compression=kind, **settings)
         self._verbose = verbose
 
     def say(self, line: str) -> None:

@@ -32,7 +32,9 @@ except ImportError as e:
 
 _OPS = {ReduceOp[name]: getattr(dist.ReduceOp, name) for name in ("SUM", "MAX", "MIN", "PRODUCT")}
 # what Gloo can add
-_ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")}
+_SUMMABLE_DTYPES = {
+    np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")
+}
 
 
 class GlooCommunicator(Staged):
@@ -65,11 +67,11 @@ class GlooCommunicator(Staged):
         self._lines: dict[tuple[str, int | None, int], ThreadPoolExecutor] = {}
         self._noted: set[int] = set()
         if of is None:
-            found = np.zeros((self.size, 1), np.int64)
+            machines = np.zeros((self.size, 1), np.int64)
             self._head.allgather(
-                [list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]
+                [list(torch.from_numpy(machines))], [torch.from_numpy(np.array([machine()]))]
             ).wait()
-            self._nodes = found.reshape(-1).tolist()
+            self._nodes = machines.reshape(-1).tolist()
             self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
             self._crowded = self._nodes.count(self._nodes[me]) > cores.cores()
             self._world_size = self.size
@@ -78,9 +80,9 @@ class GlooCommunicator(Staged):
             self.why = of.why
             self._crowded = of._crowded
             self._world_size = of._world_size
-        here = [p for p in self.ranks if self._nodes[p] == self._nodes[me]]
-        self.local_rank = here.index(me)
-        self.local_size = len(here)
+        local_ranks = [p for p in self.ranks if self._nodes[p] == self._nodes[me]]
+        self.local_rank = local_ranks.index(me)
+        self.local_size = len(local_ranks)
 
     def _connect(self, name: str) -> Any:
         # torch's own deadline comes after ours, which names the ranks
@@ -89,22 +91,24 @@ class GlooCommunicator(Staged):
             store = dist.PrefixStore(f"{self._path}/{name}", self._store)
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         except RuntimeError as e:
-            raise _lost(e) from None
+            raise _lost_rank_error(e) from None
 
     def _send_header(self, header: calls.Header) -> tuple:
-        mine = np.zeros(calls.header_bytes(self.size), np.uint8)
-        calls.pack(header, mine)
-        heads = np.zeros((self.size, len(mine)), np.uint8)
-        work = self._head.allgather([list(torch.from_numpy(heads))], [torch.from_numpy(mine)])
-        return work, heads, mine, header.sequence
+        packed = np.zeros(calls.header_bytes(self.size), np.uint8)
+        calls.pack(header, packed)
+        heads = np.zeros((self.size, len(packed)), np.uint8)
+        work = self._head.allgather([list(torch.from_numpy(heads))], [torch.from_numpy(packed)])
+        return work, heads, packed, header.sequence
 
-    def _headers(self, handle: tuple, mine: calls.Header) -> Met | None:
+    def _headers(self, handle: tuple, local_header: calls.Header) -> Met | None:
         work, heads, *_ = handle
-        if not _done(work):
+        if not _is_done(work):
             return None
-        headers = calls.unpack(heads, mine)
+        headers = calls.unpack(heads, local_header)
         return Met(
-            headers, headers[max(mine.root, 0)].tail, all(header.blocking for header in headers)
+            headers,
+            headers[max(local_header.root, 0)].tail,
+            all(header.blocking for header in headers),
         )
 
     def _missing(self, handle: tuple) -> list[int]:
@@ -137,25 +141,27 @@ class GlooCommunicator(Staged):
         if call.op is not None:
             return self._combine(call)
         if kind == "broadcast":
-            return _when(
+            return _completion_test(
                 group.broadcast([_bytes(out)], _options(dist.BroadcastOptions(), call.root)), out
             )
         if kind == "all_gather":
-            return _when(
+            return _completion_test(
                 group.allgather([list(_bytes(out).view(n, -1))], [_bytes(send)]), send, out
             )
         gives, takes = call.routes(self.rank, n)
-        given = _in_line(bulk if send is None else send, gives)
-        taken = _in_line(bulk if out is None else out, takes)
-        sizes = [[bulk.itemsize * (b - a) for a, b in found] for found in (takes, gives)]
+        outgoing = _in_line(bulk if send is None else send, gives)
+        incoming = _in_line(bulk if out is None else out, takes)
+        sizes = [[bulk.itemsize * (b - a) for a, b in runs] for runs in (takes, gives)]
 
         def place() -> None:
-            at = 0
-            for a, b in takes if taken.base is None else ():
-                out.reshape(-1)[a:b] = taken[at : at + b - a]
-                at += b - a
+            offset = 0
+            for a, b in takes if incoming.base is None else ():
+                out.reshape(-1)[a:b] = incoming[offset : offset + b - a]
+                offset += b - a
 
-        return _when(group.alltoall_base(_bytes(taken), _bytes(given), *sizes), given, then=place)
+        return _completion_test(
+            group.alltoall_base(_bytes(incoming), _bytes(outgoing), *sizes), outgoing, finish=place
+        )
 
     def _combine(self, call: calls.Call) -> Callable[[], bool]:
         """Sums and the like, into an array of its own first; what Gloo cannot add is gathered
@@ -166,7 +172,7 @@ class GlooCommunicator(Staged):
         out = call.out
         group = self._data
         every = send.copy()
-        if send.dtype not in _ADDED:
+        if send.dtype not in _SUMMABLE_DTYPES:
             every = np.empty((self.size, send.size), send.dtype)
             work = group.allgather([list(_bytes(every).view(self.size, -1))], [_bytes(send)])
         elif kind == "reduce":
@@ -176,20 +182,25 @@ class GlooCommunicator(Staged):
             options = _options(dist.AllreduceOptions(), op=call.op)
             work = group.allreduce([torch.from_numpy(every.reshape(-1))], options)
 
-        def put() -> None:
+        def write_result() -> None:
             if out is not None:
-                total = every if send.dtype in _ADDED else calls.tree_reduce(list(every), call.op)
+                total = (
+                    every
+                    if send.dtype in _SUMMABLE_DTYPES
+                    else calls.tree_reduce(list(every), call.op)
+                )
                 part = (
                     total.reshape(self.size, -1)[self.rank] if kind == "reduce_scatter" else total
                 )
                 out.reshape(-1)[...] = part.reshape(-1)
 
-        return _when(work, send, every, then=put)
+        return _completion_test(work, send, every, finish=write_result)
 
-    def _posted(self, done: Callable[[], bool]) -> bool:
-        return done()
+    def _posted(self, is_done: Callable[[], bool]) -> bool:
+        return is_done()
 
-    # --- one to one: an envelope that says what follows, then the data; threads wait for them, in order
+    # --- one to one: an envelope that says what follows, then the data; threads wait for
+    #     them, in order
 
     def _in_line(self, way: str, peer: int | None, tag: int, work: Callable[[], Any]) -> Future:
         line = self._lines.get((way, peer, tag))
@@ -217,13 +228,13 @@ class GlooCommunicator(Staged):
         def work() -> np.ndarray:
             paper = np.zeros(calls.envelope_bytes(), np.uint8)
             get = self._data.recv_anysource
-            given = (2 * tag + 1,)
+            arguments = (2 * tag + 1,)
             if source is not None:
                 get = self._data.recv
-                given = (source, *given)
-            found = get([torch.from_numpy(paper)], *given)
-            found.wait()
-            message.source = peer = found._source_rank() if source is None else source
+                arguments = (source, *arguments)
+            request = get([torch.from_numpy(paper)], *arguments)
+            request.wait()
+            message.source = peer = request._source_rank() if source is None else source
             sent, text = calls.unpack_envelope(paper)
             wrong = calls.check_envelope(
                 sent, text, out, envelope, self.ranks[peer], self.ranks[self.rank]
@@ -271,7 +282,7 @@ class _Message(Message):
                 self._result = self.future.result()
                 self._complete = True
             else:
-                self._fail(error if isinstance(error, CollectiveError) else _lost(error))
+                self._fail(error if isinstance(error, CollectiveError) else _lost_rank_error(error))
         return self._complete
 
 
@@ -296,33 +307,35 @@ def _options(options: Any, root: int = -1, op: ReduceOp | None = None) -> Any:
     return options
 
 
-def _lost(error: BaseException) -> CollectiveError:
+def _lost_rank_error(error: BaseException) -> CollectiveError:
     """A failed transfer, in one line: as a rule the process at the other end is gone."""
     line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CollectiveError(f"[comm] a rank has ended, or cannot be reached: gloo says {line[:200]}")
 
 
-def _done(work: Any) -> bool:
+def _is_done(work: Any) -> bool:
     if not work.is_completed():
         return False
     try:
         work.wait()
     except RuntimeError as e:
-        raise _lost(e) from None
+        raise _lost_rank_error(e) from None
     return True
 
 
-def _when(work: Any, *kept: Any, then: Callable[[], None] = lambda: None) -> Callable[[], bool]:
-    """A test of a work that holds its buffers, and does `then` once when it has ended."""
+def _completion_test(
+    work: Any, *buffers: Any, finish: Callable[[], None] = lambda: None
+) -> Callable[[], bool]:
+    """A test of a work that holds its buffers, and calls `finish` once when it has ended."""
 
-    def done() -> bool:
-        if not _done(work):
+    def is_done() -> bool:
+        if not _is_done(work):
             return False
-        then()
-        assert kept is not None
+        finish()
+        assert buffers is not None
         return True
 
-    return done
+    return is_done
 
 
 def meet(store: Any, rank: int, size: int, timeout: float | None = None) -> Communicator:
@@ -330,21 +343,23 @@ def meet(store: Any, rank: int, size: int, timeout: float | None = None) -> Comm
     now on. Raises CollectiveError: some did not come within `timeout` seconds
     (ODYSSEY_TIMEOUT), which it names.
     """
-    return adopt(_together(store, rank, size, timeout), "they met in torch's store")
+    return adopt(_meet_in_store(store, rank, size, timeout), "they met in torch's store")
 
 
-def _together(store: Any, rank: int, size: int, timeout: float | None = None) -> GlooCommunicator:
+def _meet_in_store(
+    store: Any, rank: int, size: int, timeout: float | None = None
+) -> GlooCommunicator:
     # Each restart of torchrun and each meeting has names of its own: the store outlives the ranks
     # and their groups.
     store = dist.PrefixStore(f"odyssey {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store = dist.PrefixStore(f"{store.add(f'meetings/{rank}', 1)}", store)
     limit = min(timeout or deadline(), 1e6)
-    here = [f"here/{p}" for p in range(size)]
-    store.set(here[rank], "")
+    keys = [f"here/{p}" for p in range(size)]
+    store.set(keys[rank], "")
     until = time.monotonic() + limit
-    while not store.check(here):  # not `wait`, at whose end torch prints lines of its own
+    while not store.check(keys):  # not `wait`, at whose end torch prints lines of its own
         if time.monotonic() > until:
-            late = [p for p in range(size) if not store.check([here[p]])]
+            late = [p for p in range(size) if not store.check([keys[p]])]
             raise CollectiveError(
                 f"[comm] waited {limit:g} s for {size} ranks to meet: "
                 f"{'rank' if len(late) == 1 else 'ranks'} "
@@ -358,23 +373,23 @@ def _together(store: Any, rank: int, size: int, timeout: float | None = None) ->
 
 def connect() -> GlooCommunicator:
     """All processes that the variables of env:// speak of; called once per process."""
-    found = launcher.rendezvous() or launcher.launched()
-    if found is None or not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+    env = launcher.rendezvous() or launcher.launched()
+    if env is None or not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         raise ConfigError(
             "[comm] backend gloo finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT; start them with "
             "torchrun, or set these"
         )
     limit = datetime.timedelta(seconds=min(deadline(), 1e6))
-    query = f"env://?rank={found.rank}&world_size={found.size}"
+    query = f"env://?rank={env.rank}&world_size={env.size}"
     try:
         store, rank, size = next(dist.rendezvous(query, timeout=limit))
-        return _together(store, rank, size)
+        return _meet_in_store(store, rank, size)
     except (RuntimeError, ValueError, CollectiveError) as e:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         line = str(e).strip().splitlines()[0][:200]
         raise ConfigError(
-            f"[comm] gloo: rank {found.rank} of {found.size} does not meet the others at {where} "
+            f"[comm] gloo: rank {env.rank} of {env.size} does not meet the others at {place} "
             f"({line}); "
             "start all ranks, with an address and a free port of rank 0's machine"
         ) from None

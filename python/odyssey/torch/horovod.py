@@ -44,7 +44,7 @@ from .process_sets import (  # noqa: F401, users take them from here
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
-    named,
+    name_function,
     nccl_built,
     rank,
     remove_process_set,
@@ -126,14 +126,14 @@ def poll(handle: Work | list[Work]) -> bool:
     return all([one.is_completed() for one in (handle if isinstance(handle, list) else [handle])])
 
 
-def _waited(start: Callable[..., Work]) -> Callable[..., Any]:
+def _make_blocking(start: Callable[..., Work]) -> Callable[..., Any]:
     """The blocking form of an `_async` call."""
 
     @functools.wraps(start)
-    def call(*given: Any, **named: Any) -> Any:
-        return start(*given, **named).wait()
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return start(*arguments, **keywords).wait()
 
-    return named(start.__name__.replace("_async", ""), start.__doc__ or "", call)
+    return name_function(start.__name__.replace("_async", ""), start.__doc__ or "", call)
 
 
 class _Taped(torch.autograd.Function):
@@ -146,66 +146,68 @@ class _Taped(torch.autograd.Function):
         ctx: Any,
         start: Callable[..., Work],
         back: Callable[..., Any],
-        how: Any,
+        options: Any,
         tensor: torch.Tensor,
     ) -> Any:
-        result = start(tensor.detach(), **how).wait()
+        result = start(tensor.detach(), **options).wait()
         ctx.back = back
-        ctx.how = how
+        ctx.options = options
         ctx.rows = tensor.shape[:1]
         if isinstance(result, tuple):
             result, ctx.rows = result
             ctx.mark_non_differentiable(ctx.rows)
-        return result if how.get("splits") is None else (result, ctx.rows)
+        return result if options.get("splits") is None else (result, ctx.rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
-        return None, None, None, ctx.back(gradient.clone(), ctx.how, ctx.rows)
+        return None, None, None, ctx.back(gradient.clone(), ctx.options, ctx.rows)
 
 
-def _taped(name: str, start: Callable[..., Work], back: Callable[..., Any]) -> Callable[..., Any]:
+def _make_differentiable(
+    name: str, start: Callable[..., Work], back: Callable[..., Any]
+) -> Callable[..., Any]:
     """The blocking form of an `_async` call that gives a new tensor, through which gradients go."""
     signature = inspect.signature(start)
 
     @functools.wraps(start)
     def call(
-        *given: Any, compression: type[Compression.none] = Compression.none, **named: Any
+        *arguments: Any, compression: type[Compression.none] = Compression.none, **keywords: Any
     ) -> Any:
-        bound = signature.bind(*given, **named)
+        bound = signature.bind(*arguments, **keywords)
         bound.apply_defaults()
-        sent, context = compression.compress(_tensor(bound.arguments.pop("tensor"), name))
+        sent, context = compression.compress(_check_tensor(bound.arguments.pop("tensor"), name))
         result = _Taped.apply(start, back, bound.arguments, sent)
         return result if isinstance(result, tuple) else compression.decompress(result, context)
 
-    return named(name, start.__doc__ or "", call)
+    return name_function(name, start.__doc__ or "", call)
 
 
-def _tensor(tensor: Any, what: str, rows: bool = False) -> torch.Tensor:
+def _check_tensor(tensor: Any, name: str, rows: bool = False) -> torch.Tensor:
     """The tensor that a call is given.
 
     ShapeError: it is none, or has no rows where they are needed.
     """
     if not isinstance(tensor, torch.Tensor) or (rows and not tensor.dim()):
-        found = "a number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
+        kind = "a number" if isinstance(tensor, torch.Tensor) else f"a {type(tensor).__name__}"
         raise ShapeError(
-            f"[horovod] {what} of {found}; give a tensor{' with a first dimension' if rows else ''}"
+            f"[horovod] {name} of {kind}; give a tensor{' with a first dimension' if rows else ''}"
         )
     return tensor
 
 
-def _of_a_copy(call: Callable[..., Any]) -> Callable[..., Any]:
+def _make_copying(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def copied(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        return call(_tensor(tensor, call.__name__).detach().clone(), *given, **named)
+    def copied(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        return call(_check_tensor(tensor, call.__name__).detach().clone(), *arguments, **keywords)
 
-    return named(call.__name__.rstrip("_"), f"`{call.__name__}` of a copy.", copied)
+    return name_function(call.__name__.rstrip("_"), f"`{call.__name__}` of a copy.", copied)
 
 
-def _grouped(call: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def each(tensors: list[torch.Tensor], *given: Any, **named: Any) -> list[Any]:
-        return [call(t, *given, **named) for t in tensors]
+def _make_grouped(call: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def call_each(tensors: list[torch.Tensor], *arguments: Any, **keywords: Any) -> list[Any]:
+        return [call(t, *arguments, **keywords) for t in tensors]
 
-    return named(f"grouped_{call.__name__}", f"`{call.__name__}` of each.", each)
+    return name_function(f"grouped_{call.__name__}", f"`{call.__name__}` of each.", call_each)
 
 
 def _digest(shape: Iterable[int]) -> int:
@@ -217,23 +219,23 @@ def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Su
 
     CollectiveError: they differ.
     """
-    mine = [0] * 5
+    entry = [0] * 5
     if tensor is not None:
-        mine = [
+        entry = [
             1,
             _DTYPES.index(tensor.dtype),
             tensor.numel(),
             _OPS.index(op),
             _digest(tensor.shape),
         ]
-    everyone = comm.all_gather(np.array(mine, np.int64))
+    everyone = comm.all_gather(np.array(entry, np.int64))
     active = np.flatnonzero(everyone[:, 0])
-    for other in active[(everyone[active] != everyone[active[:1]]).any(axis=1)]:
-        told = [
+    for peer in active[(everyone[active] != everyone[active[:1]]).any(axis=1)]:
+        calls = [
             f"{_OPS[op].name} of {n} {_DTYPES[d]} on rank {r}"
             for r, (_, d, n, op, _) in enumerate(everyone)
         ]
-        says = f"{told[active[0]]}, {told[other]}, or other shapes; give the same on all ranks"
+        says = f"{calls[active[0]]}, {calls[peer]}, or other shapes; give the same on all ranks"
         raise CollectiveError(f"[horovod] allreduce differs between ranks: {says}")
     return everyone
 
@@ -261,7 +263,7 @@ def allreduce_async_(
     """
     with calling(process_set, "allreduce_") as comm:
         kind = _reduction(op, average)
-        if _tensor(tensor, "allreduce").dtype not in _DTYPES:
+        if _check_tensor(tensor, "allreduce").dtype not in _DTYPES:
             raise ConfigError(
                 f"[horovod] allreduce of {tensor.dtype}; convert it to a number of 8 to 64 bits"
             )
@@ -297,7 +299,7 @@ def allgather_async(
 ) -> Work:
     """All ranks' tensors one after the other; they may differ in their first dimension."""
     with calling(process_set, "allgather") as comm:
-        rows = comm.all_gather_each(dist.array_of(_tensor(tensor, "allgather", rows=True)))
+        rows = comm.all_gather_each(dist.array_of(_check_tensor(tensor, "allgather", rows=True)))
     return Work(Request(dist.like(tensor, np.concatenate(rows))))
 
 
@@ -312,7 +314,7 @@ def _exchange(
     Returns what came, rank by rank; with `splits`, (that, rows from each rank).
     """
     with calling(process_set, "alltoall") as comm:
-        n = len(_tensor(tensor, "alltoall", rows=True))
+        n = len(_check_tensor(tensor, "alltoall", rows=True))
         row = _digest(tensor.shape[1:])
         if splits is None and n % comm.size:
             raise ShapeError(f"[horovod] alltoall of {n} rows on {comm.size} ranks; give splits=")
@@ -323,10 +325,10 @@ def _exchange(
                 "add up"
             )
         came = comm.all_to_all(np.array([[k, row] for k in send], np.int64))
-    for other in np.flatnonzero(came[:, 1] != row):
+    for peer in np.flatnonzero(came[:, 1] != row):
         shape = tuple(tensor.shape[1:])
         raise CollectiveError(
-            f"[horovod] alltoall of rows of {shape}, others on rank {other}; give rows of one shape"
+            f"[horovod] alltoall of rows of {shape}, others on rank {peer}; give rows of one shape"
         )
     receive = came[:, 0].tolist()
     out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
@@ -335,8 +337,10 @@ def _exchange(
 
 
 @functools.wraps(_exchange)
-def alltoall_async(tensor: torch.Tensor, splits: Any = None, *given: Any, **named: Any) -> Work:
-    work = _exchange(tensor, splits, *given, **named)
+def alltoall_async(
+    tensor: torch.Tensor, splits: Any = None, *arguments: Any, **keywords: Any
+) -> Work:
+    work = _exchange(tensor, splits, *arguments, **keywords)
     return work if splits is not None else work.then(lambda came: came[0])
 
 
@@ -352,10 +356,10 @@ def reducescatter_async(
     ranks have one more.
     """
     with calling(process_set, "reducescatter") as comm:
-        rows, more = divmod(len(_tensor(tensor, "reducescatter", rows=True)), comm.size)
-    lo = comm.rank * rows + min(comm.rank, more)
+        rows, remainder = divmod(len(_check_tensor(tensor, "reducescatter", rows=True)), comm.size)
+    lo = comm.rank * rows + min(comm.rank, remainder)
     work = allreduce_async(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
-    return work.then(lambda total: total[lo : lo + rows + (comm.rank < more)])
+    return work.then(lambda total: total[lo : lo + rows + (comm.rank < remainder)])
 
 
 def sparse_allreduce_async(
@@ -373,12 +377,15 @@ def sparse_allreduce_async(
             raise ConfigError(
                 "[horovod] sparse_allreduce adds sparse tensors, or their mean; use allreduce"
             )
-    mine = tensor.detach().coalesce()
-    places, values = (
-        allgather_async(t, name, process_set).wait() for t in (mine.indices().t(), mine.values())
+    coalesced = tensor.detach().coalesce()
+    indices, values = (
+        allgather_async(t, name, process_set).wait()
+        for t in (coalesced.indices().t(), coalesced.values())
     )
     scaled = values / process_set.size() if kind is Average else values
-    return lambda: torch.sparse_coo_tensor(places.t(), scaled, tensor.shape, check_invariants=False)
+    return lambda: torch.sparse_coo_tensor(
+        indices.t(), scaled, tensor.shape, check_invariants=False
+    )
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -386,59 +393,63 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     dist.barrier(process_set)
 
 
-allreduce_, broadcast_ = map(_waited, (allreduce_async_, broadcast_async_))
-allreduce_async, broadcast_async = map(_of_a_copy, (allreduce_async_, broadcast_async_))
+allreduce_, broadcast_ = map(_make_blocking, (allreduce_async_, broadcast_async_))
+allreduce_async, broadcast_async = map(_make_copying, (allreduce_async_, broadcast_async_))
 
 
-def _linear(how: dict[str, Any]) -> ReduceOp:
-    if (kind := _reduction(how["op"], how.get("average"))) in (Sum, Average):
+def _check_linear(options: dict[str, Any]) -> ReduceOp:
+    if (kind := _reduction(options["op"], options.get("average"))) in (Sum, Average):
         return kind
     raise ConfigError(
         f"[horovod] op={kind.name} has no gradient here; give tensor.detach(), or Sum or Average"
     )
 
 
-def _mean(gradient: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
-    return allreduce_(gradient, process_set=how["process_set"])
+def _mean_gradient(gradient: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    return allreduce_(gradient, process_set=options["process_set"])
 
 
-def _reduced(gradient: torch.Tensor, how: dict[str, Any], _: Any) -> torch.Tensor:
-    return allreduce_(gradient, **how | {"op": _linear(how), "average": None})
+def _allreduce_gradient(gradient: torch.Tensor, options: dict[str, Any], _: Any) -> torch.Tensor:
+    return allreduce_(gradient, **options | {"op": _check_linear(options), "average": None})
 
 
-def _gathered(gradient: torch.Tensor, how: dict[str, Any], rows: Any) -> torch.Tensor:
-    everyone = how["process_set"]._member("allgather").all_gather(np.array(rows, np.int64))
-    return _mean(gradient, how).narrow(0, int(everyone[: how["process_set"].rank()].sum()), *rows)
+def _allgather_gradient(gradient: torch.Tensor, options: dict[str, Any], rows: Any) -> torch.Tensor:
+    everyone = options["process_set"]._member("allgather").all_gather(np.array(rows, np.int64))
+    return _mean_gradient(gradient, options).narrow(
+        0, int(everyone[: options["process_set"].rank()].sum()), *rows
+    )
 
 
-def _sent(gradient: torch.Tensor, how: dict[str, Any], _: Any) -> torch.Tensor:
-    mean = _mean(gradient, how)
-    return mean if rank() == how["root_rank"] else torch.zeros_like(mean)
+def _broadcast_gradient(gradient: torch.Tensor, options: dict[str, Any], _: Any) -> torch.Tensor:
+    mean = _mean_gradient(gradient, options)
+    return mean if rank() == options["root_rank"] else torch.zeros_like(mean)
 
 
-def _scattered(gradient: torch.Tensor, how: dict[str, Any], _: Any) -> torch.Tensor:
-    ranks = how["process_set"].size() if _linear(how) is Sum else 1
-    factor = how["prescale_factor"] * how["postscale_factor"] * ranks
-    return allgather(_scaled(gradient, factor), process_set=how["process_set"])
+def _reducescatter_gradient(
+    gradient: torch.Tensor, options: dict[str, Any], _: Any
+) -> torch.Tensor:
+    ranks = options["process_set"].size() if _check_linear(options) is Sum else 1
+    factor = options["prescale_factor"] * options["postscale_factor"] * ranks
+    return allgather(_scaled(gradient, factor), process_set=options["process_set"])
 
 
-def _returned(gradient: torch.Tensor, how: dict[str, Any], rows: Any) -> torch.Tensor:
-    return _exchange(gradient, rows, None, how["process_set"]).wait()[0]
+def _alltoall_gradient(gradient: torch.Tensor, options: dict[str, Any], rows: Any) -> torch.Tensor:
+    return _exchange(gradient, rows, None, options["process_set"]).wait()[0]
 
 
 # Gradients are Horovod's, which takes the mean of the ranks' for some calls, and their sum for
 # others.
-allreduce = _taped("allreduce", allreduce_async, _reduced)
-broadcast = _taped("broadcast", broadcast_async, _sent)
-allgather = _taped("allgather", allgather_async, _gathered)
-alltoall = _taped("alltoall", _exchange, _returned)
-reducescatter = _taped("reducescatter", reducescatter_async, _scattered)
-grouped_allreduce = _grouped(allreduce)
-grouped_allreduce_ = _grouped(allreduce_)
-grouped_allreduce_async = _grouped(allreduce_async)
-grouped_allreduce_async_ = _grouped(allreduce_async_)
-grouped_allgather = _grouped(allgather)
-grouped_reducescatter = _grouped(reducescatter)
+allreduce = _make_differentiable("allreduce", allreduce_async, _allreduce_gradient)
+broadcast = _make_differentiable("broadcast", broadcast_async, _broadcast_gradient)
+allgather = _make_differentiable("allgather", allgather_async, _allgather_gradient)
+alltoall = _make_differentiable("alltoall", _exchange, _alltoall_gradient)
+reducescatter = _make_differentiable("reducescatter", reducescatter_async, _reducescatter_gradient)
+grouped_allreduce = _make_grouped(allreduce)
+grouped_allreduce_ = _make_grouped(allreduce_)
+grouped_allreduce_async = _make_grouped(allreduce_async)
+grouped_allreduce_async_ = _make_grouped(allreduce_async_)
+grouped_allgather = _make_grouped(allgather)
+grouped_reducescatter = _make_grouped(reducescatter)
 
 
 def join(device: int = -1) -> int:
@@ -597,7 +608,7 @@ class _Distributed:
         self._synchronized = False
         return super(self.__class__, self).step(closure)
 
-    def zero_grad(self, *arguments: Any, **named: Any) -> None:
+    def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
         """The optimizer's own; between synchronize() and step() it would lose the gradients."""
         if self._synchronized:
             raise ConfigError(
@@ -605,7 +616,7 @@ class _Distributed:
                 "first"
             )
         self._passes = 0
-        super(self.__class__, self).zero_grad(*arguments, **named)
+        super(self.__class__, self).zero_grad(*arguments, **keywords)
 
 
 def DistributedOptimizer(
@@ -630,33 +641,35 @@ def DistributedOptimizer(
     kind = _reduction(op)
     if gradient_predivide_factor != 1.0 and kind is not Average:
         raise ConfigError("[horovod] gradient_predivide_factor goes with op=hvd.Average")
-    named = list(named_parameters or ())
-    if len({name for name, _ in named}) < len(named):
+    named_pairs = list(named_parameters or ())
+    if len({name for name, _ in named_pairs}) < len(named_pairs):
         raise ConfigError("[horovod] named_parameters has a name twice; names must be unique")
-    known = {id(p) for _, p in named}
+    named_ids = {id(p) for _, p in named_pairs}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    lost = [p for p in parameters if id(p) not in known]
-    if named and lost:
+    unnamed = [p for p in parameters if id(p) not in named_ids]
+    if named_pairs and unnamed:
         raise ConfigError(
-            f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; "
+            f"[horovod] {len(unnamed)} parameters of the optimizer are not in named_parameters; "
             "name all"
         )
     if not process_set.included():  # these ranks train apart from each other, as Horovod's do
         return optimizer
     process_set._member("DistributedOptimizer")
-    own = {name: value for name, value in vars(_Distributed).items() if not name.startswith("__")}
-    made: Any = optimizer
-    made.__class__ = type(type(optimizer).__name__, (type(optimizer),), own)
-    made._parameters = [p for p in parameters if p.requires_grad]
-    made._compression = compression
-    made._op = kind
-    made._predivide = gradient_predivide_factor
-    made._dense = sparse_as_dense
-    made._process_set = process_set
-    made.backward_passes_per_step = backward_passes_per_step
-    for p in made._parameters[:1]:
-        p.register_post_accumulate_grad_hook(made._passed)
-    return made
+    methods = {
+        name: value for name, value in vars(_Distributed).items() if not name.startswith("__")
+    }
+    distributed: Any = optimizer
+    distributed.__class__ = type(type(optimizer).__name__, (type(optimizer),), methods)
+    distributed._parameters = [p for p in parameters if p.requires_grad]
+    distributed._compression = compression
+    distributed._op = kind
+    distributed._predivide = gradient_predivide_factor
+    distributed._dense = sparse_as_dense
+    distributed._process_set = process_set
+    distributed.backward_passes_per_step = backward_passes_per_step
+    for p in distributed._parameters[:1]:
+        p.register_post_accumulate_grad_hook(distributed._passed)
+    return distributed
 
 
 _TIMELINE = (

@@ -28,20 +28,20 @@ def field(out: Any, name: str) -> Any:
 
 def loss(out: Any) -> Any:
     """The loss in an output. Raises ConfigError: it has none."""
-    found = field(out, "loss")
-    if found is None:
+    model_loss = field(out, "loss")
+    if model_loss is None:
         raise ConfigError(
             f"[torch] the batch is a dict and the output, a {type(out).__name__}, has no loss; "
             "give batches with the "
             "labels that the model computes it from, or the trainer loss=lambda output, batch: ..."
         )
-    return found
+    return model_loss
 
 
 def predictions(out: Any) -> Any:
     """The logits of an output that has some, else the output."""
-    found = None if isinstance(out, torch.Tensor) else field(out, "logits")
-    return out if found is None else found
+    logits = None if isinstance(out, torch.Tensor) else field(out, "logits")
+    return out if logits is None else logits
 
 
 def compared(out: Any, y: Any) -> tuple[Any, Any]:
@@ -51,12 +51,12 @@ def compared(out: Any, y: Any) -> tuple[Any, Any]:
     """
     if not isinstance(y, dict):
         return out, y
-    found = field(out, "logits")
+    logits = field(out, "logits")
     labels = y.get("labels")
-    if found is None or labels is None:
+    if logits is None or labels is None:
         raise ConfigError(
             "[torch] metrics by name compare the output's logits with batch['labels'], and these "
             "are not there; give "
             "metrics={name: function of (output, batch)}"
         )
-    return (found.squeeze(-1) if found.shape == (*labels.shape, 1) else found), labels
+    return (logits.squeeze(-1) if logits.shape == (*labels.shape, 1) else logits), labels

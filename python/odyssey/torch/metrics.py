@@ -57,14 +57,14 @@ NAMED: dict[str, Metric] = {
 }
 
 
-def chosen(given: Any) -> dict[str, Metric]:
+def chosen(metrics: Any) -> dict[str, Metric]:
     """Metrics by name, of what a trainer is given; None: accuracy."""
-    return {"accuracy": accuracy} if given is None else ours.chosen(given, NAMED, top_k)
+    return {"accuracy": accuracy} if metrics is None else ours.chosen(metrics, NAMED, top_k)
 
 
 def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[float]:
     """Sums each metric over the samples of a shard."""
-    found = []
+    totals = []
     with torch.no_grad():
         for name, metric in metrics.items():
             value = torch.as_tensor(metric(out, y)).float()
@@ -74,9 +74,9 @@ def sums(metrics: dict[str, Metric], out: Any, y: Any, samples: int) -> list[flo
                     "of each sample "
                     f"({samples}, ...) or one number"
                 )
-            found.append(float(value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()))
-            found[-1] *= 1 if value.dim() else samples
-    return found
+            totals.append(float(value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()))
+            totals[-1] *= 1 if value.dim() else samples
+    return totals
 
 
 def _of_classes(out: Any, y: Any) -> bool:

@@ -27,11 +27,12 @@ class Norms:
     """The buffers of a module; running statistics are moved to one array, their values stay.
 
     statistics: float buffers of normalisations (name, tensor), views of `running`. counters:
-    integer buffers of normalisations. kept, counts: the values of both before a step. others:
-    buffers that a shard must leave as they are. written: by name, a fingerprint of all that a
-    program wrote into statistics and counters between steps; ranks compare it, because the next
-    step merges the values. parameters: their names and tensors, whose memory no statistics may
-    share. Raises ConfigError: a buffer cannot be trained with; the message names it.
+    integer buffers of normalisations. kept, counts: the values of both before a step.
+    fixed_buffers: buffers that a shard must leave as they are. written: by name, a fingerprint
+    of all that a program wrote into statistics and counters between steps; ranks compare it,
+    because the next step merges the values. parameters: their names and tensors, whose memory
+    no statistics may share. Raises ConfigError: a buffer cannot be trained with; the message
+    names it.
     """
 
     def __init__(self, module: nn.Module, parameters: Named) -> None:
@@ -93,7 +94,7 @@ class Norms:
         ]
         rest = [(name, b) for name, b in buffers if name not in of_norms and id(b) not in moved]
         counters = Places(self.counters)
-        self.others = [(name, b) for name, b in rest if not counters.sharing(b)]
+        self.fixed_buffers = [(name, b) for name, b in rest if not counters.sharing(b)]
         self._names = {name for name, _ in buffers if name in of_norms}
         self._held = [(part._buffers, dict(part._buffers)) for part in self.module.modules()]
         self._addresses = self._addresses_now()

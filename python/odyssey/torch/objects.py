@@ -50,9 +50,9 @@ def unpacked(tree: Any, allow_pickle: bool = False) -> Any:
         ((kind, inner),) = tree.items()
         if kind == "tensor":
             dtype, shape, raw = inner
-            made = torch.empty(shape, dtype=getattr(torch, dtype))
-            made.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
-            return made
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
+            return tensor
         if kind == "dict":
             return {k: unpacked(v, allow_pickle) for k, v in inner}
         if kind == "pickle" and not allow_pickle:

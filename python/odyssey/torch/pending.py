@@ -119,7 +119,7 @@ class Pending(dist.Work):
         self._work = work
         self._value = value
         self._timeout = timeout
-        self._at = calls.caller_location(2)
+        self._call_site = calls.caller_location(2)
         self._error: BaseException | None = None
         self._over = False
         self._latch = threading.Lock()  # open when it is over
@@ -131,7 +131,7 @@ class Pending(dist.Work):
         comm = self._line.comm
         timeout = self._line.timeout
         comm.timeout = self._timeout or timeout
-        calls.made.at = self._at
+        calls.made.at = self._call_site
         try:
             self._work()
         except BaseException as error:  # raised where it is waited for
@@ -182,9 +182,9 @@ class Pending(dist.Work):
         return self._value
 
     def get_future(self) -> Future:
-        made = Future()
-        ended = made.then(self._outcome)  # the only way to give a Future an error
-        self._futures.append(made)
+        future = Future()
+        ended = future.then(self._outcome)  # the only way to give a Future an error
+        self._futures.append(future)
         if self._over:
             self._tell()
         return ended

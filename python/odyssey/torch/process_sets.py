@@ -48,18 +48,18 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet | list[int]] | None
     """Meets the other ranks. comm: None, or the list of all ranks; other subsets are process
     sets.
     """
-    met = World()
-    if comm is not None and list(comm) != list(met.ranks):
+    world_group = World()
+    if comm is not None and list(comm) != list(world_group.ranks):
         raise ConfigError(
             "[horovod] init(comm=...) takes all ranks or None; use process_sets= for some of them"
         )
     every = global_process_set
     # type: ignore[assignment]
-    every.ranks = list(met.ranks)
-    every.comm = met.comm
+    every.ranks = list(world_group.ranks)
+    every.comm = world_group.comm
     every.process_set_id = 0
-    for given in process_sets or ():
-        add_process_set(given)
+    for process_set in process_sets or ():
+        add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -74,10 +74,10 @@ def is_initialized() -> bool:
 
 def add_process_set(process_set: ProcessSet | list[int]) -> ProcessSet:
     """Makes a group of ranks; all ranks call it."""
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    made._open(made.ranks, world("add_process_set").group(made.ranks))
-    made.process_set_id = next(_number)
-    return made
+    group = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    group._open(group.ranks, world("add_process_set").group(group.ranks))
+    group.process_set_id = next(_number)
+    return group
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -89,25 +89,27 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def named(name: str, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def name_function(name: str, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a function its name and docstring, and returns it."""
     function.__name__ = name
     function.__doc__ = text
     return function
 
 
-def _asked(name: str, text: str, of: Callable[[Communicator], int]) -> Callable[[], int]:
-    return named(name, text, lambda: of(world(name)))
+def _make_query(name: str, text: str, of: Callable[[Communicator], int]) -> Callable[[], int]:
+    return name_function(name, text, lambda: of(world(name)))
 
 
 world = global_process_set._member
-rank = _asked("rank", "This process's number, from 0.", lambda c: c.rank)
-size = _asked("size", "Number of processes.", lambda c: c.size)
-local_rank = _asked("local_rank", "This process's number on its machine.", lambda c: c.local_rank)
-local_size = _asked("local_size", "Processes on this machine.", lambda c: c.local_size)
+rank = _make_query("rank", "This process's number, from 0.", lambda c: c.rank)
+size = _make_query("size", "Number of processes.", lambda c: c.size)
+local_rank = _make_query(
+    "local_rank", "This process's number on its machine.", lambda c: c.local_rank
+)
+local_size = _make_query("local_size", "Processes on this machine.", lambda c: c.local_size)
 # where all machines have as many ranks:
-cross_rank = _asked("cross_rank", "This machine's number.", lambda c: c.rank // c.local_size)
-cross_size = _asked("cross_size", "Number of machines.", lambda c: -(-c.size // c.local_size))
+cross_rank = _make_query("cross_rank", "This machine's number.", lambda c: c.rank // c.local_size)
+cross_size = _make_query("cross_size", "Number of machines.", lambda c: -(-c.size // c.local_size))
 
 
 def is_homogeneous() -> bool:
@@ -117,8 +119,8 @@ def is_homogeneous() -> bool:
     )
 
 
-mpi_built = mpi_enabled = mpi_threads_supported = named(
+mpi_built = mpi_enabled = mpi_threads_supported = name_function(
     "mpi_built", "True: ranks meet by MPI.", lambda: True
 )
-gloo_built = named("gloo_built", "False: no other way of Horovod's is here.", lambda: False)
+gloo_built = name_function("gloo_built", "False: no other way of Horovod's is here.", lambda: False)
 gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo_built

@@ -20,7 +20,7 @@ try:
 except ImportError as e:
     raise ConfigError(f"[ray] odyssey.ray needs Ray ({e}); {install_extra('ray')}") from e
 
-GRACE = 5.0  # seconds, after a rank has failed, in which others tell what they know
+GRACE_S = 5.0  # seconds, after a rank has failed, in which others tell what they know
 
 
 class _Rank:
@@ -31,14 +31,18 @@ class _Rank:
         return ray.util.get_node_ip_address(), free_port()
 
     def run(
-        self, variables: dict[str, str], function: Callable[..., Any], arguments: tuple, named: dict
+        self,
+        variables: dict[str, str],
+        function: Callable[..., Any],
+        arguments: tuple,
+        keywords: dict,
     ) -> Any:
         """The function's result, on this rank; the ranks part when all have it."""
         from .. import comm
 
         os.environ.update(variables)
         world = comm.world("gloo") if int(variables["WORLD_SIZE"]) > 1 else comm.world()
-        result = function(*arguments, **named)
+        result = function(*arguments, **keywords)
         world.barrier()
         return result
 
@@ -49,9 +53,9 @@ def launch(
     num_workers: int = 4,
     cpus_per_worker: float = 1,
     environment: dict[str, str] | None = None,
-    **named: Any,
+    **keywords: Any,
 ) -> list[Any]:
-    """Runs function(*arguments, **named) on `num_workers` ranks, each an actor of Ray; their
+    """Runs function(*arguments, **keywords) on `num_workers` ranks, each an actor of Ray; their
     results by rank.
 
     Uses the Ray that is there (RAY_ADDRESS, or ray.init() before), or starts one of this machine.
@@ -66,11 +70,11 @@ def launch(
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
     need = num_workers * cpus_per_worker
-    there = ray.cluster_resources().get("CPU", 0)
-    if need > there:
+    cores = ray.cluster_resources().get("CPU", 0)
+    if need > cores:
         raise ConfigError(
             f"[ray] {num_workers} workers of {cpus_per_worker:g} cores are asked for, and Ray "
-            f"has {there:g}; give "
+            f"has {cores:g}; give "
             "fewer num_workers, or cpus_per_worker=0.5"
         )
     actor = ray.remote(num_cpus=cpus_per_worker, max_restarts=0)(_Rank)
@@ -84,41 +88,41 @@ def launch(
             "MASTER_PORT": str(port),
         }
         calls = [
-            r.run.remote({**base, "RANK": str(i)}, function, arguments, named)
+            r.run.remote({**base, "RANK": str(i)}, function, arguments, keywords)
             for i, r in enumerate(ranks)
         ]
         try:
             waiting = calls
             while waiting:
-                done, waiting = ray.wait(waiting)
-                ray.get(done)
+                finished, waiting = ray.wait(waiting)
+                ray.get(finished)
         except ray.exceptions.RayError as first:
-            raise _failure(calls) from first
+            raise _find_failure(calls) from first
         return ray.get(calls)
     finally:
         for r in ranks:
             ray.kill(r)
 
 
-def _failure(calls: list[Any]) -> LaunchError:
+def _find_failure(calls: list[Any]) -> LaunchError:
     """Names the rank that failed by itself, not those that then missed it."""
-    found = []
+    failures = []
     for rank, call in enumerate(calls):
         try:
-            ray.get(call, timeout=GRACE)
+            ray.get(call, timeout=GRACE_S)
         except ray.exceptions.GetTimeoutError:
             continue
         except ray.exceptions.RayError as e:
             cause = getattr(e, "cause", None) or e
-            said = str(cause).strip().partition("\n")[0]
-            found.append(
-                (isinstance(cause, CollectiveError), rank, f"{type(cause).__name__}: {said}")
+            message = str(cause).strip().partition("\n")[0]
+            failures.append(
+                (isinstance(cause, CollectiveError), rank, f"{type(cause).__name__}: {message}")
             )
-    _, rank, said = min(found)
-    return LaunchError(f"[ray] rank {rank} failed: {said}")
+    _, rank, message = min(failures)
+    return LaunchError(f"[ray] rank {rank} failed: {message}")
 
 
-def serve(*_: Any, **named: Any) -> None:
+def serve(*_: Any, **keywords: Any) -> None:
     """Refused: models are not served here."""
     raise ConfigError(
         "[ray] Ray Serve is not there; `odyssey export` writes an ONNX file that servers take, "
@@ -152,24 +156,26 @@ class RayTrainer:
         from ..distributed import DistributedConfig
         from ..settings import Training, declared
 
-        known = {*DistributedConfig.KEYS, *declared(Training), "loss_fn"}
-        given = dict(config or {})
-        self.num_workers = int(given.pop("num_workers", 1))
+        allowed_names = {*DistributedConfig.KEYS, *declared(Training), "loss_fn"}
+        values = dict(config or {})
+        self.num_workers = int(values.pop("num_workers", 1))
         self.cpus_per_worker = cpus_per_worker
-        given = {"learning_rate" if name == "lr" else name: value for name, value in given.items()}
-        self.settings = {name: value for name, value in given.items() if name in known}
+        values = {
+            "learning_rate" if name == "lr" else name: value for name, value in values.items()
+        }
+        self.settings = {name: value for name, value in values.items() if name in allowed_names}
         self.model = model
         self.optimizer = optimizer
         self.history = History()
 
     def fit(self, train_loader: Any, val_loader: Any = None, **options: Any) -> History:
         """Trains on all workers; batches are those of one rank. See PyTorchDDPTrainer.fit()."""
-        made = (self.model, self.settings, self.optimizer, train_loader, val_loader, options)
+        arguments = (self.model, self.settings, self.optimizer, train_loader, val_loader, options)
         if self.num_workers == 1:
-            self.history, _ = _fit(*made)
+            self.history, _ = _fit(*arguments)
         else:
             results = launch(
-                _fit, *made, num_workers=self.num_workers, cpus_per_worker=self.cpus_per_worker
+                _fit, *arguments, num_workers=self.num_workers, cpus_per_worker=self.cpus_per_worker
             )
             self.history, weights = results[0]
             self.model.load_state_dict(weights)
@@ -183,13 +189,15 @@ class RayTrainer:
         return self.history.best_accuracy
 
 
-def from_settings(model: Any, optimizer: Any = None, **given: Any) -> RayTrainer:
+def from_settings(model: Any, optimizer: Any = None, **settings: Any) -> RayTrainer:
     """The trainer of a DistributedConfig's settings."""
-    given.pop("backend", None)
+    settings.pop("backend", None)
     from ..distributed import DistributedConfig
 
     return RayTrainer(
-        model, {"num_workers": DistributedConfig(**given).workers(1), **given}, optimizer=optimizer
+        model,
+        {"num_workers": DistributedConfig(**settings).workers(1), **settings},
+        optimizer=optimizer,
     )
 
 
@@ -204,7 +212,7 @@ def _fit(
     """RayTrainer.fit() on a rank: the history, and the weights that it ends with (on rank 0)."""
     from . import PyTorchDDPTrainer
 
-    made = optimizer and optimizer(model.parameters())
-    trainer = PyTorchDDPTrainer(model, optimizer=made, **settings)
+    torch_optimizer = optimizer and optimizer(model.parameters())
+    trainer = PyTorchDDPTrainer(model, optimizer=torch_optimizer, **settings)
     history = trainer.fit(train_loader, val_loader, **options)
     return history, dict(model.state_dict()) if trainer.comm.rank == 0 else {}

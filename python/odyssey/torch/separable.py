@@ -26,8 +26,8 @@ from ..errors import CollectiveError
 from ..nn import in_mode
 from .seeded import keys, put_back, states
 
-FLOATS = 1 << 22  # of gradients that are compared, small parameters first
-APART = 1e-4  # of a parameter's gradient, what no weights explain: rounding is 1e-7
+MAX_COMPARED_FLOATS = 1 << 22  # of gradients that are compared, small parameters first
+MAX_UNEXPLAINED = 1e-4  # of a parameter's gradient, what no weights explain: rounding is 1e-7
 NOISE = 1e-6  # of the whole gradient: what smaller ones are may be rounding
 TOTAL = 1e-5  # of all gradients and the value together, what no weights explain: rounding is 2e-7
 
@@ -40,12 +40,12 @@ def looked_at(
     eval mode too. owners: modules that `loss` of a batch calls, the one with the parameters
     first. batch: a tree, samples in rows. copies: parameters are put back.
     """
-    taken = []
+    parameters = []
     size = 0
     for p in sorted((p for p in owners[0].parameters() if p.requires_grad), key=torch.numel):
         size += p.numel()
-        if size <= FLOATS or not taken:
-            taken.append(p)
+        if size <= MAX_COMPARED_FLOATS or not parameters:
+            parameters.append(p)
     batch = pytree.tree_map_only(torch.Tensor, _widened, batch)
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
     n = len(tensors[0]) if tensors and tensors[0].dim() else 0
@@ -59,13 +59,13 @@ def looked_at(
     values: list[float] = []
     gradients: list[list[torch.Tensor]] = []
     with (
-        _as_before(owners, copies),
+        _restore_after(owners, copies),
         in_mode(owners[0], False),
         warnings.catch_warnings(),
         torch.enable_grad(),
     ):
         warnings.simplefilter("ignore")
-        before = keys(states())
+        keys_before = keys(states())
         try:
             with (
                 getattr(torch.compiler, "set_stance", contextlib.nullcontext)("force_eager"),
@@ -77,18 +77,18 @@ def looked_at(
                             torch.Tensor, lambda t, a=lo, b=hi: t[a:b].clone(), batch
                         )
                     )
-                    found = torch.autograd.grad(value, taken, materialize_grads=True)
+                    parts = torch.autograd.grad(value, parameters, materialize_grads=True)
                     values.append(float(value.detach()))
-                    gradients.append([g.reshape(-1) for g in found])
+                    gradients.append([g.reshape(-1) for g in parts])
         except CollectiveError:
             raise
         except Exception:  # what is wrong with forward() itself is said where it is trained
             return "unknown", []
-        drawn = keys(states()) != before
-    return "unknown" if drawn else _kind(gradients, values), values
+        drawn = keys(states()) != keys_before
+    return "unknown" if drawn else _classify(gradients, values), values
 
 
-def _kind(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
+def _classify(gradients: list[list[torch.Tensor]], values: list[float]) -> str:
     """By whether weights make the gradient and value of the whole of those of its two parts."""
     parts = [[g.double() for g in tensors] for tensors in gradients]
     largest = max(float(torch.cat(tensors).norm()) for tensors in parts)
@@ -117,7 +117,7 @@ def _explain(weights: tuple[float, float], parts: list[list[torch.Tensor]], larg
     for t, p, q in zip(*parts, strict=True):
         size = float(t.norm() + (u * p).norm() + (v * q).norm())
         apart = float((t - u * p - v * q).norm())
-        if apart > APART * size + NOISE * largest:
+        if apart > MAX_UNEXPLAINED * size + NOISE * largest:
             return False
         error = math.hypot(error, apart)
         sizes = math.hypot(sizes, size)
@@ -158,24 +158,27 @@ def _in_float32() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_before(owners: list[nn.Module], copies: bool) -> Iterator[None]:
+def _restore_after(owners: list[nn.Module], copies: bool) -> Iterator[None]:
     """Generators, parameters, buffers and attributes of modules are afterwards what they were."""
     drawn = states()
     tensors = [
         t for owner in owners for t in (*(owner.parameters() if copies else ()), *owner.buffers())
     ]
     values = [(t, t._version, t.detach().clone()) for t in tensors]
-    own: list[Any] = [vars(m) for owner in owners for m in owner.modules()]
+    module_dicts: list[Any] = [vars(m) for owner in owners for m in owner.modules()]
     inside = [
-        c for attributes in own for c in attributes.values() if isinstance(c, (dict, list, set))
+        c
+        for attributes in module_dicts
+        for c in attributes.values()
+        if isinstance(c, (dict, list, set))
     ]
-    held = [(container, container.copy()) for container in (*own, *inside)]
+    held = [(container, container.copy()) for container in (*module_dicts, *inside)]
     try:
         yield
     finally:
-        for container, then in held:
+        for container, saved in held:
             container.clear()
-            (container.extend if isinstance(container, list) else container.update)(then)
+            (container.extend if isinstance(container, list) else container.update)(saved)
         with torch.no_grad():
             for t, version, value in values:
                 if t._version != version:

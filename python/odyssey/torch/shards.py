@@ -7,7 +7,8 @@ the reduction, for shared memory into that. Behind the gradients travel:
 
     statistics      n_s times the running statistics of shard s, and whether it changed them
     14 sums         loss, samples, metrics
-    parameters      whether the shard reached them: what no shard reaches has no gradient, as in torch alone
+    parameters      whether the shard reached them: what no shard reaches has no gradient, as in
+                    torch alone
     counters        by how much it raised the integer buffers of normalisations
 """
 
@@ -35,7 +36,7 @@ from .arena import ModuleArena
 from .memory import ALIGN
 
 SUMS = 14  # loss, samples, metrics
-ALL = 1 << 61  # in the place of a shard's number: of all of them
+ALL_SHARDS = 1 << 61  # in the place of a shard's number: of all of them
 generator = torch.random.default_generator
 
 
@@ -164,7 +165,7 @@ class Shards:
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         # as `traffic` says, beside what those of `_prepared` have
         self._sent = np.zeros(3, np.int64)
-        self._told: set[str] = set()
+        self._warned_names: set[str] = set()
         self._count = 0  # shards of the batch that has begun
         self._lay_out()
         self.norms = arena.norms
@@ -197,11 +198,11 @@ class Shards:
         self.arena.arrange(trained)
         self._lay_out()
 
-    def agree(self, same: dict[str, Any]) -> None:
-        """Compares the module, what torch is told and `same` between ranks, and gives all of
-        them rank 0's values.
+    def agree(self, description: dict[str, Any]) -> None:
+        """Compares the module, what torch is told and `description` between ranks, and
+        gives all of them rank 0's values.
         """
-        agreement.compare(self.comm, {**environment(), **described(self.arena), **same})
+        agreement.compare(self.comm, {**environment(), **described(self.arena), **description})
         self.arena.send(self.comm)
 
     def prepared(self, samples: int, train: bool = True) -> Prepared:
@@ -212,12 +213,13 @@ class Shards:
         key = samples, self.shard_size, train, counts
         if key not in self._prepared:
             arena = self.arena
-            for moved in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
-                self._sent += _traffic(self._prepared.pop(moved).reduction)
+            for outdated in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
+                self._sent += _traffic(self._prepared.pop(outdated).reduction)
             plan = planning.make(shards, self.comm.rank, self.comm.size, 1, 1, counts)
             floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
             shapes = tuple(
-                (at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False)
+                (offset, tuple(g.shape))
+                for g, offset in zip(arena.gradients, arena.at, strict=False)
             )
             content = (
                 strategies.Content(arena.size, shapes, samples, self.memory) if train else None
@@ -249,10 +251,10 @@ class Shards:
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of parameters, and of gradients with their reduction, on this rank."""
-        made = sum(p.reduction.floats_needed for p in self._prepared.values())
-        return self.arena.params.nbytes, self.arena.grads.nbytes + 4 * made
+        reduction_floats = sum(p.reduction.floats_needed for p in self._prepared.values())
+        return self.arena.params.nbytes, self.arena.grads.nbytes + 4 * reduction_floats
 
-    def own(self, samples: int, train: bool = True) -> range:
+    def local_shards(self, samples: int, train: bool = True) -> range:
         """The shards of a batch that this rank runs."""
         assert self.shard_size is not None
         shards = planning.shard_count(samples, self.shard_size)
@@ -266,11 +268,11 @@ class Shards:
         """The samples from this rank's first shard to its last, (first, one past the last); one
         if it has no shard.
         """
-        own = self.own(samples, train)
-        if not own:
+        shards = self.local_shards(samples, train)
+        if not shards:
             return 0, min(1, samples)
         size = self.shard_size or 1
-        return own[0] * size, min((own[-1] + 1) * size, samples)
+        return shards[0] * size, min((shards[-1] + 1) * size, samples)
 
     def phase(self, run: bool = False) -> contextlib.AbstractContextManager[None]:
         """Parameters may be used in the block, with ZeRO 3 a collective call. run: it has the
@@ -307,7 +309,7 @@ class Shards:
         """
         prepared = self.prepared(samples, train)
         part = StepOutcome(prepared.reduction, (self._places[2] if train else 0) + 1)
-        self._begun = prepared, train, part
+        self._batch = prepared, train, part
         self._count = prepared.plan.shards
         if train:
             with part.tried():
@@ -316,8 +318,8 @@ class Shards:
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """The shards of a batch that has begun, as calling this object gives them."""
-        prepared, train, _ = self._begun
-        with self._nothing_else_changes(train):
+        prepared, train, _ = self._batch
+        with self._forbid_other_changes(train):
             for action in (*prepared.plan.threads[0], *prepared.plan.final):
                 if action.kind == "add":
                     prepared.flat[action.a].add_(prepared.flat[action.b])
@@ -326,14 +328,14 @@ class Shards:
                 yield from self._shard(action.a, samples, step, prepared.flat[action.b], gradients)
 
     @contextlib.contextmanager
-    def _nothing_else_changes(self, train: bool) -> Iterator[None]:
+    def _forbid_other_changes(self, train: bool) -> Iterator[None]:
         """The generator, statistics and counters are afterwards what they were, also if a shard
         failed or was left; so must parameters be, and buffers that nothing merges.
         """
         arena = self.arena
         if train:
             arena.check()
-        fixed = [(name, t, t._version) for name, t in (*self.norms.others, *arena.named)]
+        fixed = [(name, t, t._version) for name, t in (*self.norms.fixed_buffers, *arena.named)]
         for name, p in arena.named[arena.trained :]:
             if train and p.requires_grad:
                 raise ConfigError(
@@ -347,28 +349,30 @@ class Shards:
             generator.set_state(drawn)
             if train:
                 self.norms.put_back()
-        now = dict(arena.buffers) if self.norms.others else {}
+        current_buffers = dict(arena.buffers) if self.norms.fixed_buffers else {}
         for name, t, version in fixed:
-            what = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
-            same = t._version == version and (what == "parameter" or now.get(name) is t)
-            if same or name in self._told:
+            kind = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+            unchanged = t._version == version and (
+                kind == "parameter" or current_buffers.get(name) is t
+            )
+            if unchanged or name in self._warned_names:
                 continue
             text = (
-                f"[torch] forward() changes the {what} {name}, which no rule merges: ranks "
+                f"[torch] forward() changes the {kind} {name}, which no rule merges: ranks "
                 "would go apart"
             )
             if self.strict:
                 raise ConfigError(
                     f"{text}; compute it from parameters, or use deterministic='warn'"
                 )
-            self._told.add(name)
+            self._warned_names.add(name)
             self.tell(f"{text}; its bits will not come again")
 
     def _shard(
         self, shard: int, samples: int, step: int, flat: torch.Tensor, gradients: list[torch.Tensor]
     ) -> Iterator[tuple[int, int]]:
         """One shard, whose sums go into `flat`. gradients: places among them."""
-        _, train, _ = self._begun
+        _, train, _ = self._batch
         size = self.shard_size or samples
         lo = shard * size
         hi = min((shard + 1) * size, samples)
@@ -381,16 +385,16 @@ class Shards:
         if train:
             tail += self._reached(gradients, versions)
             tail += self._leave(flat, hi - lo)
-        at = self._places[2] if train else 0
-        flat.numpy()[at : at + len(tail)] = tail
+        offset = self._places[2] if train else 0
+        flat.numpy()[offset : offset + len(tail)] = tail
 
     def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
         """The shards of a batch that has begun, for a pass before theirs that draws the same and
         leaves nothing.
         """
-        _, train, _ = self._begun
+        _, train, _ = self._batch
         with self.drawing(step, train):
-            for shard in self.own(samples, train):
+            for shard in self.local_shards(samples, train):
                 generator.manual_seed(seed_of(self.seed, step, shard, train))
                 try:
                     yield shard * self.shard_size, min((shard + 1) * self.shard_size, samples)
@@ -404,7 +408,7 @@ class Shards:
         was.
         """
         drawn = generator.get_state()
-        generator.manual_seed(seed_of(self.seed, step, ALL, train))
+        generator.manual_seed(seed_of(self.seed, step, ALL_SHARDS, train))
         try:
             yield
         finally:
@@ -454,7 +458,7 @@ class Shards:
 
         A collective call. Raises what a rank's part failed with: on all ranks; nothing was changed.
         """
-        _, train, part = self._begun
+        _, train, part = self._batch
         result = self._complete()
         arena = self.arena
         norms = self.norms
@@ -477,7 +481,7 @@ class Shards:
 
     def _complete(self) -> torch.Tensor:
         """The sums over all shards: gradients, and what goes behind them."""
-        prepared, _, part = self._begun
+        prepared, _, part = self._batch
         part.tell()
         prepared.reduction.start()
         prepared.reduction.finish()
@@ -487,11 +491,11 @@ class Shards:
         """Makes the mean gradient of the sum."""
         torch.div(result[: self._places[0]], samples, out=self.gradient)
 
-    def settle(self, taken: bool = True) -> None:
+    def settle(self, step_taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it
         was not taken.
         """
-        if not taken:
+        if not step_taken:
             self.norms.put_back()
         elif self.norms.floats or self._counts:
             self.norms.settle(self.merged if self.norms.floats else None, self._counts)

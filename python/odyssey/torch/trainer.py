@@ -40,7 +40,7 @@ from .state import TrainerState
 from .whole_batch_loss import Outputs, WholeBatchLoss
 from .zero import Spread
 
-OURS = (
+OWN_MODEL_SETTINGS = (
     "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling "
     "conv_algorithm offload"
 ).split()
@@ -104,16 +104,16 @@ class DistributedTrainer(TrainerState):
         backend: str = "auto",
         **settings: Any,
     ) -> None:
-        given = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
-        made = declaration.made(Training, given)
-        _check(made, module, optimizer, loss, scheduler, scheduler_interval)
-        self._set(made, comm or communication.world(backend), progress)
+        values = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
+        training = declaration.make_settings(Training, values)
+        _check_arguments(training, module, optimizer, loss, scheduler, scheduler_interval)
+        self._set(training, comm or communication.world(backend), progress)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
             raise ConfigError(
                 f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)"
             )
-        self.strategy = declaration.part(Strategy, made)
+        self.strategy = declaration.part(Strategy, training)
         self.module = module
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -128,16 +128,16 @@ class DistributedTrainer(TrainerState):
         self.metrics = metric_sums.chosen(metrics)
         self.threads = threads
         self.deterministic = deterministic
-        self.zero = made.zero
+        self.zero = training.zero
         self.workers = self.replicas = self.comm.size
         held: dict[str, Any] = {
             "threads": threads,
             "deterministic": deterministic,
             "tell": self.say,
         }
-        held.update(shard_size=made.shard_size, seed=made.seed)
-        if made.zero > 1 and self.comm.size > 1:
-            held.update(zero=made.zero, autocast=made.precision == "bf16")
+        held.update(shard_size=training.shard_size, seed=training.seed)
+        if training.zero > 1 and self.comm.size > 1:
+            held.update(zero=training.zero, autocast=training.precision == "bf16")
             self.shards: Shards = Spread(module, self.comm, self.strategy, **held)
         else:
             self.shards = Shards(module, self.comm, self.strategy, **held)
@@ -145,7 +145,7 @@ class DistributedTrainer(TrainerState):
         self.arena = self.shards.arena
         if not module.training:
             module.train()
-        own = {
+        layout_fields = {
             "comm": self.comm,
             "workers": 1,
             "threads": 1,
@@ -153,7 +153,7 @@ class DistributedTrainer(TrainerState):
             "mesh": self.mesh,
         }
         # a rank runs its shards one after the other
-        self.layout = declaration.part(Layout, made, **own)
+        self.layout = declaration.part(Layout, training, **layout_fields)
         self.shards.counts = self.layout.counts
         self._given = self._description()
         self._built = ModuleSettings(module, self.loss, deterministic == "error")
@@ -191,8 +191,8 @@ class DistributedTrainer(TrainerState):
                 [self.shards.prepared(len(batch.indices)).reduction], len(batch.indices)
             )
         with slot.span("optimizer"):
-            taken = self._commit(sums)
-        if taken:
+            step_taken = self._commit(sums)
+        if step_taken:
             self.numerics.fine()
             if self.scheduler is not None and not self.per_epoch:
                 self.scheduler.step()
@@ -200,13 +200,13 @@ class DistributedTrainer(TrainerState):
             self._not_finite(batch, "gradient" if math.isfinite(sums.loss) else "loss", rate)
         self.steps += 1
         metrics = self._measured(sums)
-        self.last = Step(sums.loss, metrics.get("accuracy", 0.0), rate, taken, None, metrics)
+        self.last = Step(sums.loss, metrics.get("accuracy", 0.0), rate, step_taken, None, metrics)
         return self.last
 
     def _measured(self, sums: BatchSums) -> dict[str, float]:
-        found = zip(self.metrics.items(), sums.metrics, strict=False)
+        pairs = zip(self.metrics.items(), sums.metrics, strict=False)
         return {
-            name: v for (name, metric), v in found if metric is not metric_sums.accuracy or v >= 0
+            name: v for (name, metric), v in pairs if metric is not metric_sums.accuracy or v >= 0
         }
 
     @property
@@ -222,30 +222,30 @@ class DistributedTrainer(TrainerState):
         Raises ConfigError: a scheduler sets them.
         """
         if self.scheduler is not None:
-            what = "a scheduler sets the learning rate; use either it or ReduceLROnPlateau"
-            raise ConfigError(f"[torch] {what}").on_all_ranks()
+            message = "a scheduler sets the learning rate; use either it or ReduceLROnPlateau"
+            raise ConfigError(f"[torch] {message}").on_all_ranks()
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
     def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> BatchSums:
         """Runs this rank's shards of a batch; the sums over all."""
         n = len(batch.indices)
-        begun = self.shards.begin(n, train)
+        outcome = self.shards.begin(n, train)
         joined: WholeBatchLoss | None = None
-        several = n > (self.shards.shard_size or n)
-        with self.shards.phase(), begun.tried():
+        is_split = n > (self.shards.shard_size or n)
+        with self.shards.phase(), outcome.tried():
             batch = batch.covering(*self.shards.share(n, train))
-            if several and train and not self._looked_at:
+            if is_split and train and not self._looked_at:
                 self._look_at_loss(batch, n)
-        if several and self.gather:
-            joined = self._joined(begun, batch, step, train)
+        if is_split and self.gather:
+            joined = self._joined(outcome, batch, step, train)
         with (
             self.shards.phase(train),
-            begun.tried(),
+            outcome.tried(),
             contextlib.closing(self.shards.run(n, step)) as run,
         ):
-            for lo, hi in run if begun.error is None else ():
-                with self._built.looking(), in_a_line():
+            for lo, hi in run if outcome.error is None else ():
+                with self._built.looking(), one_line_errors():
                     if joined is None:
                         self._run_shard(*part(batch, lo, hi), hi - lo, train)
                     else:
@@ -276,39 +276,44 @@ class DistributedTrainer(TrainerState):
             else huggingface.loss(out)
         )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            kind = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(
-                f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'"
+                f"[torch] the loss of a shard is {kind}; one number is needed: reduction='mean'"
             )
         return loss
 
     def _joined(
-        self, begun: StepOutcome, batch: datasets.Batch, step: int, train: bool
+        self, outcome: StepOutcome, batch: datasets.Batch, step: int, train: bool
     ) -> WholeBatchLoss | None:
         """The loss of all outputs of a batch, on ranks that have a shard; a collective call.
 
         Raises what a rank's part failed with: on all ranks; nothing was changed.
         """
-        made = Outputs()
+        outputs = Outputs()
         n = len(batch.indices)
         with (
             self.shards.phase(),
-            begun.tried(),
+            outcome.tried(),
             contextlib.closing(self.shards.preview(n, step)) as run,
         ):
-            for lo, hi in run if begun.error is None else ():
-                with self._built.looking(), in_a_line():
-                    made.add(lo, hi, *self._output(*part(batch, lo, hi)))
-        everyone = made.exchanged(self.comm, begun.error is not None)
+            for lo, hi in run if outcome.error is None else ():
+                with self._built.looking(), one_line_errors():
+                    outputs.add(lo, hi, *self._output(*part(batch, lo, hi)))
+        everyone = outputs.exchanged(self.comm, outcome.error is not None)
         if everyone is None:
             if train:
                 self.shards.settle(False)
-            begun.end(math.nan)
+            outcome.end(math.nan)
         joined: WholeBatchLoss | None = None
-        with self.shards.phase(), begun.tried(), self.shards.drawing(step, train), self._autocast():
-            if made.shards:
+        with (
+            self.shards.phase(),
+            outcome.tried(),
+            self.shards.drawing(step, train),
+            self._autocast(),
+        ):
+            if outputs.shards:
                 scale = (1 if self._loss_is_sum else n) if train else None
-                joined = WholeBatchLoss(made, everyone or [], self._loss_of, scale)
+                joined = WholeBatchLoss(outputs, everyone or [], self._loss_of, scale)
         return joined
 
     def _run_joined(
@@ -327,9 +332,9 @@ class DistributedTrainer(TrainerState):
         change its meaning.
         """
         size = self.shards.shard_size or n
-        own = self.shards.share(n, True)
+        local_range = self.shards.share(n, True)
         # shards may be anywhere: this rank may not have read the first one
-        if own[0] or own[1] < size:
+        if local_range[0] or local_range[1] < size:
             return
         self._looked_at = True
         if self.comm.rank or self.gather or size < 2:
@@ -340,8 +345,8 @@ class DistributedTrainer(TrainerState):
         kind, values = separable.looked_at(owners, loss, both, not self.partial)
         if kind not in ("neither", "sum") or (kind == "sum" and self._loss_is_sum):
             return
-        whole, *halves = (f"{value:.5g}" for value in values)
-        line = f"({whole} of the {size} samples of a shard, {' and '.join(halves)} of their halves"
+        full, *halves = (f"{value:.5g}" for value in values)
+        line = f"({full} of the {size} samples of a shard, {' and '.join(halves)} of their halves"
         if kind == "sum":
             line = (
                 f"a sum over samples {line}) and is taken as their mean: divide it by them, "
@@ -395,9 +400,13 @@ class DistributedTrainer(TrainerState):
         """Says whether all gradients are finite, whoever has which; a collective call with zero
         2 and 3.
         """
-        own = not gradient.numel() or all(math.isfinite(float(v)) for v in torch.aminmax(gradient))
+        local_finite = not gradient.numel() or all(
+            math.isfinite(float(v)) for v in torch.aminmax(gradient)
+        )
         return (
-            bool(self.comm.all_reduce(np.array([own], np.int32), "min")[0]) if self.partial else own
+            bool(self.comm.all_reduce(np.array([local_finite], np.int32), "min")[0])
+            if self.partial
+            else local_finite
         )
 
     def _norm(self) -> float:
@@ -409,8 +418,8 @@ class DistributedTrainer(TrainerState):
         def over(op: str) -> Callable[[np.ndarray], np.ndarray]:
             return lambda a: self.comm.all_reduce(a, op) if self.partial else a
 
-        own = [(gradient.data_ptr(), gradient.numel())] if gradient.numel() else []
-        return global_norm(own, over("max"), over("sum"))
+        local_runs = [(gradient.data_ptr(), gradient.numel())] if gradient.numel() else []
+        return global_norm(local_runs, over("max"), over("sum"))
 
     def gradient_norm(self) -> float | None:
         return self.grad_norm if self.clip_norm is not None else self._norm()
@@ -418,7 +427,9 @@ class DistributedTrainer(TrainerState):
     def traffic(self) -> tuple[int, int, int]:
         return self.shards.traffic()
 
-    def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
+    def _begin_fit(
+        self, context: callbacks.Context, compared_data: datasets.ArrayDataset | None
+    ) -> None:
         if torch.is_autocast_enabled("cpu"):
             raise ConfigError(
                 "[torch] fit() within torch.autocast would keep old weights; use precision='bf16'"
@@ -439,7 +450,7 @@ class DistributedTrainer(TrainerState):
                 "checkpoints"
             )
         self._built.remember()
-        self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
+        self._watch.begin(compared_data, self.say if context.saving.nondeterministic else None)
 
     def _take_size(self, loader: Any) -> None:
         """The shard size of a loader that was given one is the trainer's, unless that has another.
@@ -467,8 +478,10 @@ class DistributedTrainer(TrainerState):
         """Torch's own draw from its generator, which each epoch is seeded anew, or from theirs,
         which is put back.
         """
-        own = type(sampler).__module__ == "torch.utils.data.sampler" or any(generators(sampler))
-        return own or super()._repeats(sampler)
+        repeatable = type(sampler).__module__ == "torch.utils.data.sampler" or any(
+            generators(sampler)
+        )
+        return repeatable or super()._repeats(sampler)
 
     def _evaluated(self, loader: Any, targets: bool = True) -> Iterator[datasets.Batch]:
         """A data set or loader as batches whose shards are known; of our own loaders this rank
@@ -492,12 +505,12 @@ class DistributedTrainer(TrainerState):
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Everything in eval mode, without gradients; the modes are what they were afterwards."""
-        before = slot.phase("evaluate")
+        previous_phase = slot.phase("evaluate")
         try:
             with in_mode(self.module, False), torch.no_grad():
                 yield
         finally:
-            slot.phase(before)
+            slot.phase(previous_phase)
 
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and metrics over a data set or loader, in eval mode."""
@@ -505,9 +518,9 @@ class DistributedTrainer(TrainerState):
         def sums(
             batch: datasets.Batch, number: int
         ) -> tuple[float, float, dict[str, float], float]:
-            found = self._run(batch, number, train=False)
-            metrics = self._measured(found)
-            return found.loss, metrics.get("accuracy", 0.0), metrics, found.samples
+            batch_sums = self._run(batch, number, train=False)
+            metrics = self._measured(batch_sums)
+            return batch_sums.loss, metrics.get("accuracy", 0.0), metrics, batch_sums.samples
 
         with self._evaluating():
             return self._evaluation(self._evaluated(loader), sums)
@@ -535,29 +548,29 @@ class DistributedTrainer(TrainerState):
                 count += n
         if not count:
             raise ConfigError("[predict] the loader gave no batch; give it data")
-        whole = {
+        all_rows = {
             k: v for rank in range(self.comm.size) for k, v in spread(self.comm, rows, rank).items()
         }
-        if len(shapes := sorted({a.shape[1:] for a in whole.values()})) > 1:
+        if len(shapes := sorted({a.shape[1:] for a in all_rows.values()})) > 1:
             raise ConfigError(
                 f"[predict] outputs have the shapes {shapes}; pad all batches to one length"
             )
-        return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
+        return torch.from_numpy(np.concatenate([all_rows[k] for k in sorted(all_rows, key=int)]))
 
     def _predicted(self, x: Any, samples: int) -> np.ndarray:
         with self._autocast():
             out = huggingface.predictions(self._forward(x))
         if not isinstance(out, torch.Tensor) or out.shape[:1] != (samples,):
-            found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            kind = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
             raise ConfigError(
-                f"[torch] forward() of {samples} samples gives {found}; give a tensor "
+                f"[torch] forward() of {samples} samples gives {kind}; give a tensor "
                 f"({samples}, ...)"
             )
         return (out.float() if out.dtype == torch.bfloat16 else out).numpy()
 
 
 @contextlib.contextmanager
-def in_a_line() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """An operation without a deterministic form, and BatchNorm of a shard of one sample, are
     errors of one line.
     """
@@ -574,30 +587,32 @@ def in_a_line() -> Iterator[None]:
     except RuntimeError as problem:
         if "use_deterministic_algorithms" not in str(problem):
             raise
-        what = str(problem).partition(", but you set")[0]
+        message = str(problem).partition(", but you set")[0]
         raise ConfigError(
-            f"[torch] {what}; use another operation, or deterministic='warn'"
+            f"[torch] {message}; use another operation, or deterministic='warn'"
         ) from problem
 
 
-def _check(
-    made: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str
+def _check_arguments(
+    training: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str
 ) -> None:
     """ConfigError for what cannot be trained with, by name."""
-    for what, given, kind in (
+    for label, argument, kind in (
         ("module", module, nn.Module),
         ("optimizer", optimizer, torch.optim.Optimizer),
     ):
-        check_kind("torch", what, given, kind, "torch's ")
+        check_kind("torch", label, argument, kind, "torch's ")
     name = type(optimizer).__name__
-    own = {id(p) for p in module.parameters()}
+    module_ids = {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}
-    ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
+    key = next((n for n in OWN_MODEL_SETTINGS if getattr(training, n) != defaults[n]), "")
     optim = torch.optim
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     groups = optimizer.param_groups
-    apart = scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer
-    foreign = any(id(p) not in own for group in groups for p in group["params"])
+    foreign_scheduler = (
+        scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer
+    )
+    foreign_parameters = any(id(p) not in module_ids for group in groups for p in group["params"])
     for wrong, says in (
         (
             isinstance(optimizer, optim.LBFGS),
@@ -608,7 +623,7 @@ def _check(
             "SparseAdam needs sparse gradients, which no tree adds; use Adam",
         ),
         (
-            foreign,
+            foreign_parameters,
             f"{name} has parameters that are not the module's; make it of module.parameters()",
         ),
         (
@@ -620,7 +635,7 @@ def _check(
             "ReduceLROnPlateau needs a figure at each step(); use another scheduler",
         ),
         (
-            apart,
+            foreign_scheduler,
             f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
         ),
         (
@@ -633,28 +648,28 @@ def _check(
             f"scheduler_interval is {interval!r}; choose from step, epoch",
         ),
         (
-            ours,
-            f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out",
+            key,
+            f"{key}={getattr(training, key, None)!r} is a setting of our own models; leave it out",
         ),
         (
-            made.precision not in ("fp32", "bf16"),
-            f"precision is {made.precision!r}; use 'fp32', or 'bf16': autocast",
+            training.precision not in ("fp32", "bf16"),
+            f"precision is {training.precision!r}; use 'fp32', or 'bf16': autocast",
         ),
         (
-            made.device == "gpu",
+            training.device == "gpu",
             "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'",
         ),
         (
-            made.zero > 1 and (made.reduction != "tree" or made.compression),
-            f"zero={made.zero} has sums of its own along the tree; leave reduction and "
+            training.zero > 1 and (training.reduction != "tree" or training.compression),
+            f"zero={training.zero} has sums of its own along the tree; leave reduction and "
             "compression out, or use zero=1",
         ),
         (
-            made.zero > 1 and made.rebalance,
-            f"zero={made.zero} takes shards in rounds of all ranks; rebalance=False",
+            training.zero > 1 and training.rebalance,
+            f"zero={training.zero} takes shards in rounds of all ranks; rebalance=False",
         ),
         (
-            made.zero == 3
+            training.zero == 3
             and any(
                 type(m).__name__ == "OptimizedModule" or m._compiled_call_impl
                 for m in module.modules()
@@ -663,13 +678,13 @@ def _check(
             "module as it is",
         ),
         (
-            made.zero and not type(optimizer).__module__.startswith("torch.optim"),
-            f"zero={made.zero} with {name}: only torch.optim's optimizers are known to go by "
+            training.zero and not type(optimizer).__module__.startswith("torch.optim"),
+            f"zero={training.zero} with {name}: only torch.optim's optimizers are known to go by "
             "parameter; use zero=0",
         ),
         (
-            made.reduction in MODES,
-            f"reduction={made.reduction!r}: ranks take every step together here; use 'tree'",
+            training.reduction in MODES,
+            f"reduction={training.reduction!r}: ranks take every step together here; use 'tree'",
         ),
     ):
         if wrong:

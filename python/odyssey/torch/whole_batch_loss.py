@@ -23,19 +23,19 @@ from .objects import packed, unpacked
 
 class Outputs:
     """Outputs of this rank's shards in the first pass. spec: the tree (output, targets), whose
-    first `own` leaves are the output's.
+    first `output_leaves` leaves are the output's.
     """
 
     def __init__(self) -> None:
         # leaves by (first sample, one past the last)
         self.shards: dict[tuple[int, int], list[Any]] = {}
         self.spec: Any = None
-        self.own = 0
+        self.output_leaves = 0
 
     def add(self, lo: int, hi: int, out: Any, y: Any) -> None:
         """Keeps those of a shard, without what backward() would need."""
         leaves, self.spec = pytree.tree_flatten((out, y))
-        self.own = len(pytree.tree_leaves(out))
+        self.output_leaves = len(pytree.tree_leaves(out))
         self.shards[lo, hi] = [t.detach() if isinstance(t, torch.Tensor) else t for t in leaves]
 
     def exchanged(self, comm: Communicator, failed: bool) -> list[Any] | None:
@@ -43,11 +43,11 @@ class Outputs:
 
         A collective call.
         """
-        mine = [
-            [*at, [packed(t) for t in leaves if isinstance(t, torch.Tensor)]]
-            for at, leaves in self.shards.items()
+        local_shards = [
+            [*span, [packed(t) for t in leaves if isinstance(t, torch.Tensor)]]
+            for span, leaves in self.shards.items()
         ]
-        everyone = [spread(comm, [failed, mine], rank) for rank in range(comm.size)]
+        everyone = [spread(comm, [failed, local_shards], rank) for rank in range(comm.size)]
         shards = [
             [lo, hi, [unpacked(t) for t in tensors]]
             for _, its in everyone
@@ -76,14 +76,16 @@ class WholeBatchLoss:
             )
         for k, i in enumerate(places):
             leaves[i] = _join([(hi - lo, tensors[k]) for lo, hi, tensors in shards])
-        self._at = [i for i in places if i < outputs.own and leaves[i].is_floating_point()]
-        for i in self._at:
+        self._gradient_leaves = [
+            i for i in places if i < outputs.output_leaves and leaves[i].is_floating_point()
+        ]
+        for i in self._gradient_leaves:
             leaves[i].requires_grad_(scale is not None)
         value = loss(*pytree.tree_unflatten(leaves, outputs.spec))
         self.loss = float(value.detach())
         if scale is not None:
             self._gradients = torch.autograd.grad(
-                value * scale, [leaves[i] for i in self._at], allow_unused=True
+                value * scale, [leaves[i] for i in self._gradient_leaves], allow_unused=True
             )
 
     def backward(self, lo: int, hi: int, out: Any) -> None:
@@ -91,22 +93,22 @@ class WholeBatchLoss:
 
         Raises ConfigError: it is not what the first one gave, or has no gradient.
         """
-        now = pytree.tree_leaves(out)
-        before = self.outputs.shards[lo, hi]
+        leaves = pytree.tree_leaves(out)
+        first_leaves = self.outputs.shards[lo, hi]
         ends = []
         gradients = []
-        for i, whole in zip(self._at, self._gradients, strict=True):
-            t = now[i]
-            if not torch.equal(t, before[i]) and not bool(t.isnan().any()):
+        for i, gradient in zip(self._gradient_leaves, self._gradients, strict=True):
+            t = leaves[i]
+            if not torch.equal(t, first_leaves[i]) and not bool(t.isnan().any()):
                 raise ConfigError(
                     "[torch] gather=True: forward() gives other outputs when it runs again on "
                     "the same samples; draw "
                     "from torch's generator alone, and keep nothing from call to call"
                 )
-            if whole is None or not t.requires_grad or (not t.dim() and lo):
+            if gradient is None or not t.requires_grad or (not t.dim() and lo):
                 continue  # a number is of the parameters alone, so one shard answers for it
             ends.append(t)
-            gradients.append(whole[lo:hi] if t.dim() else whole)
+            gradients.append(gradient[lo:hi] if t.dim() else gradient)
         if not ends and not lo:
             raise ConfigError(
                 "[torch] gather=True: the loss does not depend on the outputs of forward(); "

@@ -37,7 +37,7 @@ from .memory import ALIGN
 from .shards import SUMS, Shards
 
 SLOTS = 2  # buckets of parameters of other ranks that are there at a time
-MOST = 25 << 18  # floats of a bucket, 25 MiB; at most a 32nd of the model, as for our own models
+MAX_BUCKET_FLOATS = 25 << 18  # 25 MiB; at most a 32nd of the model, as for our own models
 # said instead of a bucket that is needed
 DONE = -1
 READY = -2
@@ -60,7 +60,7 @@ class Bucket:
         self.floats = arena.end(run.stop) - self.at
         self.cut = planning.ranges(self.floats, ranks)
         tensors = [(arena.at[i] - self.at, arena.named[i][1]) for i in run]
-        self._places = [(at, at + p.numel(), p.shape, p.stride()) for at, p in tensors]
+        self._places = [(offset, offset + p.numel(), p.shape, p.stride()) for offset, p in tensors]
         self.nodes: Nodes = []
         self.grads: torch.Tensor | None = None
         self.waits: set[int] = set()
@@ -69,11 +69,11 @@ class Bucket:
         """The parameters' places in `flat`."""
         return [flat[a:b].as_strided(shape, stride) for a, b, shape, stride in self._places]
 
-    def keep(self, params: np.ndarray, mine: bool) -> None:
-        """Takes the values, if they are `mine`; else has places for them, without memory."""
+    def keep(self, params: np.ndarray, is_owner: bool) -> None:
+        """Takes the values, if `is_owner`; else has places for them, without memory."""
         self.flat = torch.from_numpy(params[self.at : self.at + self.floats]).clone()
         self.views = self.places(self.flat)
-        if not mine:
+        if not is_owner:
             self.free()
 
     def free(self) -> None:
@@ -91,8 +91,8 @@ class Bucket:
         """The place of parameter i in the gradients of the shard that is being run."""
         if self.grads is None:
             self.grads = torch.zeros(self.floats)
-        at, end, shape, stride = self._places[i - self.run.start]
-        return self.grads[at:end].as_strided(shape, stride)
+        start, end, shape, stride = self._places[i - self.run.start]
+        return self.grads[start:end].as_strided(shape, stride)
 
 
 def add(nodes: Nodes, leaf: np.ndarray) -> None:
@@ -137,7 +137,7 @@ class Spread(Shards):
         self,
         module: torch.nn.Module,
         comm: Communicator,
-        *given: Any,
+        *arguments: Any,
         zero: int,
         autocast: bool,
         **held: Any,
@@ -150,7 +150,7 @@ class Spread(Shards):
         self._live: list[int] = []
         self._under_way: tuple[Any, Bucket, np.ndarray, np.ndarray] | None = None
         self._rounds = self._round = self._count = 0
-        super().__init__(module, comm, *given, **held)
+        super().__init__(module, comm, *arguments, **held)
         if zero == 3:
             self._check_aliases()
             for part in module.modules():
@@ -175,8 +175,8 @@ class Spread(Shards):
     def _lay_out(self) -> None:
         arena = self.arena
         ranks = self.comm.size
-        own = arena.shares(0, arena.trained, ranks)
-        arena.hold(own[self.comm.rank])
+        runs = arena.shares(0, arena.trained, ranks)
+        arena.hold(runs[self.comm.rank])
         self.gradient = torch.from_numpy(arena.grads)
         norms = arena.norms
         self._places = np.cumsum(
@@ -184,24 +184,24 @@ class Spread(Shards):
         ).tolist()
         self._tails = list[tuple[int, np.ndarray]]()
         self._tail = torch.zeros(self._places[-1])
-        most = max(ALIGN, min(MOST, arena.extent // 32))
+        max_floats = max(ALIGN, min(MAX_BUCKET_FLOATS, arena.extent // 32))
         # trained, by owner
-        self.owned = [self._cut(run, owner, most) for owner, run in enumerate(own)]
+        self.owned = [self._cut(run, owner, max_floats) for owner, run in enumerate(runs)]
         frozen = arena.shares(arena.trained, len(arena.named), ranks)
-        self.summed = [b for some in self.owned for b in some]
+        self.summed = [b for buckets in self.owned for b in buckets]
         self.buckets = self.summed + [
-            b for owner, run in enumerate(frozen) for b in self._cut(run, owner, most)
+            b for owner, run in enumerate(frozen) for b in self._cut(run, owner, max_floats)
         ]
         self._number = {i: n for n, b in enumerate(self.buckets) for i in b.run}
         self._votes = np.zeros(1 + len(self.summed), np.int32)
         self._sums_sent: set[int] = set()
 
-    def _cut(self, run: range, owner: int, most: int) -> list[Bucket]:
+    def _cut(self, run: range, owner: int, max_floats: int) -> list[Bucket]:
         """An owner's parameters as buckets of at most so many floats, or of one parameter."""
         arena = self.arena
         starts = list(run[:1])
         for i in run[1:]:
-            if arena.end(i + 1) - arena.at[starts[-1]] > most:
+            if arena.end(i + 1) - arena.at[starts[-1]] > max_floats:
                 starts.append(i)
         return [
             Bucket(arena, range(a, b), owner, self.comm.size)
@@ -210,8 +210,8 @@ class Spread(Shards):
 
     # --- where parameters are, with stage 3 ---
 
-    def agree(self, same: dict[str, Any]) -> None:
-        super().agree(same)
+    def agree(self, description: dict[str, Any]) -> None:
+        super().agree(description)
         self._part()
 
     def arrange(self, trained: Collection[str]) -> None:
@@ -231,9 +231,9 @@ class Spread(Shards):
                 b.flat.untyped_storage()._cdata: n for n, b in enumerate(self.buckets) if b.floats
             }
             self.arena.params = np.empty(0, np.float32)
-            self._rest()
+            self._hide_parameters()
 
-    def _rest(self) -> None:
+    def _hide_parameters(self) -> None:
         """Parameters are away: they read as NaN, and what is written into them is refused."""
         nothing = torch.full((), float("nan"))
         for _, p in self.arena.named:
@@ -250,7 +250,7 @@ class Spread(Shards):
                 self.arena.named[i][1].data = place
         self.arena.settle()
 
-    def _check_rest(self) -> None:
+    def _check_hidden(self) -> None:
         self.arena.check()
         for (name, p), version in zip(self.arena.named, self._versions, strict=True):
             if p._version != version:
@@ -258,7 +258,7 @@ class Spread(Shards):
                     f"[torch] {name} was written while ranks had parts: do it in trainer.gathered()"
                 )
 
-    def _mine(self) -> list[Bucket]:
+    def _local_buckets(self) -> list[Bucket]:
         return [b for b in self.buckets if b.owner == self.comm.rank]
 
     @contextlib.contextmanager
@@ -266,12 +266,12 @@ class Spread(Shards):
         if self.zero < 3 or self._together:
             yield None
             return
-        self._check_rest()
-        self._set(self._mine())
+        self._check_hidden()
+        self._set(self._local_buckets())
         try:
-            yield {id(self.arena.named[i][1]) for b in self._mine() for i in b.run}
+            yield {id(self.arena.named[i][1]) for b in self._local_buckets() for i in b.run}
         finally:
-            self._rest()
+            self._hide_parameters()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -286,11 +286,11 @@ class Spread(Shards):
                 for b, flat in zip(self.buckets, flats, strict=True):
                     if b.owner == self.comm.rank:
                         b.flat.copy_(flat)
-                self._rest()
+                self._hide_parameters()
 
     def _gather(self) -> list[torch.Tensor]:
         """All parameters in memory of their own, by bucket; a collective call."""
-        self._check_rest()
+        self._check_hidden()
         flats = []
         for b in self.buckets:
             flats.append(b.flat.clone() if b.owner == self.comm.rank else torch.empty(b.floats))
@@ -300,10 +300,10 @@ class Spread(Shards):
         self._together = True
         return flats
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, call: str) -> None:
         if self.zero == 3 and not self._together:
             raise ConfigError(
-                f"[torch] {what} with zero=3: in `with trainer.gathered():`, which all ranks enter"
+                f"[torch] {call} with zero=3: in `with trainer.gathered():`, which all ranks enter"
             )
 
     @contextlib.contextmanager
@@ -318,7 +318,7 @@ class Spread(Shards):
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        self._check_rest()
+        self._check_hidden()
         self._set(self.buckets)
         try:
             with _OnUse(self):
@@ -327,7 +327,7 @@ class Spread(Shards):
             for n in list(self._live):
                 with contextlib.suppress(ConfigError):  # it was raised where an operation asked
                     self._forget([n])
-            self._rest()
+            self._hide_parameters()
 
     def _forget(self, buckets: list[int]) -> None:
         """These are not used for now: what is another's is given back."""
@@ -338,39 +338,39 @@ class Spread(Shards):
 
     def need(self, values: list[Any]) -> None:
         """The parameters among these are there when it returns."""
-        wanted: list[int] = []
+        numbers: list[int] = []
         for value in values:
             for t in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(t, torch.Tensor) and t.layout == torch.strided:
                     n = self._stored.get(t.untyped_storage()._cdata)
-                    if n is not None and n not in wanted:
-                        wanted.append(n)
-        for n in wanted:
+                    if n is not None and n not in numbers:
+                        numbers.append(n)
+        for n in numbers:
             if n in self._live:
                 self._live.remove(n)
             else:
-                idle = [old for old in self._live if old not in wanted]
+                idle = [old for old in self._live if old not in numbers]
                 self._forget(idle[: max(0, len(self._live) + 1 - SLOTS)])
                 self._meet(n)
             self._live.append(n)
 
-    def _fetch(self, n: int, wanted: bool) -> None:
+    def _fetch(self, n: int, keep: bool) -> None:
         b = self.buckets[n]
-        mine = b.owner == self.comm.rank
-        if not mine and b.flat.untyped_storage().nbytes() < 4 * b.floats:
+        is_owner = b.owner == self.comm.rank
+        if not is_owner and b.flat.untyped_storage().nbytes() < 4 * b.floats:
             b.flat.untyped_storage().resize_(4 * b.floats)
         # with Tensor.numpy() it would be memory that cannot be given back
         self.comm.broadcast(
             native.memory(b.flat.data_ptr(), 4 * b.floats).view(np.float32), root=b.owner
         )
-        self._sent[:2] += 4 * b.floats * (self.comm.size - 1) * mine
-        if not mine and not wanted and n not in self._live:
+        self._sent[:2] += 4 * b.floats * (self.comm.size - 1) * is_owner
+        if not is_owner and not keep and n not in self._live:
             with contextlib.suppress(ConfigError):
                 b.free()
 
-    def own(self, samples: int, train: bool = True) -> range:
+    def local_shards(self, samples: int, train: bool = True) -> range:
         if not train or self.shard_size is None:
-            return super().own(samples, train)
+            return super().local_shards(samples, train)
         return range(self.comm.rank, planning.shard_count(samples, self.shard_size), self.comm.size)
 
     def begin(self, samples: int, train: bool = True) -> StepOutcome:
@@ -387,7 +387,7 @@ class Spread(Shards):
         self._round = 0
         self._tails = []
         part = StepOutcome(self, self._places[2])  # type: ignore[arg-type]
-        self._begun = None, train, part  # type: ignore[assignment]
+        self._batch = None, train, part  # type: ignore[assignment]
         for b in self.summed:
             b.nodes = []
             b.grads = None
@@ -396,17 +396,17 @@ class Spread(Shards):
         return part
 
     def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
-        if not self._begun[1]:
+        if not self._batch[1]:
             yield from super().run(samples, step)
             return
-        own = self.own(samples)
-        with contextlib.ExitStack() as hooks, self._nothing_else_changes(True):
+        shards = self.local_shards(samples)
+        with contextlib.ExitStack() as hooks, self._forbid_other_changes(True):
             for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
                 if p.requires_grad:
                     hooks.callback(p.register_post_accumulate_grad_hook(self._taker(i)).remove)
             while self._round < self._rounds:
-                if self._round < len(own):
-                    yield from self._shard(own[self._round], samples, step, self._tail, [])
+                if self._round < len(shards):
+                    yield from self._shard(shards[self._round], samples, step, self._tail, [])
                 self._close_round()
 
     def _enter(self, gradients: list[torch.Tensor]) -> list[int]:
@@ -467,15 +467,15 @@ class Spread(Shards):
         b = self.buckets[n]
         (rank, ranks) = (self.comm.rank, self.comm.size)
         sharing = min(ranks, self._count - self._round * ranks)
-        own = b.cut[rank][1] - b.cut[rank][0]
+        local_floats = b.cut[rank][1] - b.cut[rank][0]
         counts = [(hi - lo) * (rank < sharing) for lo, hi in b.cut]
         send = np.zeros(sum(counts), np.float32) if b.grads is None else b.grads.numpy()
-        came = np.empty((sharing, own), np.float32)
-        takes = [own * (r < sharing) for r in range(ranks)]
+        received = np.empty((sharing, local_floats), np.float32)
+        takes = [local_floats * (r < sharing) for r in range(ranks)]
         request = self.comm.all_to_all_v(
-            send[: sum(counts)], counts, came.reshape(-1), takes, wait=False
+            send[: sum(counts)], counts, received.reshape(-1), takes, wait=False
         )
-        self._under_way = request, b, came, send
+        self._under_way = request, b, received, send
         self._sent[:2] += 4 * (sum(counts) - counts[rank])
         self._sums_sent.add(n)
         b.grads = None
@@ -483,10 +483,10 @@ class Spread(Shards):
     def _finish(self) -> None:
         """Ends the sum that was started last."""
         if self._under_way is not None:
-            request, b, came, _ = self._under_way
+            request, b, received, _ = self._under_way
             self._under_way = None
             request.wait()
-            for leaf in came:
+            for leaf in received:
                 add(b.nodes, leaf)
             b.nodes = [
                 (size, node.copy() if node.base is not None else node) for size, node in b.nodes
@@ -494,7 +494,7 @@ class Spread(Shards):
 
     def _close_round(self) -> None:
         """Ends a round, in which this rank has run its shard, had none, or failed."""
-        if self._begun[2].error is not None:
+        if self._batch[2].error is not None:
             self._tail.fill_(float("nan"))
         self._votes[1:] = 1
         while not self._meet(DONE):
@@ -509,45 +509,59 @@ class Spread(Shards):
         self._sums_sent.clear()
 
     def _complete(self) -> torch.Tensor:
-        return torch.from_numpy(folded(self._tails)) if self._begun[1] else super()._complete()
+        return torch.from_numpy(folded(self._tails)) if self._batch[1] else super()._complete()
 
     def _divide(self, result: torch.Tensor, samples: float) -> None:
         """Each owner gets the mean of its parameters, a bucket at a time."""
         rank = self.comm.rank
         lo = self.arena.end(self.arena.held.start)
         for j in range(max(map(len, self.owned))):
-            buckets = [some[j] if j < len(some) else None for some in self.owned]
+            buckets = [
+                owner_buckets[j] if j < len(owner_buckets) else None for owner_buckets in self.owned
+            ]
             sums = [np.empty(0, np.float32) if b is None else folded(b.nodes) for b in buckets]
-            mine = buckets[rank]
-            came = np.empty(0 if mine is None else mine.floats, np.float32)
-            takes = [0] * self.comm.size if mine is None else [b - a for a, b in mine.cut]
-            self.comm.all_to_all_v(np.concatenate(sums), [len(s) for s in sums], came, takes)
+            local_bucket = buckets[rank]
+            received = np.empty(0 if local_bucket is None else local_bucket.floats, np.float32)
+            takes = (
+                [0] * self.comm.size
+                if local_bucket is None
+                else [b - a for a, b in local_bucket.cut]
+            )
+            self.comm.all_to_all_v(np.concatenate(sums), [len(s) for s in sums], received, takes)
             self._sent[:2] += 4 * (sum(map(len, sums)) - len(sums[rank]))
-            if mine is not None:
-                at = mine.at - lo
-                torch.div(torch.from_numpy(came), samples, out=self.gradient[at : at + mine.floats])
+            if local_bucket is not None:
+                start = local_bucket.at - lo
+                torch.div(
+                    torch.from_numpy(received),
+                    samples,
+                    out=self.gradient[start : start + local_bucket.floats],
+                )
             for b in filter(None, buckets):
                 b.nodes = []
 
     def kept_parameters(self) -> list[fingerprint.Run]:
         if self.zero == 3:
-            return [(b.flat.data_ptr(), b.floats, b.at) for b in self._mine() if b.floats]
+            return [(b.flat.data_ptr(), b.floats, b.at) for b in self._local_buckets() if b.floats]
         arena = self.arena
-        at = self.arena.params.ctypes.data
+        address = self.arena.params.ctypes.data
         runs = [arena.held, range(arena.trained, len(arena.at))][: 1 + (self.comm.rank == 0)]
         ends = [(arena.end(run.start), arena.end(run.stop)) for run in runs]
-        return [(at + 4 * lo, hi - lo, lo) for lo, hi in ends]
+        return [(address + 4 * lo, hi - lo, lo) for lo, hi in ends]
 
     @property
     def nbytes(self) -> tuple[int, int]:
         largest = sorted((b.floats for b in self.buckets), reverse=True)
         rank = self.comm.rank
         params = (
-            sum(b.floats for b in self._mine()) + sum(largest[:SLOTS])
+            sum(b.floats for b in self._local_buckets()) + sum(largest[:SLOTS])
             if self.zero == 3
             else self.arena.extent
         )
         ranges = sum(b.cut[rank][1] - b.cut[rank][0] for b in self.summed)
-        starts = range(self.comm.size, self._count + self.comm.size, self.comm.size)
-        kept = max(min(at, self._count).bit_count() for at in starts) if self._count else 1
-        return 4 * params, 4 * (self.gradient.numel() + kept * ranges + 4 * largest[0])
+        shard_counts = range(self.comm.size, self._count + self.comm.size, self.comm.size)
+        max_nodes = (
+            max(min(shards, self._count).bit_count() for shards in shard_counts)
+            if self._count
+            else 1
+        )
+        return 4 * params, 4 * (self.gradient.numel() + max_nodes * ranges + 4 * largest[0])

@@ -8,7 +8,7 @@
 
 All ranks find the same, so all end with the same error, and rank 0 speaks. Rank 0 is what the
 others are compared with.
-"""
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 

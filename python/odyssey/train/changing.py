@@ -1,9 +1,12 @@
 """Changes while a training runs: settings of the optimizer and of modules, modes, what is
 trained, the program.
 
-    built     the settings at the beginning of a fit(): the configuration that a checkpoint is compared by
-    now       what they are: state, which a checkpoint holds as far as it differs from `built`, and which is put back
-    program   what forward() computes with them: recorded again at epochs and checkpoints, compared with the one that
+    built     the settings at the beginning of a fit(): the configuration that a checkpoint is
+              compared by
+    now       what they are: state, which a checkpoint holds as far as it differs from `built`, and
+              which is put back
+    program   what forward() computes with them: recorded again at epochs and checkpoints, compared
+              with the one that
               steps were taken with, and after a resume with the one that its checkpoint names
 
 Ranks compare settings and program in the exchange of the very step (engine.Runner.mark), and

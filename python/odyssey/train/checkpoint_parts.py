@@ -31,12 +31,12 @@ def save(
     from ..checkpoints.snapshot import TensorSlice, plain_values
     from ..checkpoints.writer import write_file
 
-    own = [
+    local_pieces = [
         TensorSlice.of(stem, name, array)
-        for stem, some in snapshot.arrays.items()
-        for name, array in some.items()
+        for stem, arrays in snapshot.arrays.items()
+        for name, array in arrays.items()
     ]
-    own += snapshot.pieces
+    local_pieces += snapshot.pieces
     folder = Path(by_first(comm, lambda: str(store.begin(snapshot.step))))
     entries = None
     try:
@@ -44,9 +44,9 @@ def save(
             return False
         text = b""
         with on_all_ranks(comm):
-            if own:
-                written = write_file(folder, f"rank-{comm.rank:05}", snapshot.step, own, True)
-                text = file_text(written).encode()
+            if local_pieces:
+                file = write_file(folder, f"rank-{comm.rank:05}", snapshot.step, local_pieces, True)
+                text = file_text(file).encode()
         entries = comm.all_gather_each(np.frombuffer(text, np.uint8))
     finally:
         if entries is None and store is not None:

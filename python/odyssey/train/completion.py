@@ -43,10 +43,10 @@ def _write_complete() -> None:
     order. Not at the end of a fit(): a program may have several. An exception, and an attempt
     that another has replaced, leave no record.
     """
-    found = _complete.pop("record", None)
-    if found is None or getattr(sys, "last_type", None) is not None or exits.leaving()[0]:
+    completed = _complete.pop("record", None)
+    if completed is None or getattr(sys, "last_type", None) is not None or exits.leaving()[0]:
         return
-    run, record = found
+    run, record = completed
     try:
         check_attempt(run)
         write_json(run.done, record)

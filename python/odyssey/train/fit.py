@@ -53,7 +53,7 @@ class Trainer(Uncopied, Trainable):
     steps = 0
     last: Step | None = None
     _session: Session | None = None  # of the fit() that is under way
-    _shown: Any = None  # the progress of a fit() whose trainer was given none
+    _fit_progress: Any = None  # the progress of a fit() whose trainer was given none
     _silent = False
     copy_instead = (
         "copy its model and its optimizer in one call, copy.deepcopy((model, "
@@ -79,8 +79,8 @@ class Trainer(Uncopied, Trainable):
     def _check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
         """Raises ConfigError for data that cannot be shared out; `size`: samples of a step."""
 
-    def _begin_fit(self, context: Context, whole: datasets.ArrayDataset | None) -> None:
-        """All ranks have the same data; `whole`: the data set, if it was compared."""
+    def _begin_fit(self, context: Context, compared_data: datasets.ArrayDataset | None) -> None:
+        """All ranks have the same data; `compared_data`: the data set, if it was compared."""
 
     def _share_out(self, samples: int, form: Form | None = None) -> None:
         """The samples of a step are known, and by now perhaps the form of one."""
@@ -180,7 +180,7 @@ class Trainer(Uncopied, Trainable):
             return None
         return next(iter(joined(batches, k)), None)
 
-    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
+    def _not_finite(self, batch: datasets.Batch, quantity: str, lr: float) -> None:
         """Ends the training, has the step skipped (by returning), or has fit() go back to a
         checkpoint.
         """
@@ -191,11 +191,13 @@ class Trainer(Uncopied, Trainable):
         )
         try:
             saved = None if session is None or not self.mode.together else session.saved()
-            said = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
+            message = self.numerics.handle_nonfinite(
+                self.steps + 1, epoch, index, saved, quantity, lr
+            )
         except NumericsError as error:
             error.raised_on_all_ranks = self.mode.together  # all ranks know the same
             raise
-        self.say(said)
+        self.say(message)
         if self.numerics.policy == "rollback":
             raise Rollback
 
@@ -204,7 +206,7 @@ class Trainer(Uncopied, Trainable):
         (progress.LOGGER).
         """
         if self.comm.rank == 0 and not self._silent:
-            tell(getattr(self._shown or self.progress, "say", None), line)
+            tell(getattr(self._fit_progress or self.progress, "say", None), line)
 
     def fit(  # noqa: C901, PLR0915
         self,
@@ -280,7 +282,7 @@ class Trainer(Uncopied, Trainable):
             )
         steps = max_steps if steps is None else steps
         if mlflow_experiment is not None:
-            callbacks = [*_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
+            callbacks = [*_check_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
         epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
         epochs = check_integer("[train] epochs", epochs, 1)
         if steps is not None:
@@ -292,13 +294,17 @@ class Trainer(Uncopied, Trainable):
                 "installation"
             )
         started = time.perf_counter()
-        given = sorted(_callbacks(callbacks), key=lambda callback: callback.after)
-        own = {"callbacks": self.callbacks, "given": given, "loader": train_loader}
-        context = Context(self, History(), epochs, steps, saving=saving, **own)
+        user_callbacks = sorted(_check_callbacks(callbacks), key=lambda callback: callback.after)
+        context_fields = {
+            "callbacks": self.callbacks,
+            "given": user_callbacks,
+            "loader": train_loader,
+        }
+        context = Context(self, History(), epochs, steps, saving=saving, **context_fields)
         self.context = context
         context.emit("on_fit_plan")
         if context.saving.off:
-            context.given = [callback for callback in given if not callback.writes]
+            context.given = [callback for callback in user_callbacks if not callback.writes]
         if not context.validate:
             val_loader = None
         self._compare_data(train_loader, val_loader, context)
@@ -312,9 +318,9 @@ class Trainer(Uncopied, Trainable):
                 session.begin()
             context.callbacks = [*self.callbacks, *self._listeners(session, verbose)]
             if trace is not None or profile:
-                what = (None if trace is None else Path(trace), session.run, profile)
+                arguments = (None if trace is None else Path(trace), session.run, profile)
                 context.callbacks += [
-                    registry.load("recordings", name)(*what) for name in recordings
+                    registry.load("recordings", name)(*arguments) for name in recordings
                 ]
             try:
                 context.emit("on_fit_start")
@@ -324,14 +330,14 @@ class Trainer(Uncopied, Trainable):
                         context.batch_size,
                         getattr(getattr(train_loader, "dataset", None), "form", None),
                     )
-                before = history.total_time
+                previous_time = history.total_time
                 while not session.finished:
                     try:
                         self._epoch(train_loader, val_loader, session)
                     except Rollback:
                         session.roll_back()
                         session.put_back()
-                    history.total_time = before + time.perf_counter() - started
+                    history.total_time = previous_time + time.perf_counter() - started
                 session.end()
             except Exception as error:
                 context.error = error
@@ -343,7 +349,7 @@ class Trainer(Uncopied, Trainable):
             self._session = None
             context.callbacks = self.callbacks
             session.close()
-            self._shown = None
+            self._fit_progress = None
         if self.mode.own_loop:
             self.say(self.mode.summary(history.records[-1]))
         return history
@@ -352,8 +358,8 @@ class Trainer(Uncopied, Trainable):
 
     def _listeners(self, session: Session, verbose: bool) -> list[Callback]:
         """Who hears of a fit(), in this order."""
-        given = self.context.given
-        self._shown = progress = self.progress or make(
+        user_callbacks = self.context.given
+        self._fit_progress = progress = self.progress or make(
             self.comm.rank > 0 or not verbose, sys.stderr
         )
         listeners: list[Callback] = [] if progress is None else [Shown(progress)]
@@ -363,14 +369,21 @@ class Trainer(Uncopied, Trainable):
 
             listeners.append(Records(self, session.log, session.run.attempt))
         if session.run is not None:
-            made = (registry.load("listeners", name) for name in registry.provided("listeners"))
-            listeners += [listener(session.run, session.part) for listener in made]
-        listeners += given
-        if session.saves or given:
+            factories = (
+                registry.load("listeners", name) for name in registry.provided("listeners")
+            )
+            listeners += [listener(session.run, session.part) for listener in factories]
+        listeners += user_callbacks
+        if session.saves or user_callbacks:
             from .stop_requests import Requests
 
             listeners.append(
-                Requests(self.comm, session.run, [*self.callbacks, *given], signals=session.saves)
+                Requests(
+                    self.comm,
+                    session.run,
+                    [*self.callbacks, *user_callbacks],
+                    signals=session.saves,
+                )
             )
         return listeners
 
@@ -382,33 +395,33 @@ class Trainer(Uncopied, Trainable):
         if context.own_code or not (context.validate and self.mode.together):
             return None
         parts = ("train", "test") if evaluates else ("train",)
-        named = [
+        figures = [
             f"{part}_{name}"
             for name in ("loss", *(self.metrics or ("accuracy",)))
             for part in parts
         ]
-        named += ["lr"] * any(isinstance(c, LearningRateMonitor) for c in context.given)
-        return [*named, "samples_per_second", "seconds", *SENT]
+        figures += ["lr"] * any(isinstance(c, LearningRateMonitor) for c in context.given)
+        return [*figures, "samples_per_second", "seconds", *SENT]
 
     def _compare_data(self, loader: Any, val_loader: Any, context: Context) -> None:
         """Sees to it that all ranks have the same data. Raises ConfigError or DataError."""
         size = getattr(loader, "batch_size", 0)
-        whole = None
+        compared_data = None
         if isinstance(loader, datasets.DataLoader):
             check_sampler(loader)
             size *= self.accumulation_steps // context.pieces
             self._check_loader(loader, size, context.limit)
             in_arrays = isinstance(loader.dataset, datasets.ArrayDataset)
-            same = {
+            loader_settings = {
                 "kind of data set": (in_arrays, loader.in_memory),
                 "number of samples": len(loader.dataset),
                 "batch size": size,
                 "data order": (loader.seed, loader.shuffle, len(loader)),
             }
-            agreement.compare(self.comm, same)
+            agreement.compare(self.comm, loader_settings)
             if in_arrays:
                 agreement.data_set(self.comm, loader.dataset)
-                whole = loader.dataset if loader.in_memory else None
+                compared_data = loader.dataset if loader.in_memory else None
             self.data_configuration = resume.data_configuration(loader, size)
         check_batches(loader, "training data")
         if val_loader is not None:
@@ -424,7 +437,7 @@ class Trainer(Uncopied, Trainable):
             context.steps_per_epoch = -(-len(loader) // self.accumulation_steps)
         except TypeError:  # a generator, or torch's loader of an IterableDataset
             context.steps_per_epoch = 0
-        self._begin_fit(context, whole)
+        self._begin_fit(context, compared_data)
 
     def _epoch(self, train_loader: Any, val_loader: Any, session: Session) -> None:
         """Takes what is left of an epoch, evaluates and makes its record."""
@@ -447,7 +460,7 @@ class Trainer(Uncopied, Trainable):
             batches = self._batches(train_loader, context.cursor.loader_epoch)
             batches = itertools.islice(batches, session.first_batch, None)
             batches = joined(cut(batches, context.pieces), self.accumulation_steps)
-        tally = self.mode.epoch(batches, session.left)
+        tally = self.mode.epoch(batches, session.steps_left)
         self._end_epoch()
         seconds = session.seconds()
         if not (tally.samples or tally.steps):  # steps without samples were left out
@@ -461,7 +474,7 @@ class Trainer(Uncopied, Trainable):
             raise ConfigError(
                 "[train] the loader gave no batch; give it data, or a smaller batch size"
             )
-        session.taken(tally)
+        session.end_steps(tally)
         steps = max(tally.steps - before.steps, 1)
         history.seconds += seconds
         history.samples += tally.samples
@@ -515,34 +528,36 @@ class Trainer(Uncopied, Trainable):
         Raises CheckpointError: there is none. ConfigError: it is of another training.
         """
         with offload(self.layout and self.layout.offload):
-            found = resume.shared(
-                self.comm, lambda whole: resume.find(Path(path), self.say, whole), self.in_parts
+            checkpoint = resume.shared(
+                self.comm,
+                lambda in_memory: resume.find(Path(path), self.say, in_memory),
+                self.in_parts,
             )
-        snapshot, name = found
+        snapshot, name = checkpoint
         self.load(snapshot, name)
         return snapshot.step
 
 
-def _callbacks(given: Any) -> list[Callback]:
+def _check_callbacks(callbacks: Any) -> list[Callback]:
     """The callbacks that fit() was given. Raises ConfigError: something else is among them."""
-    if isinstance(given, Callback) or not isinstance(given, Iterable):
-        given = [given]
-    given = list(given or ())
-    wrong = next((one for one in given if not isinstance(one, Callback)), None)
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        callbacks = [callbacks]
+    callbacks = list(callbacks or ())
+    wrong = next((one for one in callbacks if not isinstance(one, Callback)), None)
     if wrong is not None:
-        what = (
+        label = (
             f"the class {wrong.__name__}"
             if isinstance(wrong, type)
             else f"a {type(wrong).__name__}"
         )
         raise ConfigError(
-            f"[train] callbacks has {what}; give objects of subclasses of callbacks.Callback"
+            f"[train] callbacks has {label}; give objects of subclasses of callbacks.Callback"
         )
-    if len({id(one) for one in given}) < len(given):
+    if len({id(one) for one in callbacks}) < len(callbacks):
         raise ConfigError("[train] callbacks has one object twice; give each once")
-    for one in given:
+    for one in callbacks:
         check_events(one)
-    return given
+    return callbacks
 
 
 def check_sampler(loader: Any) -> None:
@@ -566,31 +581,31 @@ def own_steps(loader: Any) -> bool:
     )
 
 
-def check_batches(loader: Any, what: str = "data") -> None:
+def check_batches(loader: Any, label: str = "data") -> None:
     """Raises ConfigError for what gives no batches."""
     arrays = isinstance(loader, (tuple, np.ndarray))
     if arrays or not isinstance(loader, Iterable):
         name = type(loader).__name__
-        given = "data.arrays(x, y)" if arrays else f"your {name}"
+        argument = "data.arrays(x, y)" if arrays else f"your {name}"
         advice = (
-            f"; give data.DataLoader({given}, batch_size=...)"
+            f"; give data.DataLoader({argument}, batch_size=...)"
             if arrays or is_data_set(loader)
             else ""
         )
         raise ConfigError(
-            f"[train] expected a data.DataLoader or list of (x, y) batches as {what}, got "
+            f"[train] expected a data.DataLoader or list of (x, y) batches as {label}, got "
             f"{name}{advice}"
         )
 
 
-def is_data_set(given: Any) -> bool:
-    """Returns whether `given` has samples by their numbers, and is not to be iterated over for
+def is_data_set(data: Any) -> bool:
+    """Returns whether `data` has samples by their numbers, and is not to be iterated over for
     batches.
     """
-    by_number = hasattr(given, "gather") or (
-        hasattr(given, "__getitem__") and not isinstance(given, Iterable)
+    by_number = hasattr(data, "gather") or (
+        hasattr(data, "__getitem__") and not isinstance(data, Iterable)
     )
-    return by_number and hasattr(given, "__len__")
+    return by_number and hasattr(data, "__len__")
 
 
 def batches_of(loader: Any) -> Iterable[datasets.Batch]:
@@ -642,14 +657,14 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
         yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
 
 
-def in_batches(given: Any) -> Any:
+def in_batches(data: Any) -> Any:
     """Returns what is evaluated: a data set gets a DataLoader, larger batches if it is in
     memory; a loader stays.
     """
-    if not is_data_set(given):
-        return given
+    if not is_data_set(data):
+        return data
     return datasets.DataLoader(
-        given, batch_size=8192 if isinstance(given, datasets.ArrayDataset) else 1024
+        data, batch_size=8192 if isinstance(data, datasets.ArrayDataset) else 1024
     )
 
 

@@ -1,7 +1,7 @@
 """`odyssey verify --inference`: has a sample, or a token, the same outputs, bit for bit, however
 they are computed?
 
-Wanted are those of all samples in one batch; `ways` compares others with them.
+Expected are those of all samples in one batch; `ways` compares others with them.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Way:
         return {**dataclasses.asdict(self), "same": self.same}
 
 
-Steps = Iterator[tuple[str, np.ndarray, np.ndarray]]  # what it is, wanted, found
+Steps = Iterator[tuple[str, np.ndarray, np.ndarray]]  # label, expected, actual
 
 
 def _way(name: str, compared: str, steps: Steps) -> Way:
     values = 0
-    for what, wanted, found in steps:
-        difference = first(0, what, np.ascontiguousarray(wanted), np.ascontiguousarray(found))
+    for label, expected, actual in steps:
+        difference = first(0, label, np.ascontiguousarray(expected), np.ascontiguousarray(actual))
         if difference is not None:
             return Way(name, compared, values, difference)
-        values += found.size
+        values += actual.size
     return Way(name, compared, values, None)
 
 
@@ -62,41 +62,47 @@ def ways(
     load: Callable[[], nn.Module],
     data: Any,
     loss: Any = None,
-    most: int = 48,
+    max_samples: int = 48,
     seed: int = 0,
     algorithm: str = "auto",
 ) -> Iterator[Way]:
     """Compares the ways, one by one. load: gives the model, with the same weights each time.
-    data: samples, of which `most` are taken. seed: of which, and of the batches. loss: of the
+    data: samples, of which max_samples are taken. seed: of which, and of the batches. loss: of the
     training; None: the model's own. algorithm: its conv_algorithm.
     """
     rng = np.random.default_rng(seed)
-    whole = next(
-        iter(DataLoader(data, batch_size=most, sampler=rng.permutation(len(data))[:most].tolist()))
+    full_batch = next(
+        iter(
+            DataLoader(
+                data,
+                batch_size=max_samples,
+                sampler=rng.permutation(len(data))[:max_samples].tolist(),
+            )
+        )
     )
     model = load().eval()
-    n = len(whole.indices)
+    n = len(full_batch.indices)
 
-    def outputs(which: np.ndarray, shard: int) -> np.ndarray:
-        batch = Batch(whole.dataset, whole.indices[which], 0, 0)
+    def outputs(positions: np.ndarray, shard: int) -> np.ndarray:
+        batch = Batch(full_batch.dataset, full_batch.indices[positions], 0, 0)
         return trained_models.predicted(model, [batch], Communicator(), shard, algorithm)
 
-    wanted = outputs(np.arange(n), n)
+    expected = outputs(np.arange(n), n)
 
-    def alone() -> Steps:
-        found = outputs(np.arange(n), 1)
-        yield from ((f"output of sample {i}", wanted[i], found[i]) for i in range(n))
+    def one_by_one() -> Steps:
+        actual = outputs(np.arange(n), 1)
+        yield from ((f"output of sample {i}", expected[i], actual[i]) for i in range(n))
 
     def batches() -> Steps:
         for size in (1, 2, 3, 4, 5, 15, 16, 17, *rng.integers(1, n + 1, 8).tolist()):
-            which = rng.integers(0, n, size)
+            positions = rng.integers(0, n, size)
             yield (
                 f"output in a batch of {size}",
-                wanted[which],
-                outputs(which, int(rng.integers(1, size + 1))),
+                expected[positions],
+                outputs(positions, int(rng.integers(1, size + 1))),
             )
 
-    yield _way("one by one", f"{n} samples", alone())
+    yield _way("one by one", f"{n} samples", one_by_one())
     yield _way("random batches", "16 batches, in random shards", batches())
     plain = not any(
         isinstance(m, nn.BatchNorm1d) or (isinstance(m, nn.Dropout) and m.p > 0)
@@ -104,21 +110,21 @@ def ways(
     )
     name = "forward pass of a training step" if plain else "forward pass of a training's evaluation"
     yield _way(
-        name, "shards of 1, 3, 16", _in_training(load, whole, wanted, loss, plain, algorithm)
+        name, "shards of 1, 3, 16", _in_training(load, full_batch, expected, loss, plain, algorithm)
     )
     if isinstance(model, nn.GPT):
-        texts = whole.dataset.gather(whole.indices[:8])[0]
+        texts = full_batch.dataset.gather(full_batch.indices[:8])[0]
         yield _way(
             "texts that go on from a cache",
             f"{len(texts)} texts",
-            _generated(model, texts, wanted, rng),
+            _generated(model, texts, expected, rng),
         )
 
 
 def _in_training(
     load: Callable[[], nn.Module],
     batch: Batch,
-    wanted: np.ndarray,
+    expected: np.ndarray,
     loss: Any,
     plain: bool,
     algorithm: str,
@@ -127,35 +133,41 @@ def _in_training(
     when it is replayed.
     """
     for shard in (1, 3, 16):
-        seen: list[np.ndarray] = []
+        outputs: list[np.ndarray] = []
 
-        def look(own: Any, y: Any, target: Any, seen: list[np.ndarray] = seen) -> Any:
-            seen.append(np.array(y.numpy()))
-            return own(y, target)
+        def look(
+            loss_function: Any, y: Any, target: Any, outputs: list[np.ndarray] = outputs
+        ) -> Any:
+            outputs.append(np.array(y.numpy()))
+            return loss_function(y, target)
 
         ends: list[np.ndarray] = []
         for execution in ("eager", "replay"):
             model = load()
-            own = loss or model.loss
-            how = {
+            loss_function = loss or model.loss
+            options = {
                 "execution": execution,
                 "conv_algorithm": algorithm,
                 "backend": "local",
                 "threads": 1,
                 "metrics": [],
             }
-            how["loss"] = (lambda y, t, own=own: look(own, y, t)) if execution == "eager" else own
-            trainer = DistributedTrainer(model, optim.SGD(lr=1e-3), shard_size=shard, **how)
+            options["loss"] = (
+                (lambda y, t, loss_function=loss_function: look(loss_function, y, t))
+                if execution == "eager"
+                else loss_function
+            )
+            trainer = DistributedTrainer(model, optim.SGD(lr=1e-3), shard_size=shard, **options)
             total = trainer.train_step(batch)[0] if plain else trainer.evaluate([batch]).loss
             weights = [a.reshape(-1) for a in trainer.state_dict().values()]
             ends.append(np.concatenate([np.array([total], np.float64), *weights]))
         # the last shard is filled up
-        yield f"output in shards of {shard}", wanted, np.concatenate(seen)[: len(wanted)]
+        yield f"output in shards of {shard}", expected, np.concatenate(outputs)[: len(expected)]
         yield f"loss and weights of the replayed step in shards of {shard}", *ends
 
 
 def _generated(
-    model: nn.GPT, texts: np.ndarray, wanted: np.ndarray, rng: np.random.Generator
+    model: nn.GPT, texts: np.ndarray, expected: np.ndarray, rng: np.random.Generator
 ) -> Steps:
     """Texts cut at random places: the beginning at once, the rest token by token, with keys and
     values of a cache.
@@ -166,5 +178,5 @@ def _generated(
         ends = [0, cut, *range(cut + 1, len(ids) + 1)]
         for lo, hi in zip(ends, ends[1:], strict=False):
             with no_grad():
-                found = model(Tensor(ids[None, lo:hi], dtype=np.int32), cache).numpy()[0]
-            yield f"output of text {i} from token {lo}", wanted[i, lo:hi], found
+                actual = model(Tensor(ids[None, lo:hi], dtype=np.int32), cache).numpy()[0]
+            yield f"output of text {i} from token {lo}", expected[i, lo:hi], actual

@@ -18,8 +18,8 @@ from ..core.fingerprint import signed
 from ..errors import ConfigError, NumericsError
 
 # in a row, to the same checkpoint; one more ends the training
-SKIPS = 10
-ROLLBACKS = 3
+MAX_SKIPS = 10
+MAX_ROLLBACKS = 3
 
 
 class NonFinite:
@@ -28,9 +28,9 @@ class NonFinite:
     The step was not applied in any case.
 
     policy, one of settings.recipes.NONFINITE:
-        "stop": it ends. "skip": the step changes nothing and counts as a step; more than SKIPS of
+        "stop": it ends. "skip": the step changes nothing and counts as one; more than MAX_SKIPS of
         them in a row end the training. "rollback": it goes back to its last checkpoint and leaves
-        out the batch that did it; after more than ROLLBACKS
+        out the batch that did it; after more than MAX_ROLLBACKS
             times to the same checkpoint it ends.
     """
 
@@ -40,48 +40,49 @@ class NonFinite:
         self._gone_back: Counter[int] = Counter()  # step of a checkpoint -> how often
         self._left_out: set[tuple[int, int]] = set()
 
-    def found(
+    def handle_nonfinite(
         self,
         step: int,
         epoch: int,
         batch: int,
         checkpoint: int | None,
-        what: str = "gradient",
+        quantity: str = "gradient",
         rate: float = 0.0,
     ) -> str:
         """Returns what the user is told of step `step` (from 1) on batch `batch` of `epoch`
-        (from 0), whose `what` is not finite, where the training goes on as `policy` says.
+        (from 0), whose `quantity` is not finite, where the training goes on as `policy` says.
         checkpoint: the step of the newest, None if there is none. Raises NumericsError: the
         training ends.
         """
-        said = (
-            f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch "
+        message = (
+            f"[train] the {quantity} is not finite at step {step} (epoch {epoch + 1}, batch "
             f"{batch + 1}, rate {rate:g})"
         )
         cure = "lower --lr, or warm up"
-        if what == "loss":
+        if quantity == "loss":
             cure += "; a label or index out of range also causes this"
         if self.policy == "stop":
-            raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}")
+            raise NumericsError(f"{message}; the step was not taken. {cure[0].upper()}{cure[1:]}")
         if self.policy == "skip":
-            if self._row >= SKIPS:
-                said += f", and the {self._row} steps before it were skipped for the same reason"
-                raise NumericsError(f"{said}; {cure}")
+            if self._row >= MAX_SKIPS:
+                message += f", and the {self._row} steps before it were skipped for the same reason"
+                raise NumericsError(f"{message}; {cure}")
             self._row += 1
-            return f"{said}; the step is skipped ({self._row} of at most {SKIPS} in a row)"
+            return f"{message}; the step is skipped ({self._row} of at most {MAX_SKIPS} in a row)"
         if checkpoint is None:
             raise NumericsError(
-                f"{said} and there is no checkpoint to go back to; {cure}, or give "
+                f"{message} and there is no checkpoint to go back to; {cure}, or give "
                 "--checkpoint-every"
             )
-        if self._gone_back[checkpoint] >= ROLLBACKS:
+        if self._gone_back[checkpoint] >= MAX_ROLLBACKS:
             raise NumericsError(
-                f"{said}; it went back to step {checkpoint} {ROLLBACKS} times already; {cure}"
+                f"{message}; it went back to step {checkpoint} {MAX_ROLLBACKS} times already; "
+                f"{cure}"
             )
         self._gone_back[checkpoint] += 1
         self._left_out.add((epoch, batch))
-        times = f"{self._gone_back[checkpoint]} of at most {ROLLBACKS} times"
-        return f"{said}; going back to step {checkpoint} and leaving this batch out ({times})"
+        times = f"{self._gone_back[checkpoint]} of at most {MAX_ROLLBACKS} times"
+        return f"{message}; going back to step {checkpoint} and leaving this batch out ({times})"
 
     def fine(self) -> None:
         """A step was taken."""
@@ -127,8 +128,8 @@ def check_replicas(
     which hold the same (with pipeline and tensor parallelism the replicas of one share of the
     model). Raises NumericsError: on all ranks, naming those that differ.
     """
-    mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
-    everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
+    local_row = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
+    everyone = local_row[None] if comm.size == 1 else comm.all_gather(local_row)
     message = replicas_differ(step, list(fingerprints), everyone)
     if message:
         raise NumericsError(message).on_all_ranks()
@@ -149,15 +150,18 @@ def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str |
             sets = [ranks[table[ranks, column] == value].tolist() for value in values]
             sets.sort(key=lambda s: (-len(s), s))
             largest = sets[0]
-            others = sorted(sum(sets[1:], []))
+            other_ranks = sorted(sum(sets[1:], []))
             if len(sets[1]) < len(largest):
-                found = f"the {name} of {_ranks(others)} differ from those of {_ranks(largest)}"
+                difference = (
+                    f"the {name} of {_ranks(other_ranks)} differ from those of {_ranks(largest)}"
+                )
             elif len(largest) > 1:
-                found = f"the {name} of {' differ from those of '.join(map(_ranks, sets))}"
+                difference = f"the {name} of {' differ from those of '.join(map(_ranks, sets))}"
             else:
-                found = f"the {name} of {_ranks(sorted(sum(sets, [])), ' and ')} differ"
+                difference = f"the {name} of {_ranks(sorted(sum(sets, [])), ' and ')} differ"
             return (
-                f"[check] step {step}: {found}; they must be equal: a memory or hardware error, "
+                f"[check] step {step}: {difference}; they must be equal: a memory or hardware "
+                "error, "
                 "or a write into "
                 "parameters outside the optimizer. Go on from the last checkpoint (--resume auto)"
             )

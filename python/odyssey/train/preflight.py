@@ -28,20 +28,20 @@ from ..settings.declarations import Settings, declared
 from .agreement import hash_of, texts
 
 #: Settings that may differ between ranks: places on their hosts, and what only rank 0 does.
-OWN = frozenset(name for name, s in declared(Settings).items() if not s.same)
+PER_RANK = frozenset(name for name, s in declared(Settings).items() if not s.same_on_ranks)
 
 # of the newest there must be room for: the old one, the new one, what surrounds them
 CHECKPOINTS = 2.2
 
 _CORES = 1024  # that a mask tells apart
-_TEXT = 16 << 10  # bytes by which ranks explain a difference
+_MAX_TEXT_BYTES = 16 << 10  # bytes by which ranks explain a difference
 
 
 def version(package: str) -> str:
     """The installed version of a package, "none" where it is not."""
-    found = getattr(sys.modules.get(package), "__version__", None)
-    if isinstance(found, str):
-        return found  # a look at files takes longer
+    loaded_version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(loaded_version, str):
+        return loaded_version  # a look at files takes longer
     from importlib import metadata
 
     try:
@@ -100,13 +100,16 @@ def crowded(places: Sequence[RankPlace]) -> list[str]:
         threads = sum(places[r].threads for r in ranks)
         cores = functools.reduce(operator.or_, (places[r].cores for r in ranks)).bit_count()
         if cores and threads > cores:
-            most = max(places[r].threads for r in ranks)
+            max_threads = max(places[r].threads for r in ranks)
             count = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
-            count += f" x {most}" if len(ranks) * most == threads else f" with {threads}"
-            where = "this machine" if 0 in ranks else f"the machine of rank {ranks[0]}"
-            do = ["lower --threads"] * (most > 1) + ["start fewer ranks"] * (len(ranks) > 1)
+            count += (
+                f" x {max_threads}" if len(ranks) * max_threads == threads else f" with {threads}"
+            )
+            machine_label = "this machine" if 0 in ranks else f"the machine of rank {ranks[0]}"
+            do = ["lower --threads"] * (max_threads > 1) + ["start fewer ranks"] * (len(ranks) > 1)
             warnings.append(
-                f"{count} thread{'s' * (threads > len(ranks))} on {where}, which has {cores} "
+                f"{count} thread{'s' * (threads > len(ranks))} on {machine_label}, which has "
+                f"{cores} "
                 f"core{'s' * (cores > 1)}: "
                 f"they take turns; {', or '.join(do)}"
             )
@@ -120,13 +123,14 @@ def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
     """
     if checkpoint <= 0 or free >= CHECKPOINTS * checkpoint:
         return []
-    said = (
+    message = (
         f"{directory} has {free / MIB:,.1f} MiB left and a checkpoint takes {checkpoint / MIB:,.1f}"
     )
     if free < checkpoint:
-        raise OutputError(f"[preflight] {said}; make room, or name another directory")
+        raise OutputError(f"[preflight] {message}; make room, or name another directory")
     return [
-        f"{said}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make room"
+        f"{message}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make "
+        "room"
     ]
 
 
@@ -139,7 +143,7 @@ def at_start(
 ) -> list[str]:
     """Checks that the ranks of a run belong together.
 
-    Every rank calls it, once, before the first step. settings: the configuration; all but `OWN`
+    Every rank calls it, once, before the first step. settings: the configuration; all but PER_RANK
     must be the same on all ranks. threads: that this rank computes with. environment: instead of
     that of the process. Returns warnings, the same on every rank: rank 0 shows them. Raises
     ConfigError: on every rank alike: not as many ranks as were started, or a rank with another
@@ -153,47 +157,51 @@ def at_start(
         )
     if comm.size == 1:
         return crowded([RankPlace(0, threads, _mask())])
-    kept = json.dumps(
-        {k: v for k, v in (settings or {}).items() if k not in OWN}, sort_keys=True, default=str
+    configuration = json.dumps(
+        {k: v for k, v in (settings or {}).items() if k not in PER_RANK},
+        sort_keys=True,
+        default=str,
     )
-    fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": kept}
-    own = np.array([*map(hash_of, fields.values()), machine(), threads], np.int64)
+    fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": configuration}
+    local_row = np.array([*map(hash_of, fields.values()), machine(), threads], np.int64)
     mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
-    rows = comm.all_gather(np.concatenate([own, mask]))
+    rows = comm.all_gather(np.concatenate([local_row, mask]))
     n = len(fields)
     if (odd := odd_one(rows[:, :n].tolist())) is not None:
-        raise _explained(comm, fields, *odd)
+        raise _explain_difference(comm, fields, *odd)
     masks = [int.from_bytes(row.tobytes(), "little") for row in rows[:, n + 2 :].astype("<u8")]
     return crowded(
         [RankPlace(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)]
     )
 
 
-def _explained(
-    comm: Communicator, fields: Mapping[str, str], column: int, rank: int, other: int
+def _explain_difference(
+    comm: Communicator, fields: Mapping[str, str], column: int, rank: int, other_rank: int
 ) -> ConfigError:
     """Returns what differs, in words: every rank sends its value. All ranks come here together."""
     name, value = list(fields.items())[column]
-    said = texts(comm, value, _TEXT)
+    values = texts(comm, value, _MAX_TEXT_BYTES)
     if name != "configuration":
         advice = (
             "start all ranks by one command"
             if name == "attempt"
             else "install the same on every host"
         )
-        a, b = (printable(said[r], limit=60) or "none" for r in (rank, other))
+        a, b = (printable(values[r], limit=60) or "none" for r in (rank, other_rank))
         return ConfigError(
-            f"[preflight] rank {rank} has {name} {a}, rank {other} has {b}; {advice}"
+            f"[preflight] rank {rank} has {name} {a}, rank {other_rank} has {b}; {advice}"
         )
     try:
-        ours = json.loads(said[rank])
-        theirs = json.loads(said[other])
+        ours = json.loads(values[rank])
+        theirs = json.loads(values[other_rank])
         key = next(key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key))
         a, b = (printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs))
-        what = f"{key} = {a}, and rank {other} {key} = {b}"
+        difference = f"{key} = {a}, and rank {other_rank} {key} = {b}"
     except (ValueError, StopIteration):
-        what = f"another configuration than rank {other}"
-    return ConfigError(f"[preflight] rank {rank} has {what}; start all ranks with the same options")
+        difference = f"another configuration than rank {other_rank}"
+    return ConfigError(
+        f"[preflight] rank {rank} has {difference}; start all ranks with the same options"
+    )
 
 
 def _mask() -> int:
@@ -212,7 +220,7 @@ def free(directory: Path) -> int:
     while not os.path.exists(place) and place != os.path.dirname(place):
         place = os.path.dirname(place)
     try:
-        found = os.statvfs(place)
+        stats = os.statvfs(place)
     except OSError:
         return 2**62
-    return found.f_bavail * found.f_frsize
+    return stats.f_bavail * stats.f_frsize

@@ -49,22 +49,22 @@ class Shown(Callback):
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self._since = self._shown = 0.0  # when the epoch went on, and when a step was shown last
-        self._before = 0  # samples of the epoch before it went on
+        self._since = self._shown_at = 0.0  # when the epoch went on, and when a step was shown last
+        self._samples_before = 0  # samples of the epoch before it went on
 
     def on_fit_start(self, context: Context) -> None:
         self.progress.begin(context.epochs, context.steps_per_epoch, context.batch_size)
 
     def on_epoch_start(self, context: Context) -> None:
-        self._since = self._shown = time.perf_counter()
-        self._before = context.tally.samples
+        self._since = self._shown_at = time.perf_counter()
+        self._samples_before = context.tally.samples
 
     def on_step_end(self, context: Context) -> None:
         now = time.perf_counter()
-        if now - self._shown > 0.1:
-            self._shown = now
+        if now - self._shown_at > 0.1:
+            self._shown_at = now
             tally = context.tally
-            rate = (tally.samples - self._before) / (now - self._since)
+            rate = (tally.samples - self._samples_before) / (now - self._since)
             self.progress.step(context.cursor.epoch, tally.steps, context.loss, rate)
 
     on_server_update = on_step_end
@@ -132,9 +132,9 @@ def traffic(sent: float | None, uncompressed: float | None, wire: float | None =
     """
     if not sent or not uncompressed:
         return []
-    more = [f"{wire / 1e3:,.1f} to other machines"] if wire else []
-    more += [f"uncompressed {uncompressed / 1e3:,.1f}"] if sent != uncompressed else []
-    return [f"{sent / 1e3:,.1f} KB/step sent ({', '.join(more)})"] if more else []
+    details = [f"{wire / 1e3:,.1f} to other machines"] if wire else []
+    details += [f"uncompressed {uncompressed / 1e3:,.1f}"] if sent != uncompressed else []
+    return [f"{sent / 1e3:,.1f} KB/step sent ({', '.join(details)})"] if details else []
 
 
 class PlainProgress(Progress):

@@ -36,7 +36,7 @@ _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
 # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
 EARLIER = ("history", "records")
 # what a checkpoint was made with that is older than the setting
-BEFORE = {"convolution algorithm": "auto"}
+OLD_DEFAULTS = {"convolution algorithm": "auto"}
 #: What helps where settings are others on purpose.
 ANEW = (
     "take its weights alone into a new training (resume='weights', --resume weights), or start "
@@ -44,7 +44,7 @@ ANEW = (
     "--resume never, and another directory)"
 )
 #: What older checkpoints, and those of loops of one's own, say nothing of.
-UNSAID = ("accumulation", "settings of layers", "settings of the loss")
+OPTIONAL_KEYS = ("accumulation", "settings of layers", "settings of the loss")
 
 
 def probed(schedule: Schedule, steps: Iterable[int] = PROBES) -> list[float | None]:
@@ -64,7 +64,7 @@ def settings_of(module: object) -> list[list[Any]]:
     """
     if not type(module).__module__.startswith("odyssey."):
         return []
-    found: list[list[Any]] = []
+    settings: list[list[Any]] = []
     for name, value in sorted(vars(module).items()):
         if isinstance(value, np.ndarray):
             value = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
@@ -73,8 +73,8 @@ def settings_of(module: object) -> list[list[Any]]:
             and name[0] != "_"
             and name not in _NO_SETTINGS
         ):
-            found.append([type(module).__name__, name, value])
-    return found
+            settings.append([type(module).__name__, name, value])
+    return settings
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
@@ -104,15 +104,15 @@ def _ends(data: Any) -> str:
     return digest(*leaves(data.gather(np.array(sorted({0, len(data) // 2, len(data) - 1})))))
 
 
-def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
+def check(saved: dict[str, Any], current: dict[str, Any], name: str) -> None:
     """ConfigError if a checkpoint called `name` was made with other settings: going on would be
     another training.
     """
-    for key, value in now.items():
-        if key not in saved and key in UNSAID:
+    for key, value in current.items():
+        if key not in saved and key in OPTIONAL_KEYS:
             continue
-        if key not in saved and key in BEFORE:
-            saved = {**saved, key: BEFORE[key]}
+        if key not in saved and key in OLD_DEFAULTS:
+            saved = {**saved, key: OLD_DEFAULTS[key]}
         if key not in saved:
             raise ConfigError(
                 f"[resume] {name} says nothing of the {key}; use --resume never, or another "
@@ -125,7 +125,11 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
                 "training has; give the same "
                 f"schedule and length (--schedule, --warmup-steps, --epochs, --steps), or {ANEW}"
             )
-        if saved[key] != value and key == "model" and (differs := _parameter(saved[key], value)):
+        if (
+            saved[key] != value
+            and key == "model"
+            and (differs := _describe_difference(saved[key], value))
+        ):
             raise ConfigError(
                 f"[resume] {name} is of another model: {differs}; build that, or take another "
                 "directory"
@@ -135,9 +139,11 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
             value = [value[0], value[2]]
         if saved[key] != value and key == "data set":
             raise ConfigError(
-                f"[resume] {name} was made with another data set ({_samples(saved[key])}) than "
+                f"[resume] {name} was made with another data set "
+                f"({_describe_data_set(saved[key])}) than "
                 "this training has "
-                f"({_samples(value)}): files changed, or other ones are given; give the same, or "
+                f"({_describe_data_set(value)}): files changed, or other ones are given; give "
+                "the same, or "
                 f"{ANEW}"
             )
         if saved[key] != value:
@@ -148,41 +154,48 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
             )
 
 
-def _parameter(saved: Any, now: Any) -> str:
+def _describe_difference(saved: Any, current: Any) -> str:
     """The first parameter that two models do not have alike, in words; "": none was found."""
     try:
-        before, after = (
-            {name: (tuple(shape), *more) for name, shape, *more in rows} for rows in (saved, now)
+        saved_parameters, current_parameters = (
+            {name: (tuple(shape), *frozen) for name, shape, *frozen in rows}
+            for rows in (saved, current)
         )
     except (TypeError, ValueError):
         return ""
-    for name in (*after, *before):
-        was = before.get(name)
-        is_now = after.get(name)
+    for name in (*current_parameters, *saved_parameters):
+        was = saved_parameters.get(name)
+        is_now = current_parameters.get(name)
         if was is None or is_now is None:
             return f"{name} is {'not in it' if was is None else 'in it and not in this one'}"
         if was != is_now:
-            shown = [f"{shape}{' (frozen)' * bool(more)}" for shape, *more in (was, is_now)]
-            return f"{name} is {shown[0]} there and {shown[1]} here"
+            descriptions = [
+                f"{shape}{' (frozen)' * bool(frozen)}" for shape, *frozen in (was, is_now)
+            ]
+            return f"{name} is {descriptions[0]} there and {descriptions[1]} here"
     return "its parameters come in another order"
 
 
-def _samples(value: Any) -> str:
+def _describe_data_set(value: Any) -> str:
     """The data set of a configuration, for a message."""
-    count, found, *_ = value if isinstance(value, list) and len(value) > 1 else ("?", None)
-    return f"{count} samples" + f", fingerprint {found}" * bool(found)
+    count, data_fingerprint, *_ = (
+        value if isinstance(value, list) and len(value) > 1 else ("?", None)
+    )
+    return f"{count} samples" + f", fingerprint {data_fingerprint}" * bool(data_fingerprint)
 
 
-def _brief(value: Any, other: Any) -> str:
+def _brief(value: Any, counterpart: Any) -> str:
     """A value for a message; of two lists only what is the first to differ."""
-    while isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
-        pair = next(((a, b) for a, b in zip(value, other, strict=True) if a != b), None)
+    while (
+        isinstance(value, list) and isinstance(counterpart, list) and len(value) == len(counterpart)
+    ):
+        pair = next(((a, b) for a, b in zip(value, counterpart, strict=True) if a != b), None)
         if pair is None or not isinstance(pair[0], list):
             break
-        value, other = pair
+        value, counterpart = pair
     # of pairs (name, value)
-    named = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
-    text = f"{value[0]} = {json.dumps(value[1])}" if named else json.dumps(value)
+    is_pair = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+    text = f"{value[0]} = {json.dumps(value[1])}" if is_pair else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -191,35 +204,35 @@ def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any
 
     Raises CheckpointError: none of this form.
     """
-    found = tensors.get(key)
-    if found is None or found.shape != shape or found.dtype != dtype:
-        what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
-        raise CheckpointError(f"[resume] {name}: {key} {what}; {dtype} {shape} is needed")
-    return found
+    array = tensors.get(key)
+    if array is None or array.shape != shape or array.dtype != dtype:
+        problem = "is missing" if array is None else f"is {array.dtype} {array.shape}"
+        raise CheckpointError(f"[resume] {name}: {key} {problem}; {dtype} {shape} is needed")
+    return array
 
 
-def written(value: Any) -> tuple[bytes, list[np.ndarray]]:
+def pack_tree(value: Any) -> tuple[bytes, list[np.ndarray]]:
     """A tree of JSON's values and arrays as JSON, and the arrays in the order in which `read`
     asks for them.
     """
     arrays: list[np.ndarray] = []
 
-    def described(found: Any) -> dict[str, Any]:
-        if not isinstance(found, np.ndarray):
-            raise TypeError(f"a {type(found).__name__} is not sent; JSON's values and arrays are")
-        arrays.append(found)
-        return {_ARRAY: [found.dtype.name, list(found.shape)]}
+    def described(array: Any) -> dict[str, Any]:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"a {type(array).__name__} is not sent; JSON's values and arrays are")
+        arrays.append(array)
+        return {_ARRAY: [array.dtype.name, list(array.shape)]}
 
     return json.dumps(value, default=described).encode(), arrays
 
 
 def read(text: bytes, take: Callable[[str, list[int]], np.ndarray]) -> Any:
-    """Returns what `written` was given; take(dtype, shape) gives the next array.
+    """Returns what `pack_tree` was given; take(dtype, shape) gives the next array.
 
     Tuples become lists.
     """
     return json.loads(
-        text, object_hook=lambda found: take(*found[_ARRAY]) if _ARRAY in found else found
+        text, object_hook=lambda node: take(*node[_ARRAY]) if _ARRAY in node else node
     )
 
 
@@ -230,16 +243,18 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
     """
     if comm.size == 1:
         return value
-    text, arrays = written(value) if comm.rank == root else (b"", [])
+    text, arrays = pack_tree(value) if comm.rank == root else (b"", [])
     length = int(comm.broadcast(np.array([len(text)], np.int64), root)[0])
     text = comm.broadcast(
         np.frombuffer(bytearray(text) or bytearray(length), np.uint8), root
     ).tobytes()
-    own = iter(arrays)
+    outgoing = iter(arrays)
 
     def received(dtype: str, shape: list[int]) -> np.ndarray:
         array = (
-            np.array(next(own), order="C") if comm.rank == root else maker(np.empty)(shape, dtype)
+            np.array(next(outgoing), order="C")
+            if comm.rank == root
+            else maker(np.empty)(shape, dtype)
         )
         # bytes: of any dtype that a checkpoint holds
         comm.broadcast(array.reshape(-1).view(np.uint8), root)
@@ -272,13 +287,16 @@ def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
         yield
     except OdysseyError as problem:
         error = problem
-    mine = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
-    said = next(
-        (text for text in comm.all_gather_each(np.frombuffer(mine, np.uint8)) if text.size), None
+    local_error = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
+    first_error = next(
+        (text for text in comm.all_gather_each(np.frombuffer(local_error, np.uint8)) if text.size),
+        None,
     )
-    if said is not None:
-        kind, text = json.loads(said.tobytes())
-        raise (error if said.tobytes() == mine else getattr(errors, kind)(text)).on_all_ranks()
+    if first_error is not None:
+        kind, text = json.loads(first_error.tobytes())
+        raise (
+            error if first_error.tobytes() == local_error else getattr(errors, kind)(text)
+        ).on_all_ranks()
 
 
 def shared(
@@ -307,19 +325,19 @@ def shared(
     if comm.rank:
         with contextlib.suppress(OdysseyError):
             own = reader.opened(Path(source[0]), follow=True)[0]
-    seen = own is not None and list(own.source or ()) == list(source)
-    if not comm.all_gather(np.array([seen], np.int32)).all():
+    sees_files = own is not None and list(own.source or ()) == list(source)
+    if not comm.all_gather(np.array([sees_files], np.int32)).all():
         read_all = (
-            (s, {n: np.asarray(t) for n, t in some.items()})
-            for s, some in (own.arrays.items() if own else ())
+            (s, {n: np.asarray(t) for n, t in tensors.items()})
+            for s, tensors in (own.arrays.items() if own else ())
         )
         return Snapshot(step, by_first(comm, lambda: dict(read_all)), values), name
     return Snapshot(step, own.arrays, values, source=tuple(source)), name
 
 
-def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[Snapshot, str]:
+def find(path: Path, tell: Callable[[str], None], in_memory: bool = True) -> tuple[Snapshot, str]:
     """The checkpoint at a path, or the newest valid one of a directory of them or of a run, with
-    its name; no collective call. Its arrays are in memory if `whole`. Raises CheckpointError:
+    its name; no collective call. in_memory: its arrays are read at once. Raises CheckpointError:
     there is none that is valid.
     """
     from ..checkpoints import Store, environment_key
@@ -327,9 +345,11 @@ def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[S
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / "manifest.json").exists():
-        return Store(path.parent, owner=False, key=environment_key()).load(path, whole), path.name
+        return Store(path.parent, owner=False, key=environment_key()).load(
+            path, in_memory
+        ), path.name
     store = Store(path, owner=False, key=environment_key())
-    snapshot, refused = store.newest(whole)
+    snapshot, refused = store.newest(in_memory)
     for one in refused:
         tell(one.message(snapshot))
     if snapshot is None:
@@ -340,24 +360,24 @@ def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[S
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
 
 
-def wants_weights(asked: str | Path) -> bool:
+def wants_weights(resume: str | Path) -> bool:
     """True if `resume` asks for weights alone: "weights", or "weights:PATH"."""
-    return str(asked).partition(":")[0] == "weights"
+    return str(resume).partition(":")[0] == "weights"
 
 
 def weights(
-    asked: str, folder: Path | None, say: Callable[[str], None], whole: bool
+    resume: str, folder: Path | None, say: Callable[[str], None], in_memory: bool
 ) -> tuple[Snapshot, str]:
     """The checkpoint whose weights a new training begins with, and its name.
 
     Raises ConfigError: no directory is known. CheckpointError: none is valid there.
     """
-    place = asked.partition(":")[2] or folder
+    place = resume.partition(":")[2] or folder
     if place is None:
         raise ConfigError(
             "[checkpoint] resume is 'weights', but there is no checkpoint_dir; give 'weights:PATH'"
         )
-    return find(Path(place), say, whole)
+    return find(Path(place), say, in_memory)
 
 
 def earlier(snapshot: Snapshot) -> list[Any]:
@@ -369,7 +389,7 @@ def earlier(snapshot: Snapshot) -> list[Any]:
     return [] if text is None else parse_json(np.asarray(text).tobytes(), f"{stem}/{name}")
 
 
-def kept_by(name: str, callback: Callback) -> dict[str, Any]:
+def state_of_callback(name: str, callback: Callback) -> dict[str, Any]:
     """Returns what a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
     state = callback.state_dict()
     try:

@@ -57,13 +57,13 @@ class Session:
         self.saving = saving = context.saving
         context.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
         # seconds of the epoch before it was resumed
-        self._before = 0.0
+        self._seconds_before = 0.0
         self._since = time.perf_counter()
         self._complete = False  # the limit was reached within an epoch
         self._checked = -1  # the step at which ranks were compared last
         self._due = False  # a checkpoint, as soon as all ranks have the same weights
         # the checkpoint that was put back, until its epoch has begun
-        self._found: tuple[Snapshot, str] | None = None
+        self._restored_checkpoint: tuple[Snapshot, str] | None = None
         self.run = None if saving.off else Run.current()
         self._store: Store | None = None
         self._saved: int | None = None  # the step of the newest checkpoint
@@ -135,7 +135,9 @@ class Session:
             if self.saving.resume not in RESUME:
                 self._go_to(
                     *self._shared(
-                        lambda whole: resume.find(Path(self.saving.resume), self.trainer.say, whole)
+                        lambda in_memory: resume.find(
+                            Path(self.saving.resume), self.trainer.say, in_memory
+                        )
                     )
                 )
             return
@@ -158,9 +160,9 @@ class Session:
                     "has the same bits only if it gives the same order whenever an epoch is "
                     "begun again"
                 )
-            free = preflight.free(self.folder)
-            needed = self.trainer.state_bytes
-            for warning in preflight.check_space(free, needed, str(self.folder)):
+            free_bytes = preflight.free(self.folder)
+            checkpoint_bytes = self.trainer.state_bytes
+            for warning in preflight.check_space(free_bytes, checkpoint_bytes, str(self.folder)):
                 self.trainer.say(warning)
 
     def _take_weights(self) -> None:
@@ -168,9 +170,9 @@ class Session:
         if self.folder is not None:
             self._begin_directory()
 
-        def source(whole: bool) -> tuple[Snapshot, str]:
+        def source(in_memory: bool) -> tuple[Snapshot, str]:
             self._store = None if self.folder is None else self._opened()
-            return resume.weights(str(self.saving.resume), self.folder, self.trainer.say, whole)
+            return resume.weights(str(self.saving.resume), self.folder, self.trainer.say, in_memory)
 
         snapshot, name = self._shared(source)
         self.trainer.load_weights(snapshot, name)
@@ -226,8 +228,8 @@ class Session:
 
         resume.by_first(self.comm, unmark)
 
-    def _find(self, whole: bool) -> tuple[Snapshot | None, str]:
-        """The checkpoint to start from, and its name; opens the store. `whole`: as Store.newest."""
+    def _find(self, in_memory: bool) -> tuple[Snapshot | None, str]:
+        """The start checkpoint and its name; opens the store. in_memory: see resume.find."""
         saving = self.saving
         folder = self.folder
         self._store = self._opened()
@@ -240,25 +242,26 @@ class Session:
                     "'never'; name another directory, or resume"
                 )
             return None, ""
-        snapshot, refused = self._store.newest(whole)
+        snapshot, refused = self._store.newest(in_memory)
         if snapshot is not None:
             self._origin = snapshot.values.get("origin")
-        if saving.resume in RESUME or (snapshot is not None and self._origin == self._asked):
+        if saving.resume in RESUME or (snapshot is not None and self._origin == self._start_path):
             for one in refused:
                 self.trainer.say(one.message(snapshot))
             return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
-        found, name = resume.find(Path(saving.resume), self.trainer.say, whole)
-        if snapshot is not None and snapshot.step != found.step:
+        origin_snapshot, name = resume.find(Path(saving.resume), self.trainer.say, in_memory)
+        if snapshot is not None and snapshot.step != origin_snapshot.step:
             raise ConfigError(
-                f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has "
+                f"[checkpoint] resume is {saving.resume} (step {origin_snapshot.step}), but "
+                f"{folder} has "
                 "checkpoints that do not "
                 f"come from it, up to step {snapshot.step}; use another directory for the new ones"
             )
-        self._origin = self._asked
-        return found, name
+        self._origin = self._start_path
+        return origin_snapshot, name
 
     @property
-    def _asked(self) -> str | None:
+    def _start_path(self) -> str | None:
         """The path that training is to start from, as its checkpoints remember it."""
         return None if self.saving.resume in RESUME else os.path.realpath(self.saving.resume)
 
@@ -288,8 +291,8 @@ class Session:
             tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))  # rank 0 has those of all ranks
         self.context.cursor = cursor
         self.context.tally = tally
-        self._found = snapshot, name
-        self._before = seconds
+        self._restored_checkpoint = snapshot, name
+        self._seconds_before = seconds
         self._since = time.perf_counter()
         vars(self.context.history).update(vars(history))
         self._saved = snapshot.step
@@ -306,21 +309,21 @@ class Session:
         they did to weights and settings then is in the checkpoint, so it is put back after
         them.
         """
-        if self._found is None:
+        if self._restored_checkpoint is None:
             return
         context = self.context
-        (snapshot, name) = self._found
+        (snapshot, name) = self._restored_checkpoint
         inside = context.cursor.step > 0
         if context.own_code and (inside or not in_epoch):
             self.trainer.put_back(snapshot, name)
         if inside or not in_epoch:
-            self._restore_callbacks(snapshot.values, again=in_epoch)
+            self._restore_callbacks(snapshot.values, in_epoch=in_epoch)
         if in_epoch:
-            self._found = None
+            self._restored_checkpoint = None
             self.trainer.expect(snapshot, name, inside or not context.own_code)
 
-    def _restore_callbacks(self, values: dict[str, Any], again: bool) -> None:
-        """again: for those of the user's own code, which have heard that the epoch begins."""
+    def _restore_callbacks(self, values: dict[str, Any], in_epoch: bool) -> None:
+        """in_epoch: for those of the user's own code, which have heard that the epoch begins."""
         context = self.context
         logged = {
             name: (int(n), math.nan if v is None else v)
@@ -328,11 +331,11 @@ class Session:
         }
         context.log_calls = max((n for n, _ in logged.values()), default=0)
         context.logged = logged
-        named = context.named()
+        callbacks = context.named()
         for name, state in (values.get("callbacks") or {}).items():
-            if name in named and (named[name].own_code or not again):
+            if name in callbacks and (callbacks[name].own_code or not in_epoch):
                 try:
-                    named[name].load_state_dict(state)
+                    callbacks[name].load_state_dict(state)
                 except (KeyError, TypeError, ValueError, IndexError) as problem:
                     raise CheckpointError(
                         f"[resume] the checkpoint's state of {name} is not taken back: "
@@ -340,8 +343,8 @@ class Session:
                         f"{problem}; leave the callback out, or start anew"
                     ) from problem
         finished = values.get("finished") or {}
-        finisher = named.get(finished.get("by"))
-        if not again and finisher is not None and finisher.still_finished(context):
+        finisher = callbacks.get(finished.get("by"))
+        if not in_epoch and finisher is not None and finisher.still_finished(context):
             context.finished = str(finished.get("why"))
             context.finisher = finisher
             self._finish()
@@ -363,27 +366,27 @@ class Session:
         try:
             epoch = int(last["epoch"])
             step = int(last["step"])
-            wanted = int(last["fingerprint"], 16)
+            expected = int(last["fingerprint"], 16)
         except (KeyError, TypeError, ValueError) as problem:
             raise CheckpointError(
                 f"[resume] {name} does not say what its last batch was: {problem}"
             ) from problem
-        same = True
+        matches = True
         # what draws from a generator gives its first batch again once, in a new process
         for _ in range(2):
             batch = self.trainer.read_again(self.loader, epoch, step, self.context.cursor.step > 0)
             if batch is None:
                 return
-            same = same and agreement.of_batch(batch) == wanted
+            matches = matches and agreement.of_batch(batch) == expected
         self._last = epoch, step, batch
-        found = self.comm.all_gather(np.array([same], np.int32))[:, 0]
-        if found.all():
+        rank_matches = self.comm.all_gather(np.array([matches], np.int32))[:, 0]
+        if rank_matches.all():
             return
-        where = "" if not found.any() else f" on rank {int(np.argmin(found))}"
+        place = "" if not rank_matches.any() else f" on rank {int(np.argmin(rank_matches))}"
         text = (
             f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), "
             "read again, is another"
-            f"{where}: files changed, or the data set does not repeat itself"
+            f"{place}: files changed, or the data set does not repeat itself"
         )
         if self.saving.nondeterministic:
             self.trainer.say(f"{text}; training goes on, and its bits will not come again")
@@ -396,7 +399,7 @@ class Session:
 
     def seconds(self) -> float:
         """Seconds that training has taken in this epoch so far."""
-        return self._before + time.perf_counter() - self._since
+        return self._seconds_before + time.perf_counter() - self._since
 
     def leave_out(self, seconds: float) -> None:
         """These were no training."""
@@ -407,7 +410,9 @@ class Session:
         """Returns whether there is nothing left to do."""
         c = self.context
         return (
-            c.cursor.epoch >= c.epochs or self._complete or (self.left == 0 and not c.tally.samples)
+            c.cursor.epoch >= c.epochs
+            or self._complete
+            or (self.steps_left == 0 and not c.tally.samples)
         )
 
     @property
@@ -422,7 +427,7 @@ class Session:
         )
 
     @property
-    def left(self) -> int | None:
+    def steps_left(self) -> int | None:
         """Steps until the limit, None without one."""
         c = self.context
         return None if c.limit is None else max(c.limit - c.history.steps - c.tally.steps, 0)
@@ -441,14 +446,14 @@ class Session:
         try:
             self._store.wait()
         except (OutputError, NumericsError) as problem:
-            self.trainer.say(_told(problem))
+            self.trainer.say(_describe_failure(problem))
 
     def roll_back(self) -> None:
         """Goes back to the newest checkpoint."""
 
-        def newest(whole: bool) -> tuple[Snapshot | None, str]:
+        def newest(in_memory: bool) -> tuple[Snapshot | None, str]:
             self._settle_store()
-            return resume.find(self.folder, self.trainer.say, whole)
+            return resume.find(self.folder, self.trainer.say, in_memory)
 
         snapshot, name = self._shared(newest)
         numerics = self.trainer.numerics.state_dict()
@@ -488,7 +493,7 @@ class Session:
         elif self._due:
             self._save()
 
-    def taken(self, tally: Tally) -> None:
+    def end_steps(self, tally: Tally) -> None:
         """After the last step of an epoch, before its record is made.
 
         Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit
@@ -496,8 +501,8 @@ class Session:
         """
         self.context.tally = tally
         if not self.trainer.mode.together and self.comm.rank:
-            mine = dataclasses.replace(tally)  # rank 0 has the sums of all ranks
-            self.context.tally = mine.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))
+            local_tally = dataclasses.replace(tally)  # rank 0 has the sums of all ranks
+            self.context.tally = local_tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))
         limit = self.context.limit
         if (
             limit is None
@@ -529,10 +534,12 @@ class Session:
             context.tally = Tally()
             self._finish()
         context.tally = Tally()
-        self._before = 0.0
+        self._seconds_before = 0.0
         self._since = time.perf_counter()
-        before = context.cursor
-        context.cursor = Cursor(before.epoch + 1, 0, before.loader_epoch + 1, before.samples)
+        old_cursor = context.cursor
+        context.cursor = Cursor(
+            old_cursor.epoch + 1, 0, old_cursor.loader_epoch + 1, old_cursor.samples
+        )
         regular = self.saving.every is None and context.cursor.epoch % self.saving.epochs == 0
         due = context.due or regular
         context.due = False
@@ -551,20 +558,23 @@ class Session:
         ):
             self.trainer.stays()  # only what hears of the next start may set a value outside
 
-    def _stop(self, why: str) -> None:
-        text = f"[train] stopped by {why} after step {self.trainer.steps}"
+    def _stop(self, reason: str) -> None:
+        text = f"[train] stopped by {reason} after step {self.trainer.steps}"
         if self.saves:
             from ..checkpoints.snapshot import step_name
 
             self._save(wait=True)
-            text += f"; checkpoint {step_name(self.trainer.steps)} is written, the same command goes on from it"
+            text += (
+                f"; checkpoint {step_name(self.trainer.steps)} is written, "
+                "the same command goes on from it"
+            )
         raise Stopped(text).on_all_ranks()
 
     def _save(self, wait: bool = False) -> None:
         """Writes a checkpoint of this moment, in the background unless `wait`, if there is none
         of it. A failure is told and training goes on; with `wait` it is an error.
         """
-        before = slot.phase("checkpoint")
+        previous_phase = slot.phase("checkpoint")
         self._due = False
         self.context.kept = set()
         self.context.marks = set()
@@ -572,7 +582,7 @@ class Session:
         if self._store is not None:
             self._store.kept = frozenset(self.context.kept)
         marks = tuple(sorted(self.context.marks))
-        if self._saved != self.trainer.steps or (wait and not self._there()):
+        if self._saved != self.trainer.steps or (wait and not self._is_written()):
             self._check()
             self._write(self._values(), marks, wait)
             self._saved = self.trainer.steps
@@ -582,7 +592,7 @@ class Session:
                 self._store.mark(self.trainer.steps, marks)
             if wait:
                 self.comm.barrier()
-        slot.phase(before)
+        slot.phase(previous_phase)
 
     def _write(self, values: dict[str, Any], marks: Sequence[str], wait: bool) -> None:
         def state(in_parts: bool) -> Snapshot | None:
@@ -610,7 +620,7 @@ class Session:
             if wait:
                 raise
             # if an update has overflowed, the next step finds it, on all ranks
-            self.trainer.say(_told(problem))
+            self.trainer.say(_describe_failure(problem))
 
     def _check(self) -> None:
         """Before a checkpoint, and at the end: ranks must have the same, and a resumed training
@@ -627,43 +637,44 @@ class Session:
             if self._last is not None and not self.saving.nondeterministic:
                 agreement.last_batch(self.comm, self._last[2], trainer.steps)
 
-    def _there(self) -> bool:
+    def _is_written(self) -> bool:
         """Returns whether the checkpoint of this step, begun in the background, has been
         written; a collective call.
         """
 
-        def there() -> bool:
+        def exists() -> bool:
             self._settle_store()
             return self._store.path_of(self.trainer.steps).exists()
 
-        return resume.by_first(self.comm, there)
+        return resume.by_first(self.comm, exists)
 
     def _values(self) -> dict[str, Any]:
         """This session's part of a checkpoint; a collective call where ranks have tallies of
         their own.
         """
         tally = self.trainer.mode.whole_tally(self.context.tally)
-        kept: dict[str, Any] = {}
+        optional_values: dict[str, Any] = {}
         if self._last is not None and self.comm.rank == 0:
             epoch, step, batch = self._last
             mark = f"{agreement.of_batch(batch.whole()):016x}"
-            kept["last batch"] = {"epoch": epoch, "step": step, "fingerprint": mark}
+            optional_values["last batch"] = {"epoch": epoch, "step": step, "fingerprint": mark}
         if self.saving.nondeterministic:
-            kept["nondeterministic data"] = True
-        named = self.context.named()
-        if named:
-            kept["logged"] = finite(self.context.logged)
-            kept["callbacks"] = {
-                name: resume.kept_by(name, callback) for name, callback in named.items()
+            optional_values["nondeterministic data"] = True
+        callbacks = self.context.named()
+        if callbacks:
+            optional_values["logged"] = finite(self.context.logged)
+            optional_values["callbacks"] = {
+                name: resume.state_of_callback(name, callback)
+                for name, callback in callbacks.items()
             }
         if self.context.finished is not None:
             by = next(
-                (name for name, callback in named.items() if callback is self.context.finisher),
+                (name for name, callback in callbacks.items() if callback is self.context.finisher),
                 None,
             )
-            kept["finished"] = {"by": by, "why": self.context.finished}
+            optional_values["finished"] = {"by": by, "why": self.context.finished}
         return {
-            **kept,
+            **optional_values,
             "cursor": dataclasses.asdict(self.context.cursor),
             "seconds": self.seconds(),
             "tally": finite({k: v for k, v in dataclasses.asdict(tally).items() if v is not None}),
@@ -703,6 +714,6 @@ class Session:
             self._store = None
 
 
-def _told(problem: OdysseyError) -> str:
+def _describe_failure(problem: OdysseyError) -> str:
     """Returns what the user is told of a checkpoint that was not written."""
     return f"{problem}; training goes on, the one before stays"

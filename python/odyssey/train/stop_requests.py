@@ -25,14 +25,14 @@ from ..callbacks import Callback, Context
 from ..comm import Communicator
 from ..errors import DataError
 
-PERIOD = 0.1  # seconds between two agreements
+AGREEMENT_PERIOD_S = 0.1  # seconds between two agreements
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONTROL = 1000  # the request came by control.json
 # it came from the callback of this place, counted from 1; 0: another
 STOP = 2000
 FINISH = 4000
 # seconds after a signal from which on a SIGINT is another request, and not the same by another way
-AGAIN = 2.0
+NEW_REQUEST_AFTER_S = 2.0
 
 
 class Requests(Callback):
@@ -56,20 +56,20 @@ class Requests(Callback):
             if getattr(c.on_step_end, "__func__", None) is not Callback.on_step_end
         )
         self._exact = any(c.exact for c in steps)
-        self._wanted = 0  # number of a signal, or CONTROL
+        self._request = 0  # number of a signal, or CONTROL
         # of a callback
         self._wish = 0
-        self._why = ""
-        self._asked_at = 0.0
-        self._before: dict[int, Any] = {}
-        self._left = self._every = 1
+        self._reason = ""
+        self._requested_at = 0.0
+        self._previous_handlers: dict[int, Any] = {}
+        self._steps_left = self._every = 1
         self._since = time.monotonic()
-        self.met = False  # whether ranks talked after the last step
+        self.synced = False  # whether ranks talked after the last step
 
     def on_fit_start(self, context: Context) -> None:
         """Takes signals as requests from now on.
 
-        A SIGINT that comes after AGAIN seconds has the effect that it had before; any number of
+        A SIGINT later than NEW_REQUEST_AFTER_S has the effect that it had before; any number of
         others shortens nothing: service managers and schedulers send several, and SLURM sends one
         to all processes of a step, of which srun and what is around a rank hand theirs on.
         """
@@ -77,18 +77,22 @@ class Requests(Callback):
             return  # Python delivers signals to the main thread only; control.json works
         for number in self._signals:
             # None: C's, in a Mojo program
-            self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL
+            self._previous_handlers[number] = (
+                signal.signal(number, self._take_signal) or signal.SIG_DFL
+            )
 
     def on_fit_end(self, context: Context) -> None:
-        for number in list(self._before):
-            signal.signal(number, self._before.pop(number))
+        for number in list(self._previous_handlers):
+            signal.signal(number, self._previous_handlers.pop(number))
 
-    def _asked(self, number: int, _: FrameType | None) -> None:
-        if not self._wanted:
-            self._wanted = number
-            self._asked_at = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - self._asked_at > AGAIN:
-            signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+    def _take_signal(self, number: int, _: FrameType | None) -> None:
+        if not self._request:
+            self._request = number
+            self._requested_at = time.monotonic()
+        elif (
+            number == signal.SIGINT and time.monotonic() - self._requested_at > NEW_REQUEST_AFTER_S
+        ):
+            signal.signal(number, self._previous_handlers.pop(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
 
     def on_step_end(self, context: Context) -> None:
@@ -96,84 +100,86 @@ class Requests(Callback):
         # else each rank has weights of its own: no step to stop at
         if context.trainer.mode.settled:
             self._answer(context, self.agreed(self._exact))
-            if self.met:
+            if self.synced:
                 context.emit("on_sync")
 
     def on_epoch_end(self, context: Context) -> None:
         self._hear(context)
-        self.met = True
+        self.synced = True
         self._answer(context, self._agree())
 
     def _hear(self, context: Context) -> None:
         """Takes what a callback of this rank wishes for a request, which is not yet all ranks'."""
-        for base, why in ((STOP, context.stop), (FINISH, context.finished)):
-            if why is not None:
+        for base, reason in ((STOP, context.stop), (FINISH, context.finished)):
+            if reason is not None:
                 asking = context.finisher if base == FINISH else None
                 place = next((i for i, c in enumerate(self._asking, 1) if c is asking), 0)
                 self._wish = max(self._wish, base + place)
-                self._why = why
+                self._reason = reason
         context.stop = context.finished = None
 
-    def _answer(self, context: Context, wanted: int) -> None:
+    def _answer(self, context: Context, request: int) -> None:
         """Returns what all ranks want, 0: nothing, as they are to do it."""
-        if not wanted:
+        if not request:
             return
-        if wanted < STOP:
-            context.stop = "a request" if wanted == CONTROL else signal.Signals(wanted).name
+        if request < STOP:
+            context.stop = "a request" if request == CONTROL else signal.Signals(request).name
             return
-        why = self._why if wanted == self._wish else "another rank's callback"
-        if wanted < FINISH:
-            context.stop = why
+        reason = self._reason if request == self._wish else "another rank's callback"
+        if request < FINISH:
+            context.stop = reason
             return
-        context.finisher = self._asking[wanted - FINISH - 1] if wanted > FINISH else None
+        context.finisher = self._asking[request - FINISH - 1] if request > FINISH else None
         name = "a callback" if context.finisher is None else type(context.finisher).__name__
-        context.finished = f"{name} ({why})"
+        context.finished = f"{name} ({reason})"
 
     @property
-    def _mine(self) -> int:
-        return max(self._wanted, self._wish)
+    def _local_request(self) -> int:
+        return max(self._request, self._wish)
 
     def agreed(self, exact: bool = False) -> int:
         """Called by all ranks after each step: what one of them is asked for, if it is time to
         tell, else 0. exact: it is time after every step; the same on all ranks.
         """
-        self._left -= 1
-        self.met = self._left <= 0
-        if self.met:
+        self._steps_left -= 1
+        self.synced = self._steps_left <= 0
+        if self.synced:
             return self._agree()
         return (
-            int(self._comm.all_reduce(np.array([self._mine], np.int64), "max")[0]) if exact else 0
+            int(self._comm.all_reduce(np.array([self._local_request], np.int64), "max")[0])
+            if exact
+            else 0
         )
 
     def _agree(self) -> int:
         """Tells all ranks what one is asked for, and after how many steps they ask next."""
-        seconds = (time.monotonic() - self._since) / max(self._every - self._left, 1)
-        wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
-        if self._comm.rank == 0 and not self._wanted:
-            self._wanted = self._controlled()
-        wanted, negative = self._comm.all_reduce(
-            np.array([self._mine, -wish], np.int64), "max"
+        seconds = (time.monotonic() - self._since) / max(self._every - self._steps_left, 1)
+        wish = max(1, min(1000, int(AGREEMENT_PERIOD_S / max(seconds, 1e-6))))
+        if self._comm.rank == 0 and not self._request:
+            self._request = self._read_control()
+        request, negative = self._comm.all_reduce(
+            np.array([self._local_request, -wish], np.int64), "max"
         ).tolist()
-        self._left = self._every = -negative
+        self._steps_left = self._every = -negative
         self._since = time.monotonic()
-        return wanted
+        return request
 
-    def _controlled(self) -> int:
+    def _read_control(self) -> int:
         """Returns whether control.json asks this attempt to stop: the signal that it names,
         CONTROL, or 0.
         """
         if self._run is None or not os.path.exists(self._run.control):
             return 0
         try:
-            asked = read_json(self._run.control)
+            control = read_json(self._run.control)
         except DataError:
             return 0  # it is being replaced, or is not ours
         if (
-            not isinstance(asked, dict)
-            or not asked.get("stop")
-            or asked.get("attempt") != self._run.attempt
+            not isinstance(control, dict)
+            or not control.get("stop")
+            or control.get("attempt") != self._run.attempt
         ):
             return 0
         return next(
-            (int(number) for number in signal.Signals if number.name == asked["stop"]), CONTROL
+            (int(number) for number in signal.Signals if number.name == control["stop"]), CONTROL
         )

@@ -37,7 +37,7 @@ from ..settings.recipes import FORMATS
 from . import resume
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
-SHARD = 32  # samples that are computed at once, where no training says
+SHARD_SIZE = 32  # samples that are computed at once, where no training says
 
 
 def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def of_model(model: Any) -> dict[str, Any]:
     if kind.__module__.startswith("odyssey.nn."):
         if kind.__name__ in LISTS and all(name.isdecimal() for name, _ in model.named_children()):
             parts = [of_model(child) for child in model.children()]
-            own = next((part for part in parts if "class" not in part), None)
-            return own or {"class": kind.__name__, "parts": parts}
+            user_part = next((part for part in parts if "class" not in part), None)
+            return user_part or {"class": kind.__name__, "parts": parts}
         if model.arguments is not None:
             return {"class": kind.__name__, "arguments": model.arguments}
     try:
@@ -75,50 +75,52 @@ def of_data(data: Any) -> dict[str, Any]:
     """Returns what a sample is: its shape, the numbers that normalise it, the names of columns
     and classes.
     """
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     shape = getattr(data, "sample_shape", None)
     classes = getattr(data, "classes", None)
     if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
-        found["sample_shape"] = list(shape)
+        description["sample_shape"] = list(shape)
     for key in ("scale", "shift"):
         if (value := getattr(data, key, None)) is not None:
-            found[key] = np.asarray(value, np.float64).reshape(-1).tolist()
-    found["classes"] = list(getattr(data, "class_names", ()) or ()) or classes
+            description[key] = np.asarray(value, np.float64).reshape(-1).tolist()
+    description["classes"] = list(getattr(data, "class_names", ()) or ()) or classes
     columns = getattr(data, "columns", None)
-    found["columns"] = list(columns.names) if isinstance(columns, Columns) else []
+    description["columns"] = list(columns.names) if isinstance(columns, Columns) else []
     if isinstance(columns, Columns):
-        found["table"] = columns.saved
-    return found if data is not None else {}
+        description["table"] = columns.saved
+    return description if data is not None else {}
 
 
-def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
+def build(description: dict[str, Any], max_numbers: int = 2**31) -> nn.Module:
     """A model as of_model() says, of at most so many numbers.
 
     Raises KeyError, TypeError, ValueError, ConfigError.
     """
     # of a weight that two layers share, and where values are drawn again (GPT)
-    with limited(3 * most):
-        return _build(said, most)
+    with limited(3 * max_numbers):
+        return _build(description, max_numbers)
 
 
-def _build(said: dict[str, Any], most: int) -> nn.Module:
-    name = said["class"]
+def _build(description: dict[str, Any], max_numbers: int) -> nn.Module:
+    name = description["class"]
     if name in LISTS:
-        parts = [_build(part, most) for part in said["parts"]]
+        parts = [_build(part, max_numbers) for part in description["parts"]]
         return nn.Sequential(*parts) if name == "Sequential" else nn.ModuleList(parts)
     kind = getattr(nn, name) if name in nn.__all__ else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise KeyError(name)
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in said["arguments"].items()}
+    arguments = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in description["arguments"].items()
+    }
     sizes = (
         n
-        for v in given.values()
+        for v in arguments.values()
         for n in (v if isinstance(v, tuple) else (v,))
         if isinstance(n, int)
     )
-    if any(n > max(most, 1 << 16) for n in sizes):
-        raise ValueError(f"{name}{given} is larger than its weights")
-    return kind(**given)
+    if any(n > max(max_numbers, 1 << 16) for n in sizes):
+        raise ValueError(f"{name}{arguments} is larger than its weights")
+    return kind(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Saved:
     algorithm: str = "auto"  # conv_algorithm of its training
 
 
-def found(path: str | Path) -> tuple[Snapshot, str]:
+def find_checkpoint(path: str | Path) -> tuple[Snapshot, str]:
     """The checkpoint of a path: one, the newest of a directory of them, or of a run."""
     try:
         return resume.find(Path(path), lambda line: None)
@@ -150,31 +152,31 @@ def found(path: str | Path) -> tuple[Snapshot, str]:
 
 def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     """The model of a checkpoint, a directory of checkpoints, or a run; see load()."""
-    snapshot, name = found(path)
+    snapshot, name = find_checkpoint(path)
     about = snapshot.values.get("recipe") or {}
-    said = about.get("model") or {}
+    description = about.get("model") or {}
     weights = snapshot.arrays.get("parameters", {})
     mismatch = "the checkpoint is of another model: give the one that was trained"
     if model is None:
         mismatch = "the model was changed after it was built: give it"
         todo = "build it and give odyssey.load(path, model)"
-        if kind := said.get("user code"):
-            where = said.get("file") or said.get("module")
-            what = f"a model of your own, {kind} of {where}"
-            place = f"{where}:{kind}"
-            if str(said.get("module")).startswith("torch."):
-                what = f"a PyTorch module, {kind}"
+        if kind := description.get("user code"):
+            source = description.get("file") or description.get("module")
+            label = f"a model of your own, {kind} of {source}"
+            place = f"{source}:{kind}"
+            if str(description.get("module")).startswith("torch."):
+                label = f"a PyTorch module, {kind}"
                 place = "FILE.py:NAME (a class or a function that builds it)"
             raise ConfigError(
-                f"[load] {name} is of {what}; {todo}, or say --model {place} on the command line"
+                f"[load] {name} is of {label}; {todo}, or say --model {place} on the command line"
             )
-        if not said:
+        if not description:
             raise ConfigError(
                 f"[load] {name} does not say what its model is, as it is of an older version; "
                 f"{todo}"
             )
         try:
-            model = build(said, sum(value.size for value in weights.values()))
+            model = build(description, sum(value.size for value in weights.values()))
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
             raise CheckpointError(
                 f"[load] {name}: its model cannot be built: {problem}; {todo}"
@@ -230,10 +232,10 @@ def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> byt
 
     Raises ConfigError: as content().
     """
-    snapshot, _ = found(path)
+    snapshot, _ = find_checkpoint(path)
     arrays = {**snapshot.arrays.get("parameters", {}), **snapshot.arrays.get("buffers", {})}
     shape = None
-    more = {}
+    options = {}
     if kind == "onnx":
         if hasattr(model, "wrapped"):
             raise ConfigError(
@@ -243,8 +245,8 @@ def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> byt
         model = from_checkpoint.model
         shape = tuple(from_checkpoint.data.get("sample_shape") or ())
         if columns := _columns(from_checkpoint.data):
-            more = {"columns": columns}
-    return content(kind, model, arrays, shape, **more)
+            options = {"columns": columns}
+    return content(kind, model, arrays, shape, **options)
 
 
 def _columns(data: dict[str, Any]) -> Columns | None:
@@ -253,7 +255,11 @@ def _columns(data: dict[str, Any]) -> Columns | None:
 
 
 def content(
-    kind: str, model: Any, arrays: dict[str, np.ndarray], shape: tuple[int, ...] | None, **more: Any
+    kind: str,
+    model: Any,
+    arrays: dict[str, np.ndarray],
+    shape: tuple[int, ...] | None,
+    **options: Any,
 ) -> bytes:
     """A model as the bytes of a file of a format, which may be given more.
 
@@ -267,14 +273,14 @@ def content(
     if kind not in registry.provided("formats"):
         raise ConfigError(f"[export] format {kind!r} is unknown; choose from {', '.join(FORMATS)}")
     try:
-        made = registry.load("formats", kind)
+        encode = registry.load("formats", kind)
     except ImportError as problem:
         package = (problem.name or kind).partition(".")[0]
         remedy = install_packages([package])
         raise ConfigError(
             f"[export] format {kind!r} needs the package {package}; {remedy}"
         ) from None
-    return made(model, arrays, shape, **more)
+    return encode(model, arrays, shape, **options)
 
 
 def export(
@@ -300,8 +306,8 @@ def export(
         raise ConfigError(
             f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module"
         )
-    made = content(kind, model, model.state_dict(), sample_shape)
-    write_whole(Path(path), lambda file: file.write(made), mode=0o666)
+    file_bytes = content(kind, model, model.state_dict(), sample_shape)
+    write_whole(Path(path), lambda file: file.write(file_bytes), mode=0o666)
 
 
 def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
@@ -316,9 +322,9 @@ def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
             f"[predict] the model is a {type(model).__name__}; give an odyssey.nn.Module"
         )
     if isinstance(samples, (np.ndarray, Tensor)) or hasattr(samples, "__array__"):
-        given = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
+        array = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
         batches = batches_of_array(
-            np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32)
+            np.ascontiguousarray(array, None if array.dtype == np.uint8 else np.float32)
         )
     else:
         batches = (
@@ -341,40 +347,46 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
 
 
 def samples(
-    found: Saved, dataset: str | None = None, data_dir: Path | None = None, train: bool = False
+    saved_model: Saved,
+    dataset: str | None = None,
+    data_dir: Path | None = None,
+    train: bool = False,
 ) -> Any:
     """A part of the data set that a model was trained on, or of another.
 
     Raises ConfigError: neither is known.
     """
-    source = found.data.get("source") or {}
+    source = saved_model.data.get("source") or {}
     name = dataset or source.get("dataset")
     if name is None:
         raise ConfigError(
-            f"[load] {found.name} does not say what its data are, as odyssey train has not made "
+            f"[load] {saved_model.name} does not say what its data are, as odyssey train has not "
+            "made "
             "it; give --dataset and "
             "--data-dir"
         )
-    where = data_dir or (
+    folder = data_dir or (
         Path(source["data_dir"]) if source.get("data_dir") and not dataset else None
     )
-    own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
+    options = {
+        key: source[key] for key in ("size", "target", "length") if source.get(key) is not None
+    }
     if (
         name == "image-folder"
-        and "size" not in own
-        and len(found.data.get("sample_shape") or ()) == 3
+        and "size" not in options
+        and len(saved_model.data.get("sample_shape") or ()) == 3
     ):
-        own["size"] = found.data["sample_shape"][1:]
+        options["size"] = saved_model.data["sample_shape"][1:]
     if name == "csv":
-        own["like"] = _columns(found.data)
-    return datasets.opened(name, where, train=train, **own)
+        options["like"] = _columns(saved_model.data)
+    return datasets.opened(name, folder, train=train, **options)
 
 
-def loss_of(found: Saved) -> nn.Module | None:
+def loss_of(saved_model: Saved) -> nn.Module | None:
     """The loss that a model was trained with, if it is one of odyssey.nn's; None: the model's
     own.
     """
-    return getattr(nn, found.loss)() if found.loss in nn.__all__ else None
+    return getattr(nn, saved_model.loss)() if saved_model.loss in nn.__all__ else None
 
 
 def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") -> None:
@@ -384,8 +396,8 @@ def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") ->
     written; a file that was there stays.
     """
     state = model.state_dict()
-    said = {"odyssey": json.dumps(of_model(model))}
-    write_whole(Path(path), lambda file: write_weights(file, state, said), mode=0o666)
+    metadata = {"odyssey": json.dumps(of_model(model))}
+    write_whole(Path(path), lambda file: write_weights(file, state, metadata), mode=0o666)
 
 
 def load_model(
@@ -397,16 +409,16 @@ def load_model(
     """
     weights, about = read_weights(Path(path))
     try:
-        made = model or build(
+        loaded_model = model or build(
             json.loads(about["odyssey"]), sum(value.size for value in weights.values())
         )
-        made.load_state_dict(weights)
+        loaded_model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, AttributeError, OdysseyError) as problem:
         raise ConfigError(
             f"[load] {path} does not say how to build this model ({problem}); build it and give "
             "load_model(path, model)"
         ) from problem
-    return made
+    return loaded_model
 
 
 # as other platforms call them
@@ -427,15 +439,15 @@ def predicted(
     at once; the result depends on it in its last bits, and on no number of ranks. algorithm:
     conv_algorithm of the training.
     """
-    size = shard or SHARD
+    size = shard or SHARD_SIZE
     executor = current()
-    before = executor.conv_algorithm
+    previous_algorithm = executor.conv_algorithm
     executor.conv_algorithm = algorithm
     try:
         with in_mode(model, False), no_grad():
             wholes = [_of_batch(model, batch, comm, size) for batch in batches]
     finally:
-        executor.conv_algorithm = before
+        executor.conv_algorithm = previous_algorithm
     if not wholes:
         raise ConfigError("[predict] the loader gave no batch; give it data")
     return _joined(wholes)
@@ -449,16 +461,18 @@ def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> 
     rows = [forward(model, batch, a, min(a + size, hi)) for a in range(lo, hi, size)]
     if comm.size == 1:
         return _joined(rows)
-    made = _joined(rows) if rows else forward(model, batch, 0, 1)  # one sample has the form as well
+    outputs = (
+        _joined(rows) if rows else forward(model, batch, 0, 1)
+    )  # one sample has the form as well
 
-    def gathered(own: np.ndarray) -> np.ndarray:
-        whole = np.zeros((n, *own.shape[1:]), np.float32)
-        whole[lo:hi] = own[: hi - lo]
-        floats = math.prod(own.shape[1:])
-        comm.all_gather_v(whole.reshape(-1), [(a * floats, b * floats) for a, b in runs])
-        return whole
+    def gathered(local_rows: np.ndarray) -> np.ndarray:
+        all_rows = np.zeros((n, *local_rows.shape[1:]), np.float32)
+        all_rows[lo:hi] = local_rows[: hi - lo]
+        floats = math.prod(local_rows.shape[1:])
+        comm.all_gather_v(all_rows.reshape(-1), [(a * floats, b * floats) for a, b in runs])
+        return all_rows
 
-    return mapped(gathered, made)
+    return mapped(gathered, outputs)
 
 
 def _joined(trees: list[Any]) -> Any:
@@ -470,21 +484,22 @@ def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
     such.
     """
     data = batch.dataset
-    which = batch.indices[lo:hi]
+    indices = batch.indices[lo:hi]
     if isinstance(data, ArrayDataset) and data.normalised:
-        x = _normalised(data, which)
+        x = _normalised(data, indices)
     else:
         x = mapped(
             lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32),
-            data.gather(which)[0],
+            data.gather(indices)[0],
         )
     y = model(*x) if isinstance(x, tuple) else model(x)
 
     def numbers(t: Any) -> np.ndarray:
         if not isinstance(t, Tensor) or t.shape[:1] != (hi - lo,):
-            what = f"a tensor {t.shape}" if isinstance(t, Tensor) else type(t).__name__
+            output_kind = f"a tensor {t.shape}" if isinstance(t, Tensor) else type(t).__name__
             raise ConfigError(
-                f"[predict] forward() gives {what} for {hi - lo} samples; a tensor (N, ...), or "
+                f"[predict] forward() gives {output_kind} for {hi - lo} samples; a tensor (N, "
+                "...), or "
                 "a tuple or dict of "
                 "such, is needed"
             )
@@ -493,18 +508,18 @@ def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
     return mapped(numbers, y)
 
 
-def _normalised(data: ArrayDataset, which: np.ndarray) -> Tensor:
+def _normalised(data: ArrayDataset, indices: np.ndarray) -> Tensor:
     """Samples as a training's steps gather them: by that kernel, which rounds once where NumPy
     rounds twice.
     """
-    images = data.rows(which)[0]
-    rows = np.arange(len(which))
+    images = data.rows(indices)[0]
+    rows = np.arange(len(indices))
     executor = Eager()
-    x = empty(images.shape, layout_of(len(which)))
+    x = empty(images.shape, layout_of(len(indices)))
     c = executor.context
     c.images = images.ctypes.data
     c.bytes = int(images.dtype.itemsize == 1)
-    c.valid = len(which)
+    c.valid = len(indices)
     c.rows = rows.ctypes.data
     c.scale = data.scale.ctypes.data
     c.shift = data.shift.ctypes.data
@@ -515,8 +530,8 @@ def _normalised(data: ArrayDataset, which: np.ndarray) -> Tensor:
 def batches_of_array(x: np.ndarray, scale: Any = 1.0, shift: Any = 0.0) -> Iterable[Batch]:
     """Samples (N, ...), float32 or pixels, in batches; scale, shift: as in data.arrays."""
     channels = x.shape[1] if x.ndim == 4 else 1
-    each = (np.full(channels, np.asarray(v, np.float32)) for v in (scale, shift))
-    data = ArrayDataset(x, np.zeros(len(x), np.int32), 1, *each, "x")
+    scale_and_shift = (np.full(channels, np.asarray(v, np.float32)) for v in (scale, shift))
+    data = ArrayDataset(x, np.zeros(len(x), np.int32), 1, *scale_and_shift, "x")
     return [
         Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i)
         for i, a in enumerate(range(0, len(x), 8192))

@@ -92,9 +92,11 @@ class DistributedTrainer(EngineState):
                 for k, v in settings.items()
                 if k not in ("scaler_init_scale", "scaler_growth_interval")
             }
-        made = declaration.made(Training, {"num_gpus": num_gpus, "backend": backend, **settings})
-        for what, given, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
-            check_kind("train", what, given, kind, "a subclass of ")
+        training = declaration.make_settings(
+            Training, {"num_gpus": num_gpus, "backend": backend, **settings}
+        )
+        for label, value, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
+            check_kind("train", label, value, kind, "a subclass of ")
         if schedule is not None and not callable(schedule):
             raise ConfigError(
                 f"[train] schedule is {schedule!r}; give a function, such as "
@@ -102,27 +104,32 @@ class DistributedTrainer(EngineState):
             )
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
-        comm = comm or connect(made.backend, made.device, made.num_gpus)
-        devices, self.notice = choose_devices(made.device, made.num_gpus, comm, made.oversubscribe)
-        made = dataclasses.replace(
-            made,
-            num_gpus=made.num_gpus or 1,
-            device="gpu" if devices else "cpu",
-            threads=made.threads or default_threads(comm.local_size),
-            shard_size=shard_size_of(model, made.shard_size),
-            pipeline_schedule=made.pipeline_schedule or getattr(model, "schedule", None) or "1f1b",
+        comm = comm or connect(training.backend, training.device, training.num_gpus)
+        devices, self.notice = choose_devices(
+            training.device, training.num_gpus, comm, training.oversubscribe
         )
-        declaration.check(Training, {"pipeline_schedule": made.pipeline_schedule})
-        self._set(made, comm, progress)
-        self.device = made.device
-        self.threads = made.threads
-        self.base_batch_size = made.base_batch_size
+        training = dataclasses.replace(
+            training,
+            num_gpus=training.num_gpus or 1,
+            device="gpu" if devices else "cpu",
+            threads=training.threads or default_threads(comm.local_size),
+            shard_size=shard_size_of(model, training.shard_size),
+            pipeline_schedule=training.pipeline_schedule
+            or getattr(model, "schedule", None)
+            or "1f1b",
+        )
+        declaration.check(Training, {"pipeline_schedule": training.pipeline_schedule})
+        self._set(training, comm, progress)
+        self.device = training.device
+        self.threads = training.threads
+        self.base_batch_size = training.base_batch_size
         self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
-        strategy = declaration.part(Strategy, made)
-        strategy.check(self.mesh, made.zero, made.precision)
-        if strategy.reduction in MODES and made.nonfinite != "stop":
+        strategy = declaration.part(Strategy, training)
+        strategy.check(self.mesh, training.zero, training.precision)
+        if strategy.reduction in MODES and training.nonfinite != "stop":
             raise ConfigError(
-                f"[train] nonfinite is {made.nonfinite!r}, but with reduction={made.reduction!r} "
+                f"[train] nonfinite is {training.nonfinite!r}, but with "
+                f"reduction={training.reduction!r} "
                 "a rank's step is its "
                 "own; use 'stop'"
             )
@@ -130,26 +137,28 @@ class DistributedTrainer(EngineState):
             "comm": self.comm,
             "mesh": self.mesh,
             "reduction": strategy,
-            "schedule": made.pipeline_schedule,
+            "schedule": training.pipeline_schedule,
         }
-        self.layout = declaration.part(Layout, made, workers=made.num_gpus, gpus=devices, **ranks)
+        self.layout = declaration.part(
+            Layout, training, workers=training.num_gpus, gpus=devices, **ranks
+        )
         self._sums: Sums | None = None  # of the last step
         # that share out a batch
-        self.workers = made.num_gpus * self.mesh.dp
+        self.workers = training.num_gpus * self.mesh.dp
         self.replicas = self.mesh.dp
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule or (lambda step: 1.0)
-        check_shared(self.mesh, made.precision)
+        check_shared(self.mesh, training.precision)
         scaling = {
-            "growth_interval": made.scaler_growth_interval,
-            "enabled": made.precision == "fp16",
+            "growth_interval": training.scaler_growth_interval,
+            "enabled": training.precision == "fp16",
         }
-        self.scaler = precisions.GradScaler(made.scaler_init_scale, **scaling)
-        self.lr_scaling = made.lr_scaling
+        self.scaler = precisions.GradScaler(training.scaler_init_scale, **scaling)
+        self.lr_scaling = training.lr_scaling
         self._lr_factor = 1.0
         self._lr_scaled = False
-        with offload(made.offload):
+        with offload(training.offload):
             self.arena = Arena.of(model.named_parameters(), model.named_buffers())
             self.arena.move_to(maker())
         strategy.check_buffers([name for name, b in self.arena.buffers if b.requires_grad])
@@ -160,17 +169,19 @@ class DistributedTrainer(EngineState):
         if devices:
             from ..engine.gpu.group import DeviceGroup
 
-            if made.conv_algorithm == "winograd":
+            if training.conv_algorithm == "winograd":
                 raise ConfigError(
                     "[train] conv_algorithm is 'winograd', which CPUs have; use 'auto' or "
                     "'direct', or --device cpu"
                 )
             team = DeviceGroup(devices, self.arena)
             team.keep(
-                optimizer, made.offload, max(self.layout.bucket_floats(self.arena.size), 1 << 14)
+                optimizer,
+                training.offload,
+                max(self.layout.bucket_floats(self.arena.size), 1 << 14),
             )
             self.notice = team.describe()
-        elif made.precision == "tf32":
+        elif training.precision == "tf32":
             raise ConfigError(
                 "[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu"
             )
@@ -180,32 +191,38 @@ class DistributedTrainer(EngineState):
             raise ConfigError(
                 f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()"
             )
-        if (how := getattr(loss, "reduction", "mean")) != "mean":
+        if (loss_reduction := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
-                f"[train] the loss has reduction={how!r}, but trainers divide by the global "
+                f"[train] the loss has reduction={loss_reduction!r}, but trainers divide by the "
+                "global "
                 "batch; use 'mean'"
             )
         groups = Groups(self.comm, self.mesh)
         self.metrics = None if metrics is None else chosen(metrics)
         common: dict[str, Any] = {
-            key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")
+            key: getattr(training, key) for key in ("seed", "precision", "conv_algorithm")
         }
         common.update(metrics=self.metrics, team=team)
         layout = self.layout
         its_groups = groups
-        own = {}
+        train_options = {}
         if strategy.reduction in MODES and self.comm.size > 1:
             asynchronous = registry.load("modes", strategy.reduction)
             self.mode = asynchronous.mode(self, strategy)
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
             # other masks for other samples
-            own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}
+            train_options = {"seed": (training.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}
         of = (model, loss, self.arena)
         self._train = Engine(
-            *of, layout, its_groups, train=True, scaled=self.scaler.enabled, **{**common, **own}
+            *of,
+            layout,
+            its_groups,
+            train=True,
+            scaled=self.scaler.enabled,
+            **{**common, **train_options},
         )
         self._eval = Engine(*of, self.layout, groups, train=False, like=self._train, **common)
-        self._train.also = self.standing
+        self._train.agreed_state = self.standing
         self._warned = False
         self._prints = {}
         self.remember()
@@ -214,7 +231,7 @@ class DistributedTrainer(EngineState):
         """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
         if self.comm.size == 1:
             return
-        more = {
+        extra_settings = {
             "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
             "mesh": str(self.mesh),
             "offload is given": self.layout.offload is not None,
@@ -222,7 +239,7 @@ class DistributedTrainer(EngineState):
             "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
             "schedule": resume.probed(self.schedule),
         }
-        self._compare_settings(more)
+        self._compare_settings(extra_settings)
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)
 
@@ -250,21 +267,21 @@ class DistributedTrainer(EngineState):
         self._begin(sums)
         self._look_at_route(self._train.runners[-1].reductions, len(batch.indices))
         lr = self.rate(self.steps)
-        taken = self._train.alike and self._train.commit_step(
+        applied = self._train.alike and self._train.commit_step(
             self.optimizer, sums, self._divisor(sums), lr
         )
         if not self._train.alike:
-            self._apart(self._train, part)
+            self._raise_divergence(self._train, part)
         if self.scaler.enabled:
-            self._scale(taken, part, lr)
-        elif not taken:
+            self._scale(applied, part, lr)
+        elif not applied:
             self._not_finite(part, "gradient" if math.isfinite(sums.loss) else "loss", lr)
-        if taken:
+        if applied:
             self._train.updated()
             self.numerics.fine()
         self.steps += 1
         self.last = Step(
-            sums.loss, sums.correct, lr, taken, sums.updates, self._train.measured(sums)
+            sums.loss, sums.correct, lr, applied, sums.updates, self._train.measured(sums)
         )
         self.mode.stepped()
         if self._train.team is not None:
@@ -295,14 +312,14 @@ class DistributedTrainer(EngineState):
             )
             self._train.updated()
         lo, hi = self._train.part(samples)
-        made = {
+        shared_reductions = {
             id(r): r
             for runner in self._train.runners
             for r in runner.reductions
             if hasattr(r.comm, "shared")
         }
         return -(-(hi - lo) // self._train.shard_size_of(samples)), sum(
-            r.bytes_sent for r in made.values()
+            r.bytes_sent for r in shared_reductions.values()
         )
 
     def _rows(self, form: Form | None) -> int | None:
@@ -330,7 +347,7 @@ class DistributedTrainer(EngineState):
             # not where that raises: a program that catches it may go on
             self._watch.programs.add(kind)
 
-    def _apart(self, engine: Engine, batch: datasets.Batch) -> None:
+    def _raise_divergence(self, engine: Engine, batch: datasets.Batch) -> None:
         """Raises ConfigError, on all ranks: what they computed in a step, which was not taken,
         differs.
         """
@@ -414,16 +431,18 @@ class DistributedTrainer(EngineState):
         n = len(batch.indices)
         size = self._eval.shard_size_of(n)
         larger = min(2 * size, n)
-        made = [*map(type, self.model.modules()), self.loss]
-        theirs = any(not getattr(one, "__module__", "").startswith("odyssey.") for one in made)
-        if size == n or not theirs or not self.mode.together:
+        parts = [*map(type, self.model.modules()), self.loss]
+        has_user_code = any(
+            not getattr(one, "__module__", "").startswith("odyssey.") for one in parts
+        )
+        if size == n or not has_user_code or not self.mode.together:
             return
         try:
-            apart, joined = (self._eval.loss_in_shards(batch, k) for k in (size, larger))
+            shard_loss, larger_loss = (self._eval.loss_in_shards(batch, k) for k in (size, larger))
         except OdysseyError:  # it is said where it is trained
             return
-        if abs(apart - joined) > 1e-4 * max(abs(apart), abs(joined)) + 1e-6:
-            values = f"{apart:.5g} in shards of {size}, {joined:.5g} of {larger}"
+        if abs(shard_loss - larger_loss) > 1e-4 * max(abs(shard_loss), abs(larger_loss)) + 1e-6:
+            values = f"{shard_loss:.5g} in shards of {size}, {larger_loss:.5g} of {larger}"
             self.say(
                 f"[train] the loss is no mean over samples ({values}): computed in shards it is "
                 "another one than that "
@@ -482,23 +501,23 @@ class DistributedTrainer(EngineState):
         divisor = float(self._divide[0]) if self.scaler.enabled else self._sums.samples
         return self._train.ownership.norm(self._sums) / divisor
 
-    def _scale(self, taken: bool, batch: datasets.Batch, lr: float) -> None:
+    def _scale(self, applied: bool, batch: datasets.Batch, lr: float) -> None:
         """Sets the loss scale for the next step; all ranks hold the same sums, so all set the
         same.
         """
-        before = self.scaler.value
+        previous_scale = self.scaler.value
         try:
-            self.scaler.update(taken)
+            self.scaler.update(applied)
         except NumericsError as error:
             # no smaller scale is left: it is not the scale that overflows
             if self.numerics.policy != "stop":
                 return self._not_finite(batch, "gradient", lr)
             error.raised_on_all_ranks = True
             raise
-        if not taken:
+        if not applied:
             self.say(
                 f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
-                f"{precisions.scale_text(before)}; scale is now "
+                f"{precisions.scale_text(previous_scale)}; scale is now "
                 f"{precisions.scale_text(self.scaler.value)}"
             )
 
@@ -509,8 +528,10 @@ class DistributedTrainer(EngineState):
         self._scale_rate(size)
         check_last_step(self.mesh, loader, size, steps)
 
-    def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
-        self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
+    def _begin_fit(
+        self, context: callbacks.Context, compared_data: datasets.ArrayDataset | None
+    ) -> None:
+        self._watch.begin(compared_data, self.say if context.saving.nondeterministic else None)
         self.shard_size = self.layout.shard_size
         self.remember()
 
@@ -529,24 +550,31 @@ class DistributedTrainer(EngineState):
         self._eval.programs.refresh()
         loader = in_batches(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
-        whole = data if isinstance(data, datasets.ArrayDataset) else None
-        if whole is not None:
-            agreement.data_set(self.comm, whole, "validation")
+        compared_data = data if isinstance(data, datasets.ArrayDataset) else None
+        if compared_data is not None:
+            agreement.data_set(self.comm, compared_data, "validation")
 
         def sums(
             batch: datasets.Batch, number: int
         ) -> tuple[float, float, dict[str, float], float]:
             self.compare(batch, self._eval)
-            found = self._eval.run(batch, 0)
+            batch_sums = self._eval.run(batch, 0)
             if not self._eval.alike:
-                self._apart(self._eval, batch)
-            return found.loss, found.correct, self._eval.measured(found), found.samples
+                self._raise_divergence(self._eval, batch)
+            return (
+                batch_sums.loss,
+                batch_sums.correct,
+                self._eval.measured(batch_sums),
+                batch_sums.samples,
+            )
 
-        found = self._evaluation(
-            self._eval.ahead(iter(evaluated(loader, self._part(training=False)))), sums, whole
+        evaluation = self._evaluation(
+            self._eval.ahead(iter(evaluated(loader, self._part(training=False)))),
+            sums,
+            compared_data,
         )
         slot.phase("compute")
-        return found
+        return evaluation
 
     def predict(self, loader: Any) -> Any:
         """Returns what the model gives for all samples of a data set or loader, in order,
@@ -624,12 +652,12 @@ def connect(backend: str, device: str, num_gpus: int | None) -> communication.Co
 
     Raises DeviceError: a single process asks for them, and this machine has none.
     """
-    found = launcher.launched()
+    launch = launcher.launched()
     if (
         backend != "nccl"
         or num_gpus is None
         or device == "cpu"
-        or (found is not None and found.size > 1)
+        or (launch is not None and launch.size > 1)
     ):
         return communication.world(backend)
     if not gpus.count():
@@ -649,19 +677,24 @@ def choose_devices(
     """
     if device == "cpu" or (device == "auto" and num_gpus is None):
         return (), None
-    found = gpus.count()
-    own = False
+    gpu_count = gpus.count()
+    has_own_gpus = False
     if comm.size > 1:  # what each rank sees: the same GPUs as its neighbours, or GPUs of its own
-        seen = hash_of([gpu.uuid for gpu in gpus.found()])
-        everyone = comm.all_gather(np.array([found, seen], np.int64))
+        uuids_hash = hash_of([gpu.uuid for gpu in gpus.found()])
+        everyone = comm.all_gather(np.array([gpu_count, uuids_hash], np.int64))
         if (everyone[:, 0] > 0).any() and (everyone[:, 0] == 0).any():
-            none, some = (int(np.flatnonzero((everyone[:, 0] > 0) == s)[0]) for s in (False, True))
+            gpuless_rank, gpu_rank = (
+                int(np.flatnonzero((everyone[:, 0] > 0) == s)[0]) for s in (False, True)
+            )
             raise DeviceError(
-                f"[gpu] rank {none} sees no GPU and rank {some} has some; start all ranks alike, "
+                f"[gpu] rank {gpuless_rank} sees no GPU and rank {gpu_rank} has some; start all "
+                "ranks alike, "
                 "or use --device cpu"
             ).on_all_ranks()
-        own = found > 0 and comm.local_size > 1 and len(set(everyone[:, 1].tolist())) == comm.size
-    if not found:
+        has_own_gpus = (
+            gpu_count > 0 and comm.local_size > 1 and len(set(everyone[:, 1].tolist())) == comm.size
+        )
+    if not gpu_count:
         if device == "gpu":
             raise DeviceError(
                 "[train] device is 'gpu' but this machine has none; use --device cpu or auto"
@@ -670,5 +703,7 @@ def choose_devices(
     from ..engine.gpu.group import devices
 
     return tuple(
-        devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, own)
+        devices(
+            gpu_count, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, has_own_gpus
+        )
     ), None

@@ -58,19 +58,19 @@ class Sharing(Trainer):
     def shard_size(self, size: int | None) -> None:
         self._train.shard_size = size
 
-    def _set(self, made: Training, comm: Communicator, progress: Any) -> None:
+    def _set(self, settings: Training, comm: Communicator, progress: Any) -> None:
         """Sets what is alike in every trainer, from its settings."""
-        self.settings = made
+        self.settings = settings
         self.comm = comm
         self.mode = Mode(self)
-        self.clip_norm = made.clip_norm
-        self.seed = made.seed
-        self.precision = made.precision
-        self.accumulation_steps = made.accumulation_steps
-        self.check_every = made.check_every
-        self.numerics = NonFinite(made.nonfinite)
+        self.clip_norm = settings.clip_norm
+        self.seed = settings.seed
+        self.precision = settings.precision
+        self.accumulation_steps = settings.accumulation_steps
+        self.check_every = settings.check_every
+        self.numerics = NonFinite(settings.nonfinite)
         self.progress = progress if comm.rank == 0 else None
-        self._watch = agreement.Watch(comm, made.check_every)
+        self._watch = agreement.Watch(comm, settings.check_every)
         self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
         self.data_configuration = {}
         self.context = Context(self, callbacks=self.callbacks)
@@ -87,14 +87,16 @@ class Sharing(Trainer):
         finally:
             self._silent = False
 
-    def _compare_settings(self, more: dict[str, Any]) -> None:
-        """Raises ConfigError, on all ranks, if they differ in settings or `more`; a collective
+    def _compare_settings(self, extra_settings: dict[str, Any]) -> None:
+        """Raises ConfigError, on all ranks, if they differ in settings or in these; a collective
         call.
         """
-        same = {
-            name: getattr(self.settings, name) for name, s in declared(Training).items() if s.same
+        common_settings = {
+            name: getattr(self.settings, name)
+            for name, s in declared(Training).items()
+            if s.same_on_ranks
         }
-        agreement.compare(self.comm, {**same, **more})
+        agreement.compare(self.comm, {**common_settings, **extra_settings})
 
     def _end_epoch(self) -> None:
         self._watch.end()
@@ -146,10 +148,10 @@ class Sharing(Trainer):
         if self._looked_at_route:
             return
         self._looked_at_route = True
-        made = next(
+        reduction = next(
             (r for r in reductions if r.comm.size == self.comm.size and hasattr(r, "advice")), None
         )
-        if made is not None and (line := made.advice(samples, self.shard_size)):
+        if reduction is not None and (line := reduction.advice(samples, self.shard_size)):
             self.say(line)
 
     def _move_shards(self, samples: int) -> None:
@@ -168,14 +170,14 @@ class Sharing(Trainer):
         self,
         batches: Iterable[datasets.Batch],
         sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
-        whole: datasets.ArrayDataset | None = None,
+        compared_data: datasets.ArrayDataset | None = None,
     ) -> Evaluation:
-        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole:
-        their data, or None.
+        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch.
+        compared_data: the data of the batches, or None.
         """
         total = Tally()
         watch = agreement.Watch(self.comm, self.check_every, "validation batch")
-        watch.begin(whole, None if whole is not None else self._watch.tell)
+        watch.begin(compared_data, None if compared_data is not None else self._watch.tell)
         for number, batch in enumerate(batches):
             watch.batch(batch, number)
             total.add(*sums(batch, number))

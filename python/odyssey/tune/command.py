@@ -15,11 +15,13 @@ from ..cli.commands import FILE, HELP, on_all_ranks, train
 from ..errors import ConfigError
 from ..settings import option
 
-OPEN = {**HELP, "ignore_unknown_options": True, "allow_extra_args": True}
+CONTEXT_SETTINGS = {**HELP, "ignore_unknown_options": True, "allow_extra_args": True}
 
 
 @click.command(
-    "tune", short_help="Look for good values of training options.", context_settings=OPEN
+    "tune",
+    short_help="Look for good values of training options.",
+    context_settings=CONTEXT_SETTINGS,
 )
 @click.option(
     "--param",
@@ -68,7 +70,7 @@ def command(
     prune: bool,
     json_file: Path | None,
     options: tuple[str, ...],
-    **given: Any,
+    **tuner_options: Any,
 ) -> None:
     """Train with other values of options, and print the best ones.
 
@@ -100,11 +102,11 @@ def command(
             outputs.check(json_file, "--json")
 
     def play(config: dict[str, Any], trial: Any) -> Any:
-        made = _settings(options, config, trial.number)
+        settings = _settings(options, config, trial.number)
         gc.unfreeze()
-        return train.run(made, callbacks=[trial.pruning(metric)] if prune else (), quiet=True)
+        return train.run(settings, callbacks=[trial.pruning(metric)] if prune else (), quiet=True)
 
-    tuner = tune.DistributedTuner(play, space, metric=metric, **given)
+    tuner = tune.DistributedTuner(play, space, metric=metric, **tuner_options)
     tuner.tune(trials)
     if tuner.comm.rank:
         return
@@ -126,16 +128,16 @@ def command(
 
 def _parameter(tune: Any, text: str) -> tuple[str, Any]:
     """Name and distribution of a --param."""
-    name, *given = text.split(":")
+    name, *fields = text.split(":")
     try:
-        if len(given) == 1 and given[0]:
-            return name, tune.choice(given[0].split(","))
-        if len(given) == 3 and given[0] == "log":
-            return name, tune.loguniform(float(given[1]), float(given[2]))
-        if len(given) == 3 and given[0] == "int":
-            return name, tune.randint(int(given[1]), int(given[2]) + 1)
-        if len(given) == 2:
-            return name, tune.uniform(float(given[0]), float(given[1]))
+        if len(fields) == 1 and fields[0]:
+            return name, tune.choice(fields[0].split(","))
+        if len(fields) == 3 and fields[0] == "log":
+            return name, tune.loguniform(float(fields[1]), float(fields[2]))
+        if len(fields) == 3 and fields[0] == "int":
+            return name, tune.randint(int(fields[1]), int(fields[2]) + 1)
+        if len(fields) == 2:
+            return name, tune.uniform(float(fields[0]), float(fields[1]))
     except ConfigError:  # a ValueError too: Optuna is not installed
         raise
     except ValueError:  # no number, or low is above high
@@ -152,9 +154,9 @@ def _settings(options: Sequence[str], config: dict[str, Any], number: int) -> An
     """
     words = [*options, *(f"--{name}={value}" for name, value in config.items())]
     context = train.command.make_context("odyssey tune", words)
-    made = train.settings_of(context)
+    settings = train.settings_of(context)
     for name in ("save_weights", "run_dir"):
-        if getattr(made, name) is not None:
+        if getattr(settings, name) is not None:
             raise ConfigError(
                 f"[tune] {option(name)} is of one training; give --checkpoint-dir, which keeps "
                 "all trials'"
@@ -164,11 +166,13 @@ def _settings(options: Sequence[str], config: dict[str, Any], number: int) -> An
             "[tune] --ranks is of one training; start tune with mpirun -n, and give "
             "--ranks-per-trial"
         )
-    own = {
-        name: getattr(made, name)
+    folders = {
+        name: getattr(settings, name)
         for name in ("checkpoint_dir", "log_dir")
-        if getattr(made, name) is not None
+        if getattr(settings, name) is not None
     }
     return dataclasses.replace(
-        made, no_progress=True, **{name: folder / f"trial-{number}" for name, folder in own.items()}
+        settings,
+        no_progress=True,
+        **{name: folder / f"trial-{number}" for name, folder in folders.items()},
     )

@@ -101,8 +101,8 @@ class Trial:
         """Returns whether the pruner gives this trial up, agreed by the group's ranks: all of
         them call it.
         """
-        mine = self._trial is not None and self._trial.should_prune()
-        self.pruned = bool(self.comm.broadcast(np.array([mine], np.uint8))[0])
+        local_decision = self._trial is not None and self._trial.should_prune()
+        self.pruned = bool(self.comm.broadcast(np.array([local_decision], np.uint8))[0])
         return self.pruned
 
     def pruning(self, monitor: str) -> Callback:
@@ -196,7 +196,7 @@ class DistributedTuner:
         self.metric = metric
         self.catch = catch
         self.verbose = verbose
-        self.space = {name: _distribution(name, given) for name, given in search_space.items()}
+        self.space = {name: _distribution(name, domain) for name, domain in search_space.items()}
         self.direction = direction or (
             "minimize" if metric is not None and _falls(metric) else "maximize"
         )
@@ -208,14 +208,16 @@ class DistributedTuner:
                 f"[tune] ranks_per_trial is {size}, and the job has {world.size} ranks; start it "
                 f"with mpirun -n {size}"
             )
-        asked = there = world.size // size
+        groups = limit = world.size // size
         if num_gpus is not None:
             gpus = check_integer("[tune] num_gpus", num_gpus, 1)
-            asked = max(1, gpus * check_integer("[tune] trials_per_gpu", trials_per_gpu, 1) // size)
-        self.groups = min(asked, there)
-        if asked > there and world.rank == 0 and verbose:
+            groups = max(
+                1, gpus * check_integer("[tune] trials_per_gpu", trials_per_gpu, 1) // size
+            )
+        self.groups = min(groups, limit)
+        if groups > limit and world.rank == 0 and verbose:
             _say(
-                f"{asked} trials at a time are asked for, {there} run: mpirun -n {asked * size} "
+                f"{groups} trials at a time are asked for, {limit} run: mpirun -n {groups * size} "
                 "is needed for all"
             )
         self._place = None if storage is None else os.fspath(storage)
@@ -225,7 +227,7 @@ class DistributedTuner:
         self._storage: optuna.storages.BaseStorage | None = None
         # of this group's first rank: the one it has claimed
         self._trial: optuna.Trial | None = None
-        self._told: set[int] = set()
+        self._reported_trials: set[int] = set()
         self.best_params: dict[str, Any] = {}
         self.best_value: float | None = None
         # on the first rank of each group, once tune() was called
@@ -325,13 +327,17 @@ class DistributedTuner:
         try:
             self._storage = _storage(place)
             if make:
-                how = {"direction": self.direction, "pruner": self._pruner, "load_if_exists": True}
-                return optuna.create_study(storage=self._storage, study_name=self._name, **how)
+                options = {
+                    "direction": self.direction,
+                    "pruner": self._pruner,
+                    "load_if_exists": True,
+                }
+                return optuna.create_study(storage=self._storage, study_name=self._name, **options)
             return optuna.load_study(
                 storage=self._storage, study_name=self._name, pruner=self._pruner
             )
         except Exception as e:
-            known = (
+            storage_errors = (
                 OSError,
                 ImportError,
                 KeyError,
@@ -340,7 +346,7 @@ class DistributedTuner:
             )
             # which is not imported for other storages
             database = type(e).__module__.startswith("sqlalchemy")
-            if isinstance(e, ConfigError) or not (isinstance(e, known) or database):
+            if isinstance(e, ConfigError) or not (isinstance(e, storage_errors) or database):
                 raise
             raise ConfigError(
                 f"[tune] the storage {place!r} cannot be used: {printable(str(e), limit=200)}"
@@ -369,10 +375,10 @@ class DistributedTuner:
                 trial = self._id(waiting.number)
                 try:
                     # True for one who asks
-                    mine = self._storage.set_trial_state_values(trial, TrialState.RUNNING)
+                    claimed = self._storage.set_trial_state_values(trial, TrialState.RUNNING)
                 except optuna.exceptions.UpdateFinishedTrialError:  # another group was quick
-                    mine = False
-                if mine:
+                    claimed = False
+                if claimed:
                     self.study.sampler = self._sampler_of(waiting.number)
                     self._trial = optuna.trial.Trial(self.study, trial)
                     return waiting.number, {
@@ -399,17 +405,17 @@ class DistributedTuner:
     def _tell(self) -> None:
         """A line for each trial that has ended since it was asked for the last time."""
         for trial in self.study.get_trials(deepcopy=False):
-            if not trial.state.is_finished() or trial.number in self._told:
+            if not trial.state.is_finished() or trial.number in self._reported_trials:
                 continue
-            self._told.add(trial.number)
-            given = (
+            self._reported_trials.add(trial.number)
+            params = (
                 f"{k} {v:.6g}" if isinstance(v, float) else f"{k} {v}"
                 for k, v in trial.params.items()
             )
             value = trial.value
-            how = trial.state.name.lower()
-            figure = how if value is None else f"{self.metric or 'value'} {value:.6g}"
-            _say(f"trial {trial.number}: {figure}  {'  '.join(given)}")
+            state = trial.state.name.lower()
+            figure = state if value is None else f"{self.metric or 'value'} {value:.6g}"
+            _say(f"trial {trial.number}: {figure}  {'  '.join(params)}")
 
     # --- a trial ---
 
@@ -417,8 +423,8 @@ class DistributedTuner:
         """Calls train_fn; how the trial ended, and its figure."""
         try:
             takes = inspect.signature(self.train_fn).parameters
-            given = (trial.params, trial) if len(takes) > 1 else (trial.params,)
-            result = self.train_fn(*given)
+            arguments = (trial.params, trial) if len(takes) > 1 else (trial.params,)
+            result = self.train_fn(*arguments)
         except optuna.TrialPruned:
             return TrialState.PRUNED, None
         except self.catch as e:
@@ -440,9 +446,9 @@ class DistributedTuner:
         if isinstance(result, Mapping):
             name = self.metric or (next(iter(result)) if len(result) == 1 else None)
             if name is None or name not in result or (self.metric is None and _falls(name)):
-                known = ", ".join(map(repr, result)) or "nothing"
+                names = ", ".join(map(repr, result)) or "nothing"
                 raise ConfigError(
-                    f"[tune] train_fn returned {known}; say with metric= which of them is to "
+                    f"[tune] train_fn returned {names}; say with metric= which of them is to "
                     "judge by"
                 )
             result = result[name]
@@ -470,13 +476,13 @@ def run(
     config: Mapping[str, Any],
     num_samples: int = 1,
     resources_per_trial: Any = None,
-    **more: Any,
+    **options: Any,
 ) -> Analysis:
-    """Ray Tune's spelling: DistributedTuner(train_fn, config, **more).tune(num_samples).
+    """Ray Tune's spelling: DistributedTuner(train_fn, config, **options).tune(num_samples).
     resources_per_trial: {"cpu" or "gpu": ranks of a trial}.
     """
-    wanted = max(map(int, (resources_per_trial or {}).values()), default=1)
-    tuner = DistributedTuner(train_fn, config, **{"ranks_per_trial": max(1, wanted), **more})
+    ranks = max(map(int, (resources_per_trial or {}).values()), default=1)
+    tuner = DistributedTuner(train_fn, config, **{"ranks_per_trial": max(1, ranks), **options})
     return Analysis(tuner.tune(num_samples), tuner.best_value)
 
 
@@ -489,13 +495,13 @@ def _say(line: str) -> None:
     print(f"odyssey: {line}", file=sys.stderr, flush=True)
 
 
-def _distribution(name: str, given: Any) -> BaseDistribution:
-    if isinstance(given, BaseDistribution):
-        return given
-    if isinstance(given, (list, tuple)) and given:
-        return choice(given)
+def _distribution(name: str, domain: Any) -> BaseDistribution:
+    if isinstance(domain, BaseDistribution):
+        return domain
+    if isinstance(domain, (list, tuple)) and domain:
+        return choice(domain)
     raise ConfigError(
-        f"[tune] search_space[{name!r}] is {given!r}; give tune.loguniform(1e-4, 1e-1), or a "
+        f"[tune] search_space[{name!r}] is {domain!r}; give tune.loguniform(1e-4, 1e-1), or a "
         "list of values"
     )
 

@@ -56,17 +56,17 @@ class Worker:
         """Address of device memory that all runners use for the same thing, as one runs at a
         time.
         """
-        at, size = self._areas.get(name, (0, -1))
+        address, size = self._areas.get(name, (0, -1))
         if size < nbytes:
             if size >= 0:
                 self.idle()
-                self.gpu.free(at)
+                self.gpu.free(address)
                 self.generation += 1
-            at = self.gpu.allocate(nbytes)
-            self._areas[name] = (at, nbytes)
+            address = self.gpu.allocate(nbytes)
+            self._areas[name] = (address, nbytes)
             if clear:
-                self.gpu.clear(at, nbytes)
-        return at
+                self.gpu.clear(address, nbytes)
+        return address
 
     def pinned(self, name: str, nbytes: int) -> np.ndarray:
         """The same of pinned host memory (nbytes,) uint8."""
@@ -77,14 +77,14 @@ class Worker:
             self._pinned[name] = self.gpu.pinned(max(nbytes, 16))
         return self._pinned[name][:nbytes]
 
-    def copy(self, other: Worker, to: int, at: int, nbytes: int) -> None:
+    def copy(self, source: Worker, to: int, address: int, nbytes: int) -> None:
         """Enqueues a copy of `nbytes` to an address here from one on another worker's device, or
         on this one.
         """
-        if other is self:
-            self.gpu.move(to, at, nbytes)
+        if source is self:
+            self.gpu.move(to, address, nbytes)
         else:
-            self.gpu.take(other.gpu, to, at, nbytes)
+            self.gpu.take(source.gpu, to, address, nbytes)
 
     def idle(self) -> None:
         """Waits until nothing is under way."""
@@ -151,7 +151,7 @@ class DeviceGroup:
         # of an update
         self._records = [np.zeros((3, host.library().record), np.int64) for _ in self.workers]
         self._checks: list[Fingerprints] = []
-        self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
+        self._step_fingerprints: dict[int, Fingerprints] = {}  # by the id of a step's updates
         self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
         # are used where they can be (graph.py)
         self.graphs = os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"
@@ -242,12 +242,12 @@ class DeviceGroup:
         self.write()
         optimizer.steps += 1
         optimizer._recorded.begin_step()
-        own = divisor == sums.samples_address
-        value = 0.0 if own else host.float_at(divisor)
+        by_samples = divisor == sums.samples_address
+        value = 0.0 if by_samples else host.float_at(divisor)
         for w, worker in enumerate(self.workers):
             result = sums.results[w]
             by = result + 4 * (n + 1)
-            if not own:
+            if not by_samples:
                 if worker.host_params.divisor != value:  # else the block has it
                     worker.host_params.divisor = value
                     worker.gpu.upload(
@@ -265,23 +265,25 @@ class DeviceGroup:
                     for rule in optimizer.records(lib, piece, by, lr, counted)
                 ]
 
-            whole = self.update(w, result)
+            update = self.update(w, result)
             if self._offloaded is None:
-                self._enqueue(w, checked + rules(whole))
+                self._enqueue(w, checked + rules(update))
                 continue
             self._enqueue(w, checked)
-            self._offloaded.update(w, whole, lambda u, w=w, rules=rules: self._enqueue(w, rules(u)))
+            self._offloaded.update(
+                w, update, lambda u, w=w, rules=rules: self._enqueue(w, rules(u))
+            )
         if self._offloaded is not None:
             self._offloaded.exchange(self.parameters.addresses)
         self.parameters.changed()
         if self._state is not None:
             self._state.changed()
-        asked = self._asked.get(id(sums.updates))
-        if asked is not None:
-            asked.enqueue()
+        fingerprints = self._step_fingerprints.get(id(sums.updates))
+        if fingerprints is not None:
+            fingerprints.enqueue()
         ok = sums.fetch()
-        if asked is not None:
-            asked.came()
+        if fingerprints is not None:
+            fingerprints.came()
         if not ok:
             optimizer.steps -= 1
         return ok
@@ -301,10 +303,10 @@ class DeviceGroup:
         """
         ((address, floats),) = runs  # all ranks hold all gradients, in one run
         worker = self.workers[0]
-        there = worker.area("norm", 24)
+        result = worker.area("norm", 24)
         back = worker.pinned("norm", 24)
-        worker.gpu.norm(there, address, floats)
-        worker.gpu.download(back, there)
+        worker.gpu.norm(result, address, floats)
+        worker.gpu.download(back, result)
         worker.gpu.synchronize()
         self._norm = float(back[16:20].view(np.float32)[0]), back[:16].view(np.int64).copy()
         return self._norm[0]
@@ -322,7 +324,8 @@ class DeviceGroup:
         if not self._checks:
             of = zip(self.workers, self.parameters.addresses, strict=True)
             self._checks = [
-                Fingerprints(worker, [[(own[0], self.arena.size, 0)]]) for worker, own in of
+                Fingerprints(worker, [[(addresses[0], self.arena.size, 0)]])
+                for worker, addresses in of
             ]
         self.write()
         for check in self._checks:
@@ -336,11 +339,11 @@ class DeviceGroup:
 
         Those of a step's updates are enqueued with it: the host waits for both at once.
         """
-        made = Fingerprints(self.workers[0], wholes)
+        fingerprints = Fingerprints(self.workers[0], wholes)
         if after is not None:
-            self._asked[id(after)] = made
-            made.after = after  # kept, so that its id stays its own
-        return made
+            self._step_fingerprints[id(after)] = fingerprints
+            fingerprints.after = after  # kept, so that its id stays its own
+        return fingerprints
 
     # --- data ---
 
@@ -354,13 +357,13 @@ class DeviceGroup:
         if len(data) <= samples:
             return [None] * len(self.workers)
         key = id(data)
-        found = self._data.get(key)
-        if found is not None and found[0]() is data:
-            return found[1]
+        entry = self._data.get(key)
+        if entry is not None and entry[0]() is data:
+            return entry[1]
         for k in [k for k, (alive, _) in self._data.items() if alive() is None]:
-            for worker, gone in zip(self.workers, self._data.pop(k)[1], strict=True):
-                if gone is not None:
-                    gone.free(worker)
+            for worker, stale in zip(self.workers, self._data.pop(k)[1], strict=True):
+                if stale is not None:
+                    stale.free(worker)
         nbytes = sum(a.nbytes for a in data.all_arrays)
         placed = [
             Placed(w, data) if nbytes <= DATA_SHARE * w.gpu.memory()[0] else None
@@ -384,8 +387,8 @@ class Fingerprints:
         self.after: list[Update] | None = None
         tables = [np.array(list(runs), np.int64).reshape(-1, 3) for runs in wholes]
         self._out = gpu.pinned(8 * len(tables)).view(np.uint64)
-        self._at = gpu.allocate(8 * len(tables))
-        gpu.clear(self._at, 8 * len(tables))
+        self._address = gpu.allocate(8 * len(tables))
+        gpu.clear(self._address, 8 * len(tables))
         self._calls: list[tuple[int, ...]] = []  # of Gpu.fingerprint
         for i, table in enumerate(tables):
             longest = int(table[:, 1].max(initial=0))
@@ -393,29 +396,29 @@ class Fingerprints:
                 runs = gpu.allocate(table.nbytes + gpu.fingerprint_scratch(len(table), longest))
                 gpu.upload(runs, table)
                 self._calls.append(
-                    (self._at + 8 * i, runs + table.nbytes, runs, len(table), longest)
+                    (self._address + 8 * i, runs + table.nbytes, runs, len(table), longest)
                 )
         gpu.synchronize()
-        self._enqueued = self._here = False
+        self._enqueued = self._on_host = False
 
     def enqueue(self) -> None:
         """They are taken behind what is in the COMPUTE queue."""
         for call in self._calls:
             self._gpu.fingerprint(*call)
-        self._gpu.download(self._out.view(np.uint8), self._at)
+        self._gpu.download(self._out.view(np.uint8), self._address)
         self._enqueued = True
-        self._here = False
+        self._on_host = False
 
     def came(self) -> None:
         """The host has waited for them."""
-        self._here = self._enqueued
+        self._on_host = self._enqueued
 
     def __call__(self) -> list[int]:
         if not self._enqueued:
             self.enqueue()
-        if not self._here:
+        if not self._on_host:
             self._gpu.synchronize()
-        self._enqueued = self._here = False
+        self._enqueued = self._on_host = False
         return [int(value) for value in self._out]
 
 
@@ -427,22 +430,22 @@ class Placed:
     def __init__(self, worker: Worker, data: ArrayDataset) -> None:
         self._addresses: list[int] = []
 
-        def put(a: np.ndarray) -> int:
+        def upload(a: np.ndarray) -> int:
             self._addresses.append(worker.gpu.allocate(max(a.nbytes, 16)))
             worker.gpu.upload(self._addresses[-1], np.ascontiguousarray(a))
             worker.gpu.synchronize()
             return self._addresses[-1]
 
-        self.images = put(data.images) if data.normalised else 0
+        self.images = upload(data.images) if data.normalised else 0
         self.bytes = int(data.normalised and data.images.dtype.itemsize == 1)
-        self.arrays = put(np.array([put(a) for a in data.gathered], np.int64))
-        self.scale = put(data.scale)
-        self.shift = put(data.shift)
+        self.arrays = upload(np.array([upload(a) for a in data.gathered], np.int64))
+        self.scale = upload(data.scale)
+        self.shift = upload(data.shift)
 
     def free(self, worker: Worker) -> None:
         worker.gpu.synchronize()
-        for at in self._addresses:
-            worker.gpu.free(at)
+        for address in self._addresses:
+            worker.gpu.free(address)
 
 
 def devices(
@@ -451,29 +454,30 @@ def devices(
     local_rank: int,
     local_size: int,
     oversubscribe: bool,
-    own: bool = False,
+    exclusive: bool = False,
 ) -> list[int]:
     """The devices of a process's workers: consecutive ones, rank after rank on a machine with
     `count` GPUs.
 
-    own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
+    exclusive: this rank sees GPUs that no other rank sees, as some launchers arrange it.
 
     Raises DeviceError: there are too few, and they are not to be shared.
     """
-    if own:
+    if exclusive:
         local_rank = 0
         local_size = 1
-    wanted = workers * local_size
+    num_gpus = workers * local_size
     if count < 1:
         raise DeviceError("[gpu] this machine has no GPU that can be used; use --device cpu")
-    if wanted > count and not oversubscribe:
-        who = (
-            f"{local_size} ranks x {workers} = {wanted} GPUs"
+    if num_gpus > count and not oversubscribe:
+        request = (
+            f"{local_size} ranks x {workers} = {num_gpus} GPUs"
             if local_size > 1
-            else f"{wanted} GPUs"
+            else f"{num_gpus} GPUs"
         )
         raise DeviceError(
-            f"[gpu] {who} were asked for and this {'rank' if own else 'machine'} has {count}; use "
+            f"[gpu] {request} were asked for and this {'rank' if exclusive else 'machine'} has "
+            f"{count}; use "
             + (f"--num-gpus {count}, " if local_size == 1 else f"-n {max(count // workers, 1)}, ")
             + "--oversubscribe to share them, or --device cpu"
         )

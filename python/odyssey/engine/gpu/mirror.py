@@ -38,9 +38,9 @@ class Mirror:
         """Before GPUs compute: brings them what the host may have changed."""
         if not self._host_newer:
             return
-        for gpu, own in zip(self._gpus, self.addresses, strict=True):
-            for at, array in zip(own, self._arrays(), strict=True):
-                gpu.upload(at, array)
+        for gpu, addresses in zip(self._gpus, self.addresses, strict=True):
+            for address, array in zip(addresses, self._arrays(), strict=True):
+                gpu.upload(address, array)
         for gpu in self._gpus:
             gpu.synchronize()
         self._host_newer = False
@@ -60,7 +60,7 @@ class Mirror:
         if self._gpus_newer:
             self._gpus_newer = False
             gpu = self._gpus[0]
-            for at, array in zip(self.addresses[0], self._arrays(), strict=True):
-                gpu.download(array, at)
+            for address, array in zip(self.addresses[0], self._arrays(), strict=True):
+                gpu.download(array, address)
             gpu.synchronize()
         self._host_newer = True

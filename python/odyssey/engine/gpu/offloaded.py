@@ -38,14 +38,14 @@ class Offloaded:
         self._optimizer = optimizer
         self._window = window
         self.ranges = planning.ranges(size, len(workers))
-        self._kept: dict[str, np.ndarray] = {}
+        self._pinned_state: dict[str, np.ndarray] = {}
         for name in optimizer.states if window is None else ():
             try:
-                self._kept[name] = workers[0].gpu.pinned(4 * size).view(np.float32)
+                self._pinned_state[name] = workers[0].gpu.pinned(4 * size).view(np.float32)
             except DeviceError as problem:
-                wanted = 4 * size * len(optimizer.states) >> 20
+                mib = 4 * size * len(optimizer.states) >> 20
                 raise DeviceError(
-                    f"[offload] the optimizer's state wants {wanted} MiB of pinned host memory, "
+                    f"[offload] the optimizer's state wants {mib} MiB of pinned host memory, "
                     "which is not there "
                     f"({problem}); use fewer ranks on a machine, or --offload with a folder"
                 ) from None
@@ -56,19 +56,19 @@ class Offloaded:
         """
         state = self._optimizer.state
         self._optimizer.mirror = None  # no device has a copy
-        if any(state[name] is not kept for name, kept in self._kept.items()):
-            for name, kept in self._kept.items():
-                kept[:] = state[name]
-            self._optimizer.keep(dict(self._kept))
+        if any(state[name] is not pinned for name, pinned in self._pinned_state.items()):
+            for name, pinned in self._pinned_state.items():
+                pinned[:] = state[name]
+            self._optimizer.keep(dict(self._pinned_state))
 
-    def update(self, w: int, whole: Update, enqueue: Callable[[Update], None]) -> None:
+    def update(self, w: int, update: Update, enqueue: Callable[[Update], None]) -> None:
         """Updates worker w's part of the parameters: `enqueue` puts the update of a run into its
         queue.
         """
         lo, hi = self.ranges[w]
         if self._window is None:
             if lo < hi:
-                enqueue(run(whole, lo, hi))  # the state's addresses are the optimizer's own
+                enqueue(run(update, lo, hi))  # the state's addresses are the optimizer's own
             return
         worker = self._workers[w]
         arrays = list(self._optimizer.arrays.values())
@@ -77,18 +77,18 @@ class Offloaded:
             .view(np.float32)
             .reshape(len(arrays), -1)
         )
-        for at in range(lo, hi, self._window):
-            n = min(self._window, hi - at)
-            for array, there in zip(arrays, window, strict=True):
-                there[:n] = array[at : at + n]
+        for start in range(lo, hi, self._window):
+            n = min(self._window, hi - start)
+            for array, staged in zip(arrays, window, strict=True):
+                staged[:n] = array[start : start + n]
             enqueue(
-                run(whole, at, at + n)._replace(
+                run(update, start, start + n)._replace(
                     state=0, arrays=tuple(row.ctypes.data for row in window)
                 )
             )
             worker.gpu.synchronize()
-            for array, there in zip(arrays, window, strict=True):
-                array[at : at + n] = there[:n]
+            for array, staged in zip(arrays, window, strict=True):
+                array[start : start + n] = staged[:n]
 
     def exchange(self, addresses: Sequence[Sequence[int]]) -> None:
         """Every worker takes from the others what they updated. addresses: of the parameters, by

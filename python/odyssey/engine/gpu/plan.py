@@ -44,23 +44,23 @@ class WorkerPlan(NamedTuple):
     shards: int
 
 
-def fold_of(shards: int, most: int = FOLD) -> int:
+def fold_of(shards: int, max_fold: int = FOLD) -> int:
     """How many shards share a gradient buffer in a piece of so many: a power of two."""
     fold = 1
-    while fold < most and shards >= 2 * fold * SIDE_BY_SIDE:
+    while fold < max_fold and shards >= 2 * fold * SIDE_BY_SIDE:
         fold *= 2
     return fold
 
 
-def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> WorkerPlan:
+def worker(run: tuple[int, int], shards: int, limit: int, max_fold: int = FOLD) -> WorkerPlan:
     """The plan of a worker that owns shards run[0] .. run[1]-1 of `shards`, and has memory for
     `limit` at a time.
 
-    most: largest fold allowed, 1 where gradients of a parameter come from several ops.
+    max_fold: largest fold allowed, 1 where gradients of a parameter come from several ops.
     """
-    own = tuple(nodes(run, shards))
+    owned_nodes = tuple(nodes(run, shards))
     actions: list[ComputeNode | Action] = []
-    sums = len(own)
+    sums = len(owned_nodes)
     largest = pieces = 0
     free: list[int] = []
 
@@ -68,42 +68,42 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
         nonlocal sums, largest, pieces
         first, n = node
         if n <= limit:
-            fold = fold_of(n, most)
+            fold = fold_of(n, max_fold)
             actions.append(ComputeNode(first, n, fold, to))
             largest = max(largest, n)
             pieces = max(pieces, -(-n // fold))
             return
-        left = split(n)
-        compute((first, left), to)
+        left_shards = split(n)
+        compute((first, left_shards), to)
         if free:
-            other = free.pop()
+            buffer = free.pop()
         else:
-            other = sums
+            buffer = sums
             sums = sums + 1
-        compute((first + left, n - left), other)
-        actions.append(Action("add", to, other))
-        free.append(other)
+        compute((first + left_shards, n - left_shards), buffer)
+        actions.append(Action("add", to, buffer))
+        free.append(buffer)
 
-    for i, node in enumerate(own):
+    for i, node in enumerate(owned_nodes):
         compute(node, i)
-    return WorkerPlan(tuple(actions), own, sums, pieces, largest)
+    return WorkerPlan(tuple(actions), owned_nodes, sums, pieces, largest)
 
 
 class Meeting(NamedTuple):
     """How the sums of a process's workers become those of its own nodes.
 
-    Sums are numbered through, worker after worker. After the `adds`, in order, number at[i] is that
+    Sums are numbered through, worker after worker. After the `adds`, in order, places[i] is that
     of node nodes[i].
     """
 
     adds: tuple[Action, ...]
     nodes: tuple[Node, ...]
-    at: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 def meeting(workers: Sequence[Sequence[Node]], shards: int) -> Meeting:
     """The plan for workers that have the sums of these nodes, of a process with the shards of
     all of them.
     """
-    adds, kept = combine(tuple(node for own in workers for node in own), shards)
-    return Meeting(adds, tuple(node for node, _ in kept), tuple(at for _, at in kept))
+    adds, roots = combine(tuple(node for worker_nodes in workers for node in worker_nodes), shards)
+    return Meeting(adds, tuple(node for node, _ in roots), tuple(place for _, place in roots))

@@ -4,8 +4,10 @@ completed across ranks.
 Each worker has complete nodes of the tree for its range of the floats (`GpuRange`). Two ways lead
 to the whole sum:
 
-    StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
-    DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
+    StagedExchange   through pinned host memory and a reduction of parallel/: every kind of
+                     reduction, every transport
+    DirectExchange   from device to device (comm/device.py), added up on the devices: reduction
+                     "tree" alone
 
 Both add along the same tree, so the bits are the same.
 """
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from .group import DeviceGroup
     from .runner import GpuRunner
 
-PIECE = 1 << 20  # floats that go from device to host, over the network and back at a time; 4 MB
+PIECE_FLOATS = 1 << 20  # floats that go from device to host, over the network and back at a time
 
 
 class GpuRange(NamedTuple):
@@ -44,7 +46,7 @@ class GpuRange(NamedTuple):
     lo: int
     hi: int
 
-    def at(self, i: int, x: int) -> int:
+    def address_of(self, i: int, x: int) -> int:
         """Address of float x of node i."""
         return self.address + 4 * (self.stride * self.rows[i] + x - self.lo)
 
@@ -77,10 +79,10 @@ class GpuExchange:
         )
 
 
-def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchange:
+def make(runner: GpuRunner, comm: Communicator, run: planning.Run) -> GpuExchange:
     """The exchange of a runner between the ranks of `comm`; a collective call.
 
-    own: shards of this process.
+    run: shards of this process.
     """
     chosen = runner.layout.reduction
     plain = chosen.reduction == "tree" and chosen.compression is None
@@ -90,19 +92,20 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> GpuExchang
             if links:
                 return DirectExchange(runner, comm, links)
         elif runner.train:
-            what = (
+            setting = (
                 f"compression={chosen.compression!r}"
                 if chosen.compression
                 else f"reduction={chosen.reduction!r}"
             )
             _warn(
-                runner, f"{what} goes through the host: only reduction='tree' goes from GPU to GPU"
+                runner,
+                f"{setting} goes through the host: only reduction='tree' goes from GPU to GPU",
             )
-    return StagedExchange(runner, comm, own)
+    return StagedExchange(runner, comm, run)
 
 
 _Links = Sequence[devices.DeviceTransport]
-_known: weakref.WeakKeyDictionary[DeviceGroup, dict[Communicator, _Links]] = (
+_links_by_group: weakref.WeakKeyDictionary[DeviceGroup, dict[Communicator, _Links]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -111,13 +114,13 @@ def _links(runner: GpuRunner, comm: Communicator) -> _Links:
     """A transport per worker, made when it is first asked for; none if sums are to go through
     the host.
     """
-    known = _known.setdefault(runner.group, {})
-    if comm not in known:
-        links, why = devices.connect(comm, runner.group.gpus)
-        if why:
-            _warn(runner, why)
-        known[comm] = links
-    return known[comm]
+    links_by_comm = _links_by_group.setdefault(runner.group, {})
+    if comm not in links_by_comm:
+        links, problem = devices.connect(comm, runner.group.gpus)
+        if problem:
+            _warn(runner, problem)
+        links_by_comm[comm] = links
+    return links_by_comm[comm]
 
 
 def _warn(runner: GpuRunner, text: str) -> None:
@@ -134,18 +137,18 @@ class StagedExchange(GpuExchange):
     queue, and the next may overwrite the sums.
     """
 
-    def __init__(self, runner: GpuRunner, comm: Communicator, own: planning.Run) -> None:
+    def __init__(self, runner: GpuRunner, comm: Communicator, run: planning.Run) -> None:
         super().__init__(runner, comm)
         lay = runner.layout
         nodes = runner.meeting.nodes
         self.nodes = len(nodes)
-        content = runner.content(whole=True)
-        whole = lay.reduction.compression is not None  # it looks at all gradients at once
-        size = runner.floats if whole else PIECE
+        content = runner.content(whole_arena=True)
+        compressed = lay.reduction.compression is not None  # it looks at all gradients at once
+        size = runner.floats if compressed else PIECE_FLOATS
         self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
         plan = planning.Plan(
             runner.shards,
-            own,
+            run,
             ((),),
             (),
             tuple((node, i) for i, node in enumerate(nodes)),
@@ -153,7 +156,12 @@ class StagedExchange(GpuExchange):
         )
         self.reductions = [
             strategy.make(
-                lay.reduction, comm, plan, hi - lo, lay.workers, content=content if whole else None
+                lay.reduction,
+                comm,
+                plan,
+                hi - lo,
+                lay.workers,
+                content=content if compressed else None,
             )
             for lo, hi in self.pieces
         ]
@@ -182,7 +190,7 @@ class StagedExchange(GpuExchange):
                 a = max(lo, part.lo)
                 b = min(hi, part.hi)
                 for i in range(len(part.rows) if b > a else 0):
-                    worker.gpu.download(out[i, a:b], part.at(i, a), COPY)
+                    worker.gpu.download(out[i, a:b], part.address_of(i, a), COPY)
                 event.record(COPY)
         results = [self._result(w) for w in range(len(workers))]
         sent = 0  # pieces that are on their way back
@@ -260,11 +268,11 @@ class DirectExchange(GpuExchange):
         for q, worker in enumerate(self.workers):
             for p, part in enumerate(parts):
                 if p != q and part.hi > part.lo:
-                    at = 4 * part.lo
+                    offset = 4 * part.lo
                     worker.gpu.take(
                         self.workers[p].gpu,
-                        results[q] + at,
-                        results[p] + at,
+                        results[q] + offset,
+                        results[p] + offset,
                         4 * (part.hi - part.lo),
                     )
 
@@ -276,12 +284,12 @@ class DirectExchange(GpuExchange):
         n = b - a
         total = self._first[-1]
         area = worker.area("exchange", max(4 * n * total, 16))
-        mine = range(len(part.rows))
+        local_nodes = range(len(part.rows))
         sends = [
-            (p, part.at(i, c), 4 * (d - c))
+            (p, part.address_of(i, c), 4 * (d - c))
             for p, (c, d) in enumerate(cut)
             if p != rank
-            for i in mine
+            for i in local_nodes
             if d > c
         ]
         receives = [
@@ -291,9 +299,11 @@ class DirectExchange(GpuExchange):
             for j in range(self._first[p], self._first[p + 1])
             if n
         ]
-        for i in mine:
+        for i in local_nodes:
             if n:
-                worker.gpu.move(area + 4 * n * (self._first[rank] + i), part.at(i, a), 4 * n)
+                worker.gpu.move(
+                    area + 4 * n * (self._first[rank] + i), part.address_of(i, a), 4 * n
+                )
         self._exchange(w, sends, receives)
         if not n:
             return
@@ -304,15 +314,17 @@ class DirectExchange(GpuExchange):
             worker.gpu.tree_sum(to, area, n, total, n)
         else:
             for k, (i, j) in enumerate(self._adds):
-                at = area + 4 * n * i
-                worker.gpu.tree_sum(to if k == len(self._adds) - 1 else at, at, n * (j - i), 2, n)
+                address = area + 4 * n * i
+                worker.gpu.tree_sum(
+                    to if k == len(self._adds) - 1 else address, address, n * (j - i), 2, n
+                )
 
     def _all_gather(self, w: int, cut: Sequence[planning.Run], result: int) -> None:
         """Sends what each rank has added to all others."""
         rank = self.comm.rank
         a, b = cut[rank]
-        others = [p for p in range(self.comm.size) if p != rank]
-        sends = [(p, result + 4 * a, 4 * (b - a)) for p in others if b > a]
+        peers = [p for p in range(self.comm.size) if p != rank]
+        sends = [(p, result + 4 * a, 4 * (b - a)) for p in peers if b > a]
         receives = [
             (p, result + 4 * c, 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank and d > c
         ]

@@ -38,10 +38,10 @@ def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]
         if op is None or ("relu" in r.named and (r.dtype != "fp32" or r.named["relu"] != 1)):
             continue
         reader = records[used[1]]
-        known = r.named | {f"{name} of y": value for name, value in reader.named.items()}
-        known |= zip(reader.declared.outputs, reader.args, strict=False)
+        operands = r.named | {f"{name} of y": value for name, value in reader.named.items()}
+        operands |= zip(reader.declared.outputs, reader.args, strict=False)
         out[used[1]] = reader.changed(
-            op=op.name, args=[known[name] for name in op.arguments], dtype=r.dtype
+            op=op.name, args=[operands[name] for name in op.arguments], dtype=r.dtype
         )
         out[i] = None
     return [r for r in out if r is not None]
@@ -75,8 +75,8 @@ def _with_gradient(records: list[Record], fused: Mapping[tuple[str, ...], host.O
             first.declared.arguments == ("y", "a", "n") and first.args[1:] == [1.0, 1]
         ):
             continue
-        known = gradient | r.named | {"scaled": int(scaled)}
-        out[i] = r.changed(op=op.name, args=[known[name] for name in op.arguments])
+        operands = gradient | r.named | {"scaled": int(scaled)}
+        out[i] = r.changed(op=op.name, args=[operands[name] for name in op.arguments])
         out[readers[0]] = out[seeded[0]] = None
     return [r for r in out if r is not None]
 
@@ -92,18 +92,18 @@ def written_once(records: Sequence[Record], arena: Arena) -> bool:
     """Returns whether every gradient comes from one op that adds up over shards: buffers need
     not be cleared.
     """
-    seen: set[int] = set()
+    seen_offsets: set[int] = set()
     for r in records:
-        written = [
+        gradients = [
             a for a in r.args if isinstance(a, Range) and a.arena is arena and a.space == host.GRADS
         ]
-        if not written:
+        if not gradients:
             continue
         if "sums" not in library().ops[r.op].traits:
             return False
-        for a in written:
-            at = a.offset + (4 * r.args[3] if r.op == "stats" else 0)
-            if at in seen:
+        for a in gradients:
+            offset = a.offset + (4 * r.args[3] if r.op == "stats" else 0)
+            if offset in seen_offsets:
                 return False
-            seen.add(at)
+            seen_offsets.add(offset)
     return True

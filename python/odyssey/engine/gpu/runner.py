@@ -34,8 +34,8 @@ from .group import DeviceGroup, Placed, Worker
 # it) what the shards of a piece may take.
 MEMORY_SHARE = 0.4
 # of a launch; that are added in one
-MOST_SHARDS = 65535
-MOST_SUMS = 8191
+MAX_SHARDS = 65535
+MAX_SUMS = 8191
 
 
 class GpuSums(Sums):
@@ -106,15 +106,15 @@ class GpuRunner(Runner):
             planning.share(self.shards, comm.size * lay.workers, comm.rank * lay.workers + w)
             for w in range(lay.workers)
         ]
-        own = (self.runs[0][0], self.runs[-1][1])
-        most = pieces.FOLD if self.once else 1
-        limit = self._limit(most)
-        self.plans = [pieces.worker(run, self.shards, limit, most) for run in self.runs]
+        process_run = (self.runs[0][0], self.runs[-1][1])
+        max_fold = pieces.FOLD if self.once else 1
+        limit = self._limit(max_fold)
+        self.plans = [pieces.worker(run, self.shards, limit, max_fold) for run in self.runs]
         self.meeting = pieces.meeting([p.nodes for p in self.plans], self.shards)
         self.ranges = planning.ranges(self.floats, lay.workers)
         self._updates: list[Update] = []
         self._results: list[int] = []
-        self._exchange = reduction.make(self, comm, own) if comm.size > 1 else None
+        self._exchange = reduction.make(self, comm, process_run) if comm.size > 1 else None
         self.reductions = () if self._exchange is None else self._exchange.reductions
         self._batches = [
             _Batches(worker, run, self.shard_size, self.samples)
@@ -129,22 +129,22 @@ class GpuRunner(Runner):
         """
         if id(memory) not in self._constants:
             addresses = [worker.gpu.allocate(memory.array.nbytes) for worker in self.group.workers]
-            for worker, at in zip(self.group.workers, addresses, strict=True):
-                worker.gpu.upload(at, memory.array)
+            for worker, address in zip(self.group.workers, addresses, strict=True):
+                worker.gpu.upload(address, memory.array)
                 worker.gpu.synchronize()
             self._constants[id(memory)] = memory, addresses
         return self._constants[id(memory)][1][w]
 
-    def _limit(self, most: int) -> int:
+    def _limit(self, max_fold: int) -> int:
         """Shards that fit into a device at a time, and into a launch; the same on all workers of
         this process.
         """
         per_shard = 4 * (self.work_floats + self.floats)
-        limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
+        limit = min(self.shards, MAX_SHARDS, MAX_SUMS * max_fold)
         lay = self.layout
         for worker in self.group.workers:
-            here = sum(other.gpu.number == worker.gpu.number for other in self.group.workers)
-            sharing = here * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
+            on_same_gpu = sum(peer.gpu.number == worker.gpu.number for peer in self.group.workers)
+            sharing = on_same_gpu * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
             free = worker.gpu.memory()[0] + worker.nbytes
             limit = min(limit, max(int(MEMORY_SHARE * free / sharing / per_shard), 1))
         return limit
@@ -189,13 +189,13 @@ class GpuRunner(Runner):
         following = self.upcoming
         if following is None or len(following.indices) != self.samples:
             return
-        same = following.dataset is self.data
-        if not same and (
+        same_dataset = following.dataset is self.data
+        if not same_dataset and (
             len(following.dataset) > self.samples or following.dataset.form != self.form
         ):
             return
         for batches, placed in zip(self._batches, self._placed, strict=True):
-            if placed is None or not same:
+            if placed is None or not same_dataset:
                 batches.prefetch(following)
 
     def _sums(self, w: int) -> int:
@@ -209,9 +209,9 @@ class GpuRunner(Runner):
         )
 
     def _compute(
-        self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]
+        self, w: int, worker: Worker, plan: pieces.WorkerPlan, addresses: tuple[int, ...]
     ) -> None:
-        """Enqueues worker w's shards. `where`: see _Batches.bring."""
+        """Enqueues worker w's shards. `addresses`: see _Batches.bring."""
         gpu = worker.gpu
         params = worker.host_params
         params.flag = 1
@@ -232,8 +232,8 @@ class GpuRunner(Runner):
                 continue
             if k:
                 gpu.synchronize()  # the block is being read
-            if worker.written_for != (self, k, where):
-                worker.written_for = (self, k, where)
+            if worker.written_for != (self, k, addresses):
+                worker.written_for = (self, k, addresses)
                 context = params.context
                 action = piece.action
                 first = action.first * self.shard_size
@@ -241,7 +241,7 @@ class GpuRunner(Runner):
                 context.first = first
                 context.samples = self.samples
                 context.shard_size = self.shard_size
-                images, arrays, rows, context.scale, context.shift, context.bytes = where
+                images, arrays, rows, context.scale, context.shift, context.bytes = addresses
                 context.images = images
                 context.arrays = arrays
                 context.rows = rows + 8 * (first - self._batches[w].first)
@@ -260,11 +260,13 @@ class GpuRunner(Runner):
         work = worker.area("work", 4 * self.work_floats * plan.shards)
         table = self._tables[w]
         prepared: list[_Piece | tuple[int, ...]] = []
-        wanted = 0
+        scratch_bytes = 0
         for action in plan.actions:
             if isinstance(action, planning.Action):
-                at = sums + size * action.a
-                prepared.append((at, at, self.floats * (action.b - action.a), 2, self.floats))
+                address = sums + size * action.a
+                prepared.append(
+                    (address, address, self.floats * (action.b - action.a), 2, self.floats)
+                )
                 continue
             to = sums + size * action.to
             buffers = -(-action.shards // action.fold)
@@ -282,9 +284,9 @@ class GpuRunner(Runner):
                 fold=action.fold,
                 accumulate=int(not self.once),
             )
-            wanted = max(wanted, 4 * worker.gpu.scratch(step))
+            scratch_bytes = max(scratch_bytes, 4 * worker.gpu.scratch(step))
             prepared.append(_Piece(worker.gpu, action, step, to, buffers))
-        scratch = worker.area("scratch", wanted) if wanted else 0
+        scratch = worker.area("scratch", scratch_bytes) if scratch_bytes else 0
         for piece in prepared:
             if isinstance(piece, _Piece):
                 piece.step.scratch = scratch
@@ -305,26 +307,26 @@ class GpuRunner(Runner):
             w.area(f"result {self.floats}", 4 * self.floats, clear=True) for w in workers
         ]
         # by worker: address of its ranges of all sums, floats of one
-        self._met: list[tuple[int, int]] = []
+        self._range_areas: list[tuple[int, int]] = []
         for p, (lo, hi) in enumerate(self.ranges):
             n = hi - lo
-            met = workers[p].area("met", max(4 * n * len(places), 16))
-            self._met.append((met, n))
+            area = workers[p].area("met", max(4 * n * len(places), 16))
+            self._range_areas.append((area, n))
             if not n:
                 continue
-            for i, (q, at) in enumerate(places):
-                workers[p].copy(workers[q], met + 4 * n * i, at + 4 * lo, 4 * n)
+            for i, (q, address) in enumerate(places):
+                workers[p].copy(workers[q], area + 4 * n * i, address + 4 * lo, 4 * n)
             for add in meeting.adds:
-                a = met + 4 * n * add.a
+                a = area + 4 * n * add.a
                 workers[p].gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
         if self._exchange is not None:
             return
-        root = meeting.at[0]
+        root = meeting.places[0]
         for q, worker in enumerate(workers):
             for p, (lo, hi) in enumerate(self.ranges):
                 if hi > lo:
-                    met, n = self._met[p]
-                    worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
+                    area, n = self._range_areas[p]
+                    worker.copy(workers[p], self._results[q] + 4 * lo, area + 4 * n * root, 4 * n)
 
     def gathered(self) -> list[reduction.GpuRange]:
         """Where each worker has its range of the sums of this process's nodes, once they have
@@ -334,8 +336,8 @@ class GpuRunner(Runner):
             nodes = tuple(range(len(self.meeting.nodes)))
             return [reduction.GpuRange(self._sums(0), self.floats, nodes, 0, self.floats)]
         return [
-            reduction.GpuRange(met, n, self.meeting.at, lo, hi)
-            for (met, n), (lo, hi) in zip(self._met, self.ranges, strict=True)
+            reduction.GpuRange(address, n, self.meeting.places, lo, hi)
+            for (address, n), (lo, hi) in zip(self._range_areas, self.ranges, strict=True)
         ]
 
     def fetch(self, result: int) -> tuple[np.ndarray, bool]:
@@ -360,8 +362,8 @@ class GpuRunner(Runner):
                 "[gpu] workers disagree whether a step is finite: a memory or hardware error"
             )
         back = backs[0]
-        taken = flags.pop()
-        return back[: 4 * lib.stats].view(np.float32).copy(), taken
+        finite = flags.pop()
+        return back[: 4 * lib.stats].view(np.float32).copy(), finite
 
 
 class _Prepared(NamedTuple):
@@ -437,10 +439,10 @@ class _Batches:
         prefetched = self.worker.prefetched
         if prefetched is None or prefetched[0] is not self or prefetched[1] is not batch:
             self.prefetch(batch)
-        where: tuple[int, ...] = self.worker.prefetched[2]
+        addresses: tuple[int, ...] = self.worker.prefetched[2]
         self.worker.prefetched = None
         self.worker.events[self.worker.turn].hold(COMPUTE)
-        return where
+        return addresses
 
     def prefetch(self, batch: Batch) -> None:
         """Gathers a batch in pinned memory and sends it on the copy queue, while the step before
@@ -451,15 +453,17 @@ class _Batches:
         n = self.count
         turn = worker.turn = 1 - worker.turn
         indices = batch.indices[self.first : self.first + n]
-        taken = [(a, math.prod((n, *a.shape[1:])) * a.dtype.itemsize) for a in data.all_arrays]
+        sized_arrays = [
+            (a, math.prod((n, *a.shape[1:])) * a.dtype.itemsize) for a in data.all_arrays
+        ]
         # all goes in one copy: numbers of samples, scale and shift of the channels, addresses of
         # the arrays, the arrays
         sizes = [
             8 * n,
             data.scale.nbytes,
             data.shift.nbytes,
-            8 * len(taken),
-            *(size for _, size in taken),
+            8 * len(sized_arrays),
+            *(size for _, size in sized_arrays),
         ]
         rows, scale, shift, table, *places = itertools.accumulate(
             (-(-s // 16) * 16 for s in sizes), initial=0
@@ -470,21 +474,26 @@ class _Batches:
         words[: 8 * n].view(np.int64)[:] = np.arange(n)
         words[scale:][: data.scale.nbytes].view(np.float32)[:] = data.scale
         words[shift:][: data.shift.nbytes].view(np.float32)[:] = data.shift
-        words[table:][: 8 * len(taken)].view(np.int64)[:] = [area + at for at in places[:-1]]
-        for (a, size), at in zip(taken, places, strict=False):
+        words[table:][: 8 * len(sized_arrays)].view(np.int64)[:] = [
+            area + offset for offset in places[:-1]
+        ]
+        for (a, size), offset in zip(sized_arrays, places, strict=False):
             np.take(
-                a, indices, axis=0, out=words[at : at + size].view(a.dtype).reshape(n, *a.shape[1:])
+                a,
+                indices,
+                axis=0,
+                out=words[offset : offset + size].view(a.dtype).reshape(n, *a.shape[1:]),
             )
         worker.gpu.upload(area, words, COPY)
         worker.events[turn].record(COPY)
         arrays = area + table + 8 * data.normalised  # the first is no array that is gathered
         first = area + places[0]
-        where = (
+        addresses = (
             first,
             arrays,
             area + rows,
             area + scale,
             area + shift,
-            int(taken[0][0].dtype.itemsize == 1),
+            int(sized_arrays[0][0].dtype.itemsize == 1),
         )
-        worker.prefetched = (self, batch, where)
+        worker.prefetched = (self, batch, addresses)
