@@ -26,8 +26,8 @@ def odyssey_init() abi("C"):
 
 @export
 def odyssey_constant(which: Int) abi("C") -> Int:
-    """LANES (0), RECORD (1), STATS (2), whether the target multiplies bf16 (3), whether the system lets this process use
-    what the target needs (4).
+    """LANES (0), RECORD (1), STATS (2), whether the target multiplies bf16 (3), whether the system lets this process
+    use what the target needs (4).
     """
     if which == 0:
         return LANES

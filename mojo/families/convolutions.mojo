@@ -1,4 +1,6 @@
-"""The family of convolutions: which kernel computes a record (kernels/products.mojo), a whole layer or a part of one."""
+"""The family of convolutions: which kernel computes a record (kernels/products.mojo), a whole layer or a part of
+one.
+"""
 
 from kernels.buffers import fill
 from kernels.conv2d import (

@@ -1,14 +1,14 @@
 """Intel's AMX: products of whole tiles of bf16 (`HAS_AMX`), and how operands are packed for them.
 
-A tile register is 16 rows of 64 bytes. One instruction adds to C (16 x 16 float32) the product of A (16 x 32 bf16) and B
-(32 x 16, as 16 rows of 16 pairs of neighbours): 8,192 multiplications in 16 cycles. In lanes C is 16 outputs of one group,
-as they lie in memory, and B is 32 inputs of it as pairs (lowp.mojo). The sum of 32 products is made first and then added to
-C, so where the summed axis is cut decides bits: always at multiples of 32 channels, for each tap by itself. A last tile is
-filled with zeros, which change nothing.
+A tile register is 16 rows of 64 bytes. One instruction adds to C (16 x 16 float32) the product of A (16 x 32 bf16) and
+B (32 x 16, as 16 rows of 16 pairs of neighbours): 8,192 multiplications in 16 cycles. In lanes C is 16 outputs of one
+group, as they lie in memory, and B is 32 inputs of it as pairs (lowp.mojo). The sum of 32 products is made first and
+then added to C, so where the summed axis is cut decides bits: always at multiples of 32 channels, for each tap by
+itself. A last tile is filled with zeros, which change nothing.
 
-Each tile is packed into 1 KiB of its own: in a tensor its rows are far apart and fall into a few places of a cache. A linear
-layer is a convolution of one pixel and one tap. Four C are summed side by side, 2 x 2, or 4 x 1 for a last group, so that
-each A or B that is loaded is used twice.
+Each tile is packed into 1 KiB of its own: in a tensor its rows are far apart and fall into a few places of a cache. A
+linear layer is a convolution of one pixel and one tap. Four C are summed side by side, 2 x 2, or 4 x 1 for a last
+group, so that each A or B that is loaded is used twice.
 """
 
 from std.ffi import external_call
@@ -150,7 +150,8 @@ def pack_weights(
 ):
     """Tiles of 16 along A by 32 along B, for each tap; first along the axis whose steps are short.
 
-    The weights of the next tiles are fetched on the way: rows of w are shorter than what the hardware needs to see a pattern.
+    The weights of the next tiles are fetched on the way: rows of w are shorter than what the hardware needs to see a
+    pattern.
     """
     var vectors = vectors_of(A)
     var tiles = tiles_of(B)

@@ -1,23 +1,23 @@
 """Scaled dot-product attention over lanes that are tokens: y = softmax(q k^T scale) v, for each sequence and head.
 
 Scores never leave the cache: of a block of queries, in lanes, the scores of all its keys, or in the backward pass of a
-block of keys (Dao 2023, FlashAttention-2; the maximum is taken before anything is exponentiated, so nothing is rescaled).
-Saved is the log of the sum of exponentials; the backward pass computes probabilities again, and draws again which of
-them stay if there is dropout.
+block of keys (Dao 2023, FlashAttention-2; the maximum is taken before anything is exponentiated, so nothing is
+rescaled). Saved is the log of the sum of exponentials; the backward pass computes probabilities again, and draws again
+which of them stay if there is dropout.
 
-Every sum is one chain of multiply-adds over ascending keys, queries or features, whatever the blocks are; where tiles of
-bf16 are multiplied (`tiles`, attention_amx.mojo), one of sums of 32. A sequence that does not begin a group of lanes is
-moved to where it would (`panel_of`). So a token's result is the same bits beside any other sequences, at any place in the
-batch, and with keys computed in another call.
+Every sum is one chain of multiply-adds over ascending keys, queries or features, whatever the blocks are; where tiles
+of bf16 are multiplied (`tiles`, attention_amx.mojo), one of sums of 32. A sequence that does not begin a group of lanes
+is moved to where it would (`panel_of`). So a token's result is the same bits beside any other sequences, at any place
+in the batch, and with keys computed in another call.
 
     N  sequences       T  queries of each       S  keys of each       H  heads       D  features of a head
     past  keys before the first query: query i sees keys up to i + past. S: all; 0: up to its own
     fused  1 if q, k and v are thirds of the features of one tensor
     p, layer  dropout of probabilities, and its number in the model; 0: none
     head  number of the first head in the layer, for dropout: of a layer's heads a rank may have some
-    masks  whether `mask` is added to the scores, and which of its axes are there, (N, H, S, T) with T last so that lanes
-           are neighbours. A key with -inf is not seen: it adds 0 to every sum, so that its place changes no bit (in
-           tiles: it has a place). A query that sees no key gives 0.
+    masks  whether `mask` is added to the scores, and which of its axes are there, (N, H, S, T) with T last so that
+           lanes are neighbours. A key with -inf is not seen: it adds 0 to every sum, so that its place changes no bit
+           (in tiles: it has a place). A query that sees no key gives 0.
 """
 
 from std.math import ceildiv
@@ -51,7 +51,7 @@ from .op import Op, call, no_scratch
 from .products import in_tiles
 from .record import ContextPtr, Record, sizes_of
 
-# --- forward ------------------------------------------------------------------------------------------------------------
+# --- forward ----------------------------------------------------------------------------------------------------------
 
 
 @always_inline
@@ -249,7 +249,7 @@ def _attention_forward(r: Record):
         call[_forward[False, False]](r)
 
 
-# --- backward -----------------------------------------------------------------------------------------------------------
+# --- backward ---------------------------------------------------------------------------------------------------------
 
 
 @always_inline
@@ -438,8 +438,9 @@ def _backward_block[
 
 
 def _delta[tiles: Bool](delta: Ptr, dy: Ptr, y: Ptr, size: Attention):
-    """The sum over the features of each head of dy y: (G, H, L). Of dy as products take it, so that the gradients of the
-    scores of a query add up to 0.
+    """The sum over the features of each head of dy y: (G, H, L).
+
+    Of dy as products take it, so that the gradients of the scores of a query add up to 0.
     """
     for g in range(ceildiv(size.N * size.T, LANES)):
         for h in range(size.H):
@@ -472,8 +473,10 @@ def _backward[
     size: Attention,
     context: ContextPtr,
 ):
-    """Computes the gradients of q, k and v. With p the probabilities: dv = p^T dy, ds = p (dy v^T - sum dy y) scale,
-    dq = ds k, dk = ds^T q. With dropout, of factors f: dv = (p f)^T dy, ds = p (dy v^T f - sum dy y) scale.
+    """Computes the gradients of q, k and v.
+
+    With p the probabilities: dv = p^T dy, ds = p (dy v^T - sum dy y) scale, dq = ds k, dk = ds^T q. With dropout, of
+    factors f: dv = (p f)^T dy, ds = p (dy v^T f - sum dy y) scale.
     """
     var s = size
     var token = UInt32(context[].first) * UInt32(s.T)
@@ -548,7 +551,7 @@ def _attention_backward(r: Record):
         call[_backward[False, False]](r)
 
 
-# --- the ops ------------------------------------------------------------------------------------------------------------
+# --- the ops ----------------------------------------------------------------------------------------------------------
 
 
 @always_inline

@@ -1,9 +1,10 @@
 """Attention's products of bf16 by AMX (amx.mojo), for attention.mojo, whose letters these are; softmax stays float32.
 
 A group of tokens is a vector of a tile of sums: scores are 16 keys by 16 queries, y and all gradients 16 features by 16
-tokens, as they lie in memory. What is summed is cut at multiples of 32 features, keys or queries of the sequence, wherever
-the blocks are, and what is not seen or not there is 0, which changes nothing. So a token has the same bits beside any
-others, and with keys computed in another call; but padding between tokens moves those behind it into other tiles.
+tokens, as they lie in memory. What is summed is cut at multiples of 32 features, keys or queries of the sequence,
+wherever the blocks are, and what is not seen or not there is 0, which changes nothing. So a token has the same bits
+beside any others, and with keys computed in another call; but padding between tokens moves those behind it into other
+tiles.
 """
 
 from std.math import ceildiv
@@ -18,11 +19,11 @@ from .lowp import HalfPtr, halves, pair, store_pair, words
 from .panels import Panel
 
 comptime Words = SIMD[DType.uint32, LANES]
-# Blocks of queries that are added to dk and dv together: these are read and written once for all of them, and what is added,
-# 4 KiB for a block of keys and of queries, stays in the second-level cache.
+# Blocks of queries that are added to dk and dv together: these are read and written once for all of them, and what is
+# added, 4 KiB for a block of keys and of queries, stays in the second-level cache.
 comptime TOGETHER = 4
-# Keys of a block of the backward pass, whose p and ds nearly fill a first-level cache of 48 KiB. AMX waits when it has not
-# multiplied for a while: of blocks of 32 the first product of each took a tenth of the time.
+# Keys of a block of the backward pass, whose p and ds nearly fill a first-level cache of 48 KiB. AMX waits when it has
+# not multiplied for a while: of blocks of 32 the first product of each took a tenth of the time.
 comptime KEYS = 128
 
 
@@ -43,7 +44,8 @@ def _add_products[
     vectors: Int,
     tiles: Int,
 ):
-    """Sums `tiles` products of A and B for each of some vectors of rows and of nb groups; added to what is there if `adds`.
+    """Sums `tiles` products of A and B for each of some vectors of rows and of nb groups; added to what is there if
+    `adds`.
     """
 
     @always_inline
@@ -69,13 +71,14 @@ def _add_products[
     in_tiles[4 // nb](vectors, block)
 
 
-# --- packing -------------------------------------------------------------------------------------------------------------
+# --- packing ----------------------------------------------------------------------------------------------------------
 
 
 @always_inline
 def _pack_pairs[turned: Bool](y: HalfPtr, x: Ptr, row: Int, F: Int, ahead: Int = 0):
-    """Tiles of pairs of the F rows of x, `row` floats apart, by lanes; if `turned` of lanes by rows. Then the rows `ahead`
-    floats behind are fetched.
+    """Tiles of pairs of the F rows of x, `row` floats apart, by lanes; if `turned` of lanes by rows.
+
+    Then the rows `ahead` floats behind are fetched.
     """
 
     @always_inline
@@ -192,7 +195,8 @@ struct Tiles(TrivialRegisterPassable):
 
     @always_inline
     def pack_scores_along[gb: Int](self, to: HalfPtr, x: Ptr, key: Int, groups: Int, g: Int):
-        """Packs x (groups of keys, 16, gb, L) of the block of queries from group g on; zeros if the last pair lacks one.
+        """Packs x (groups of keys, 16, gb, L) of the block of queries from group g on; zeros if the last pair lacks
+        one.
         """
         for i in range(ceildiv(groups, 2) * 2):
             var tile = to.unsafe_offset(((key // LANES + i) * TOGETHER + g // BLOCK % TOGETHER) * TILE)
@@ -217,8 +221,8 @@ struct Tiles(TrivialRegisterPassable):
         )
 
     def add(self, dk: Ptr, dv: Ptr, end: Int, size: Attention):
-        """Adds queries to the gradients (groups of keys, D rounded up to 16, L), if those before group `end` are TOGETHER
-        blocks, or the last ones.
+        """Adds queries to the gradients (groups of keys, D rounded up to 16, L), if those before group `end` are
+        TOGETHER blocks, or the last ones.
         """
         var v = vectors_of(size.D)
         var g = (end - 1) // (TOGETHER * BLOCK) * TOGETHER * BLOCK

@@ -1,5 +1,6 @@
-"""What attention.mojo adds up and draws: products of a block of tokens with others, in registers. The letters are that
-file's.
+"""What attention.mojo adds up and draws: products of a block of tokens with others, in registers.
+
+The letters are that file's.
 """
 
 from std.math import ceildiv, iota
@@ -73,8 +74,9 @@ struct Attention(TrivialRegisterPassable):
 
     @always_inline
     def draws(self, head: Int) -> Int:
-        """The first number of a head's keys, in fours. A query draws as a token of H times S features does in Dropout,
-        with S rounded up to a multiple of 4.
+        """The first number of a head's keys, in fours.
+
+        A query draws as a token of H times S features does in Dropout, with S rounded up to a multiple of 4.
         """
         return (self.head + head) * ceildiv(self.S, 4)
 

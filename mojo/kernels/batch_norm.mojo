@@ -1,8 +1,9 @@
-"""Batch normalisation (Ioffe, Szegedy 2015) of x (G, C, P, L), once for all devices: each channel moved and scaled by the mean and
-variance of its P numbers of all samples of the shard; and what a shard adds to running statistics.
+"""Batch normalisation (Ioffe, Szegedy 2015) of x (G, C, P, L), once for all devices: each channel moved and scaled
+by the mean and variance of its P numbers of all samples of the shard; and what a shard adds to running
+statistics.
 
-stats (3, C): of each channel the mean, 1 / standard deviation, and the variance with numbers - 1 as divisor, which the running
-one is made of. N (views.OfChannels) is -1 for the samples that the shard really has.
+stats (3, C): of each channel the mean, 1 / standard deviation, and the variance with numbers - 1 as divisor, which the
+running one is made of. N (views.OfChannels) is -1 for the samples that the shard really has.
 """
 
 from std.math import sqrt
@@ -32,8 +33,8 @@ struct Norm(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Gradient(TrivialRegisterPassable):
-    """The gradient by an input, from that by the output: by the sums over the channel of dy (`s`) and dy (x - mean) (`t`),
-    both divided by the channel's numbers.
+    """The gradient by an input, from that by the output: by the sums over the channel of dy (`s`) and dy (x - mean)
+    (`t`), both divided by the channel's numbers.
     """
 
     var mean: Float32
@@ -51,8 +52,8 @@ struct Gradient(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Forward(Channels):
-    """The arguments of `batch_norm_forward`: by the statistics of the shard if `train`, else by the mean and variance given; if
-    `again`, by `stats` as they are.
+    """The arguments of `batch_norm_forward`: by the statistics of the shard if `train`, else by the mean and
+    variance given; if `again`, by `stats` as they are.
     """
 
     var y: Ptr
@@ -117,8 +118,9 @@ def _forward[T: Channel](of: T, a: Forward):
 
 @fieldwise_init
 struct Backward(Channels):
-    """The arguments of `batch_norm_backward`. With `relu`, dy is the gradient of max(y, 0): where y > 0 is computed again, so that
-    y need not be kept.
+    """The arguments of `batch_norm_backward`.
+
+    With `relu`, dy is the gradient of max(y, 0): where y > 0 is computed again, so that y need not be kept.
     """
 
     var dx: Ptr
@@ -173,8 +175,9 @@ def _backward[T: Channel](of: T, a: Backward):
 
 @fieldwise_init
 struct Running(Channels):
-    """The arguments of `batch_norm_running`: what the samples take away from the running statistics and from the number of
-    steps; divided by the samples of the global batch, it moves them by one step (python/odyssey/core/arena.py, Buffer).
+    """The arguments of `batch_norm_running`: what the samples take away from the running statistics and from the
+    number of steps; divided by the samples of the global batch, it moves them by one step
+    (python/odyssey/core/arena.py, Buffer).
     """
 
     var dmean: Ptr

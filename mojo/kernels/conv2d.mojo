@@ -97,10 +97,11 @@ def _forward_tile[kb: Int, qb: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, 
             store(y, (k * plane + q) * LANES, s)
 
 
-def conv2d_forward[
-    relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):  # (G, K, P, Q, L)  # (G, C, H, W, L)  # (K, C, R, T)  # (K)
-    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
+def conv2d_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):
+    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`.
+
+    Shapes: y (G, K, P, Q, L), x (G, C, H, W, L), w (K, C, R, T), b (K).
+    """
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
@@ -128,9 +129,9 @@ def conv2d_forward[
 
 
 # --- gradient of the weights ---------------------------------------------------
-# A tap is one (c, r, t). A tile sums WB channels x TB taps over all pixels and samples: 3 x 9 sums + 3 + 1 registers, 12
-# loads for 27 FMAs. A kernel of 3 x 3 then reads dy, which is in the second level of the cache, once per channel of x.
-# Lanes are added up once, at the end of a tile. A tile is given all sizes: a division takes as long as a pixel.
+# A tap is one (c, r, t). A tile sums WB channels x TB taps over all pixels and samples: 3 x 9 sums + 3 + 1 registers,
+# 12 loads for 27 FMAs. A kernel of 3 x 3 then reads dy, which is in the second level of the cache, once per channel of
+# x. Lanes are added up once, at the end of a tile. A tile is given all sizes: a division takes as long as a pixel.
 comptime WB = 3 if REGISTERS == 32 else 2
 comptime TB = 9 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 
@@ -358,8 +359,8 @@ def _backward_input_spread[T: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: I
                         min(size.R, h + 1),
                     )
 
-            # Short pieces of one channel have too few sums to hide how long an addition takes (512 -> 512 at 4 x 4: half
-            # the speed); several channels share their loads of dy, too.
+            # Short pieces of one channel have too few sums to hide how long an addition takes (512 -> 512 at 4 x 4:
+            # half the speed); several channels share their loads of dy, too.
             var c = 0
             comptime if REGISTERS == 32 and T < 5:
                 if Q < 8:
@@ -488,7 +489,9 @@ def conv2d_backward_input(
     part: Int = 0,
     parts: Int = PARTS,
 ):
-    """Writes the gradient of the (padded) input. The sum over K in parts.
+    """Writes the gradient of the (padded) input.
+
+    The sum over K in parts.
 
     With `parts` of 1 or 2 it writes their node of the sum only, for tensor parallelism.
     """

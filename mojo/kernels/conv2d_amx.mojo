@@ -1,7 +1,7 @@
 """Convolutions and linear layers by AMX (amx.mojo): the forward pass and the gradient of the input.
 
-Both sum over taps and channels for each pixel that is written; the gradient takes the taps that used the pixel. Of a large
-image as many rows are packed at once as stay in the second-level cache.
+Both sum over taps and channels for each pixel that is written; the gradient takes the taps that used the pixel. Of a
+large image as many rows are packed at once as stay in the second-level cache.
 """
 
 from std.math import ceildiv

@@ -1,8 +1,8 @@
 """Convolutions and linear layers by AMX (amx.mojo): the gradient of the weights.
 
-A product sums over the samples of a group at two places of a plane, one half of its rows apart: A is dy as it lies, B has x's
-pairs of samples along its rows. An odd last row meets zeros. A plane of one row, as a linear layer has, has no halves: there
-the samples of two groups are summed, and a last group meets zeros. Groups without samples change no bit.
+A product sums over the samples of a group at two places of a plane, one half of its rows apart: A is dy as it lies, B
+has x's pairs of samples along its rows. An odd last row meets zeros. A plane of one row, as a linear layer has, has no
+halves: there the samples of two groups are summed, and a last group meets zeros. Groups without samples change no bit.
 """
 
 from std.math import ceildiv
@@ -177,8 +177,8 @@ def _add_sums(
     row: Int,
     begins: Bool,
 ):
-    """Adds tiles of `outputs` x `inputs` sums of a tap to weights (outputs, inputs, taps), `row` numbers an output; to zeros if
-    they `begins`.
+    """Adds tiles of `outputs` x `inputs` sums of a tap to weights (outputs, inputs, taps), `row` numbers an output;
+    to zeros if they `begins`.
     """
     for k in range(outputs):
         var to = dw.unsafe_offset(k * row)

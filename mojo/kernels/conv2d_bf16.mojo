@@ -2,8 +2,8 @@
 
 Pairs are neighbours along an axis that is summed: input channels in forward, output channels in the gradient of the
 input, samples of a group in the gradient of the weights. A last odd one meets zeros, so an odd number of channels
-wastes half of one pair. Activations are packed a group at a time: what was packed is still in the second-level cache when
-it is used.
+wastes half of one pair. Activations are packed a group at a time: what was packed is still in the second-level cache
+when it is used.
 
 A layer of one input channel would multiply every second time with zero; it stays in float32 (functional.py).
 """
@@ -151,10 +151,10 @@ def conv2d_forward_bf16[
 
 
 # --- gradient of the weights -------------------------------------------------------------------
-# A tap is one (c, r, t). As in linear_bf16.mojo, pairs are samples that neighbour in a group, and a vector of sums is 16
-# output channels: nothing is added up across lanes but the channels of a last vector. kb vectors of channels x tb taps of
-# sums, kb of dy and one of x must fit 32 registers. dy comes from the second level of the cache: blocks of rows of KV
-# vectors are packed right before they meet all taps.
+# A tap is one (c, r, t). As in linear_bf16.mojo, pairs are samples that neighbour in a group, and a vector of sums is
+# 16 output channels: nothing is added up across lanes but the channels of a last vector. kb vectors of channels x tb
+# taps of sums, kb of dy and one of x must fit 32 registers. dy comes from the second level of the cache: blocks of rows
+# of KV vectors are packed right before they meet all taps.
 comptime KV = 4
 comptime TAPS: List[Int] = [12, 12, 9, 6]  # of 1, 2 ... KV vectors
 comptime BLOCK = 512 * 1024  # bytes of packed dy
@@ -293,6 +293,7 @@ def _spread_piece[
     T: Int, cb: Int, qb: Int
 ](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv, pairs: Int, plane: Int, Q: Int, r0: Int, r1: Int, goes_on: Bool):
     """Writes qb + T - 1 pixels of dx, to the first T - 1 of which the piece before has given its part if it `goes_on`.
+
     Takes rows r0..r1 of the kernel; dy (pairs, plane, L, 2) points at the row that meets r = 0.
     """
     comptime n = qb + T - 1

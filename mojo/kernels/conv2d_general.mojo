@@ -1,8 +1,9 @@
 """Convolutions with groups of channels or dilation, in lanes and in rows (see lanes.mojo for the letters).
 
-Channels are cut in `groups` equal runs, each of which is a convolution of its own: output channel k reads the C / groups
-channels of its run, so w is (K, C / groups, R, T). With dilation D the taps are D pixels apart. The kernels of conv2d.mojo
-are faster for layers without either; these are one form for both layouts, and each sum has the same order in both.
+Channels are cut in `groups` equal runs, each of which is a convolution of its own: output channel k reads the C /
+groups channels of its run, so w is (K, C / groups, R, T). With dilation D the taps are D pixels apart. The kernels of
+conv2d.mojo are faster for layers without either; these are one form for both layouts, and each sum has the same order
+in both.
 """
 
 from .conv2d import Conv, KB, QB, TB

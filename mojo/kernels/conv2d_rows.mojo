@@ -1,7 +1,8 @@
 """Two-dimensional convolution for a few samples, in rows (N, C, H, W): vectors run along the width.
 
 The same functions as conv2d.mojo with the same letters and arguments; there are no groups: G counts samples. The last
-vector of a row is masked. Strides other than 1, which do not fit vectors along a row, are computed as conv2d_general.mojo has them.
+vector of a row is masked. Strides other than 1, which do not fit vectors along a row, are computed as
+conv2d_general.mojo has them.
 """
 
 from std.math import iota

@@ -1,6 +1,6 @@
-"""Divisions by a number that is known before a kernel begins, as a multiplication and a shift (Granlund and Montgomery: "Division
-by invariant integers using multiplication", PLDI 1994). A division of integers is some twenty instructions on a GPU, as many
-as a thread has time for while its data move.
+"""Divisions by a number that is known before a kernel begins, as a multiplication and a shift (Granlund and
+Montgomery: "Division by invariant integers using multiplication", PLDI 1994). A division of integers is some
+twenty instructions on a GPU, as many as a thread has time for while its data move.
 """
 
 comptime MOST = 1 << 31  # what `divide` takes stays below

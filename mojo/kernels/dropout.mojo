@@ -1,7 +1,8 @@
-"""Dropout, once for all devices, with random numbers that depend on the sample, never on where it is computed (random.mojo).
+"""Dropout, once for all devices, with random numbers that depend on the sample, never on where it is computed
+(random.mojo).
 
-What stays is kept for the backward pass, a bit per element: bit f % 8 of byte (g, f / 8, lane). Attention (attention.mojo)
-has more weights than there is memory for, and draws the same numbers again.
+What stays is kept for the backward pass, a bit per element: bit f % 8 of byte (g, f / 8, lane). Attention
+(attention.mojo) has more weights than there is memory for, and draws the same numbers again.
 """
 
 from std.math import ceil, ceildiv, iota

@@ -1,4 +1,5 @@
-"""Elementwise ops, once for all devices: activations with their gradients, sums, products. n may be any number of floats.
+"""Elementwise ops, once for all devices: activations with their gradients, sums, products. n may be any number of
+floats.
 
 An activation is one function of a vector and one of (dy, saved) for its gradient, where `saved` is x or y.
 """
@@ -101,8 +102,9 @@ def abs_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def softplus[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """Log(1 + e^x) as max(x, 0) + log(1 + e), e = exp(-|x|). What 1 + e rounds away is made up for (Kahan): small values
-    keep their digits.
+    """Log(1 + e^x) as max(x, 0) + log(1 + e), e = exp(-|x|).
+
+    What 1 + e rounds away is made up for (Kahan): small values keep their digits.
     """
     var e = exp(-abs(x))
     var u = 1 + e

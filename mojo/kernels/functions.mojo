@@ -1,9 +1,9 @@
 """exp, log, tanh, erf and other functions of vectors that several kernels have in common, for every device.
 
 What a device's library computes differs; which form is taken is decided at compile time. On the CPU the library's are
-taken, with NaN kept: they turn it into a number, and a training that left the numbers must show it. On a GPU they are the
-hardware's approximations: tanh to 11 bits, log to 22 bits after the point, exp with an error that grows with |x|, square
-roots that take small numbers for 0. There the functions here are right to the last bit or two of a float32.
+taken, with NaN kept: they turn it into a number, and a training that left the numbers must show it. On a GPU they are
+the hardware's approximations: tanh to 11 bits, log to 22 bits after the point, exp with an error that grows with |x|,
+square roots that take small numbers for 0. There the functions here are right to the last bit or two of a float32.
 """
 
 from std.math import exp as _exp
@@ -64,8 +64,8 @@ def _power_of_two[w: SIMDLength, //](y: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def log[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """Natural logarithm; on a GPU of x = 2^e m, m in [sqrt(1/2), sqrt(2)): e ln 2 + log m, the latter a polynomial (Moshier:
-    Cephes, logf). Negative x and NaN give NaN, 0 minus infinity; numbers below 2^-126 count as 0.
+    """Natural logarithm; on a GPU of x = 2^e m, m in [sqrt(1/2), sqrt(2)): e ln 2 + log m, the latter a polynomial
+    (Moshier: Cephes, logf). Negative x and NaN give NaN, 0 minus infinity; numbers below 2^-126 count as 0.
     """
     comptime if is_gpu():
         var bits = bitcast[I32, Int(w)](x)
@@ -103,8 +103,9 @@ def clamp[w: SIMDLength, //](x: SIMD[F32, w], limit: Float32) -> SIMD[F32, w]:
 
 @always_inline
 def tanh[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """Hyperbolic tangent; NaN stays NaN. On a GPU an odd rational function of degree 13 over 6, fitted on [-7.9, 7.9]
-    (Eigen's).
+    """Hyperbolic tangent; NaN stays NaN.
+
+    On a GPU an odd rational function of degree 13 over 6, fitted on [-7.9, 7.9] (Eigen's).
     """
     comptime if is_gpu():
         var v = clamp(x, 7.90531110763549805)
@@ -161,7 +162,8 @@ def relu_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def rounded[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The product x, rounded before something is added to it. A compiler that fuses the two multiplies and adds without
-    rounding in between; it does not see that this is x.
+    """The product x, rounded before something is added to it.
+
+    A compiler that fuses the two multiplies and adds without rounding in between; it does not see that this is x.
     """
     return x.eq(x).select(x, nan[F32]())

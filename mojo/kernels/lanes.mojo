@@ -142,8 +142,8 @@ def _half(w: Int, second: Int) -> IndexList[LANES]:
 
 @always_inline
 def totals[n: Int](v: Array[Vec, n], y: Ptr):
-    """Writes to y the reduce_add of each of n vectors, and zeros up to a multiple of LANES: the same additions, of sixteen
-    vectors at once.
+    """Writes to y the reduce_add of each of n vectors, and zeros up to a multiple of LANES: the same additions, of
+    sixteen vectors at once.
     """
     comptime for first in range(0, n, LANES):
         var a = Array[Vec, LANES](fill=Vec(0))

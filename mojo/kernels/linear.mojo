@@ -57,10 +57,10 @@ def _tile[
 ):
     """Outputs are w_out apart in w, inputs w_in; x and w start at the first input of `part`.
 
-    On the way, weights that are needed later are fetched: a line of memory for each input, `ahead_row` floats apart, from
-    `ahead` on. If there is nothing to fetch, `ahead_row` is 0 and `ahead` is a line that is in the cache. A pointer that
-    runs is all that the registers have room for. With an address computed from i, sums spill and a third of the speed is
-    lost.
+    On the way, weights that are needed later are fetched: a line of memory for each input, `ahead_row` floats apart,
+    from `ahead` on. If there is nothing to fetch, `ahead_row` is 0 and `ahead` is a line that is in the cache. A
+    pointer that runs is all that the registers have room for. With an address computed from i, sums spill and a third
+    of the speed is lost.
     """
     var saved = unsafe_stack_allocation[2 * nb * gb * LANES, F32, alignment=64]()
     var acc = Array[Vec, nb * gb](fill=Vec(0))
@@ -93,13 +93,13 @@ def _tile[
             store(y, g * y_group + n * LANES, s)
 
 
-# Outputs are taken in panels whose weights stay in the second level of the cache while all groups pass. In the gradient of
-# the input outputs are columns of w, and every tile would take a line of memory, and often a page, per row of w: if there
-# are more groups than one tile has, the columns of a panel are packed side by side first (1536 -> 384, 256 samples: 80 %
-# of the peak instead of 50 %).
-# A panel's weights are seldom in the cache when their turn comes, so the last groups that meet a panel fetch those of the
-# next one, a part with each tile. They go to the second level only: in the first, lines of columns lie so far apart that
-# they would push out what the tile reads (GPT on a Xeon: 11 % of the gradient of the input lost).
+# Outputs are taken in panels whose weights stay in the second level of the cache while all groups pass. In the gradient
+# of the input outputs are columns of w, and every tile would take a line of memory, and often a page, per row of w: if
+# there are more groups than one tile has, the columns of a panel are packed side by side first (1536 -> 384, 256
+# samples: 80 % of the peak instead of 50 %). A panel's weights are seldom in the cache when their turn comes, so the
+# last groups that meet a panel fetch those of the next one, a part with each tile. They go to the second level only: in
+# the first, lines of columns lie so far apart that they would push out what the tile reads (GPT on a Xeon: 11 % of the
+# gradient of the input lost).
 comptime PANEL = 96  # 8 tiles of 12 outputs
 comptime AHEAD = 16  # rows that packing fetches ahead
 comptime TO_SECOND_LEVEL = PrefetchOptions().for_read().medium_locality().to_data_cache()
@@ -121,8 +121,10 @@ def _product[
     parts: Int,
     stride: Int,
 ):
-    """Sums over the inputs of `parts` parts from `part` on; x has those inputs only, w all. Outputs are rows of w, `stride`
-    floats apart, or if `columns` columns, for which `packed` has room for PANEL of each of those inputs.
+    """Sums over the inputs of `parts` parts from `part` on; x has those inputs only, w all.
+
+    Outputs are rows of w, `stride` floats apart, or if `columns` columns, for which `packed` has room for PANEL of each
+    of those inputs.
     """
     var packs = columns and G > GB
     var start = cut(inputs, part)
@@ -204,10 +206,11 @@ def columns_scratch(G: Int, O: Int) -> Int:
     return PANEL * O if G > GB else 0
 
 
-def linear_forward[
-    relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):  # (G, O, L)  # (G, I, L)  # (O, I)  # (O)
-    """Computes y = W x + b, then max(y, 0) if `relu`. The sum over I in parts, then the bias."""
+def linear_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
+    """Computes y = W x + b, then max(y, 0) if `relu`.
+
+    The sum over I is added in parts, then the bias. Shapes: y (G, O, L), x (G, I, L), w (O, I), b (O).
+    """
     _product[relu, False](y, x, w, b, None, G, O, I, 0, PARTS, I)
 
 
@@ -270,8 +273,11 @@ def linear_backward_input_columns(
     _product[False, True](dx, dy, w, None, packed, G, columns, O, 0, PARTS, row_stride)
 
 
-def linear_bias[relu: Bool](y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int):  # (G, O, L)  # (G, O, L), may be y  # (O)
-    """Computes y = x + b, then max(y, 0) if `relu`: the end of linear_forward."""
+def linear_bias[relu: Bool](y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int):
+    """Computes y = x + b, then max(y, 0) if `relu`: the end of linear_forward.
+
+    Shapes: y and x (G, O, L), b (O). x may be y.
+    """
     for g in range(G):
         for o in range(O):
             var at = (g * O + o) * LANES
@@ -285,10 +291,10 @@ def linear_bias[relu: Bool](y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int):  # (G, O, L
 # 5 outputs x 5 vectors of inputs: 25 sums + 5 + 1 registers, 10 loads for 25 FMAs.
 comptime OB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 comptime IB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
-# Samples are taken in blocks of 8 groups, inputs in panels of at most IB vectors: a panel's x, 40 KiB, stays in the first
-# or second level of the cache while it meets all outputs, and each tile reads it from one end to the other. All rows of x
-# at a stride of I floats (4,096 x 1536 -> 384) reached a quarter of the speed.
-# A sum is a chain over the samples of a block; the chains are added to dw in the order of the blocks.
+# Samples are taken in blocks of 8 groups, inputs in panels of at most IB vectors: a panel's x, 40 KiB, stays in the
+# first or second level of the cache while it meets all outputs, and each tile reads it from one end to the other. All
+# rows of x at a stride of I floats (4,096 x 1536 -> 384) reached a quarter of the speed. A sum is a chain over the
+# samples of a block; the chains are added to dw in the order of the blocks.
 comptime BLOCK = 8
 comptime WEIGHT_SCRATCH = BLOCK * LANES * IB * LANES
 """Floats of scratch memory that linear_backward_weight wants."""

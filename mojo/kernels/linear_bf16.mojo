@@ -54,9 +54,11 @@ def _tile[
     ahead: Ptr,
     ahead_row: Int,
 ):
-    """Adds `pairs` pairs of inputs to `nb` outputs of `gb` groups. Outputs are w_out pairs apart in w, inputs w_in. A
-    sum starts from `start` (nb), or goes on from y. On the way the weights at `ahead`, of the next panel, are brought
-    closer: 16 rows of 2 `pairs`, or if `columns` one line of memory of each of 2 `pairs` rows.
+    """Adds `pairs` pairs of inputs to `nb` outputs of `gb` groups.
+
+    Outputs are w_out pairs apart in w, inputs w_in. A sum starts from `start` (nb), or goes on from y. On the way the
+    weights at `ahead`, of the next panel, are brought closer: 16 rows of 2 `pairs`, or if `columns` one line of memory
+    of each of 2 `pairs` rows.
     """
     var acc = Array[Vec, nb * gb](fill=Vec(0))
     if start:
@@ -207,8 +209,9 @@ def linear_forward_rows_bf16[
     I: Int,
     O: Int,
 ):
-    """The same for a few samples in rows, with the bits that they have in lanes. A vector is 16 outputs of one pair of
-    inputs: pairs of weights are transposed on their way (linear_rows.mojo).
+    """The same for a few samples in rows, with the bits that they have in lanes.
+
+    A vector is 16 outputs of one pair of inputs: pairs of weights are transposed on their way (linear_rows.mojo).
     """
     var pairs = (I + 1) // 2
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, 2)
@@ -299,8 +302,8 @@ def _pack_columns(y: HalfPtr, w: Ptr, n: Int, row: Int, two: Bool):
 
 
 # --- gradient of the weights -----------------------------------------------------------------
-# 5 outputs x 5 vectors of inputs: 25 sums + 5 + 1 registers, 10 loads for 25 dot2. Blocks and panels as in linear.mojo, of
-# twice the samples in as many bytes.
+# 5 outputs x 5 vectors of inputs: 25 sums + 5 + 1 registers, 10 loads for 25 dot2. Blocks and panels as in linear.mojo,
+# of twice the samples in as many bytes.
 comptime OB = 5
 comptime IB = 5
 comptime GROUPS = 16  # of a block
@@ -313,8 +316,9 @@ def weight_scratch(G: Int, O: Int) -> Int:
 
 @no_inline
 def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int, begins: Bool):
-    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs. That of the tile below is
-    fetched: of a shard of 32 samples it takes longer than the products.
+    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs.
+
+    That of the tile below is fetched: of a shard of 32 samples it takes longer than the products.
     """
     comptime for o in range(ob):
         comptime for i in range(ib):

@@ -16,7 +16,9 @@ comptime SAMPLES = 4  # at once (forward)
 
 
 def linear_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
-    """Computes y = W x + b, then max(y, 0) if `relu`. Shapes as for linear_forward with L = 1.
+    """Computes y = W x + b, then max(y, 0) if `relu`.
+
+    Shapes as for linear_forward with L = 1.
 
     A vector is 16 outputs of one input, so the weights are transposed on their way, 16 x 16 at a time.
     """

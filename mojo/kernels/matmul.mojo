@@ -1,8 +1,8 @@
-"""Products of pairs of matrices that lie anywhere: C[i, j] = A[i, j] B[i, j] for all i, j, each with strides of its own, 0
-for a matrix that is used again. A transposed matrix is one whose strides are exchanged.
+"""Products of pairs of matrices that lie anywhere: C[i, j] = A[i, j] B[i, j] for all i, j, each with strides of its
+own, 0 for a matrix that is used again. A transposed matrix is one whose strides are exchanged.
 
-Each number of C is one chain of additions in the order of k, whatever the sizes of tiles. Tiles are MOST rows of A against
-a panel of B, which is copied first: as many vectors of 16 columns as the registers hold.
+Each number of C is one chain of additions in the order of k, whatever the sizes of tiles. Tiles are MOST rows of A
+against a panel of B, which is copied first: as many vectors of 16 columns as the registers hold.
 """
 
 from .lanes import LANES, Ptr, REGISTERS, Vec, load, madd, splat, store, store_first

@@ -1,6 +1,7 @@
 """What an op is: a name, the roles of its arguments, and the function that reads a record and computes it.
 
-    Op("linear_backward_weight", "+dw, +db; dy, x, ~scratch; G, I, O", linear_backward_weight_op, "sums rounds", scratch)
+    Op("linear_backward_weight", "+dw, +db; dy, x, ~scratch; G, I, O", linear_backward_weight_op, "sums rounds",
+    scratch)
 
 The roles, in the order of the arguments: outputs; inputs; sizes. `+` marks what is added to instead of written, `~`
 scratch memory, of as many bytes as the op's last function says. Traits are words:
@@ -8,22 +9,26 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     rounds    products, whose operands are rounded to the record's dtype
     lanes     there is no form for rows: the parts of layers that ranks share
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
-    begins:   its sums can begin with it (record.mojo, BEGINS); then the numbers of each output that it adds to, as products of
-              sizes of one letter: begins:OI+O
+    begins:   its sums can begin with it (record.mojo, BEGINS); then the numbers of each output that it adds to, as
+              products of sizes of one letter: begins:OI+O
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
-    heads     every head is computed by itself, so it runs on some of them: H heads of D features, `head` is the first one's number
-    relu      it is max(x, 0), or the gradient of that: an op whose last size is `relu` takes it along where that is 1, at
-              the end of its forward pass; one whose last size is `relu of x`, that of its x
-    of:a+b    on a GPU: it stands for the op a, with its ReLU if it has one, and b, which alone reads its y: `S of y` is the S
-              of b; or for the loss a and its gradient b: `scaled` is 1 if that starts from the loss scale, 0 if from 1
-    again     it is quickly computed once more, so that its first output need not be kept for the backward pass; the others
-              are, and where the op has a size `again`, 1 says that they are there
+    heads     every head is computed by itself, so it runs on some of them: H heads of D features, `head` is the first
+              one's number
+    relu      it is max(x, 0), or the gradient of that: an op whose last size is `relu` takes it along where that is 1,
+              at the end of its forward pass; one whose last size is `relu of x`, that of its x
+    of:a+b    on a GPU: it stands for the op a, with its ReLU if it has one, and b, which alone reads its y: `S of y` is
+              the S of b; or for the loss a and its gradient b: `scaled` is 1 if that starts from the loss scale, 0 if
+              from 1
+    again     it is quickly computed once more, so that its first output need not be kept for the backward pass; the
+              others are, and where the op has a size `again`, 1 says that they are there
 
-Everything else is generic: Python reads the table of the library (python/odyssey/core/native.py), so an op's name is written
-in its kernel file and in python/odyssey/core/functional.py and nowhere else. A kernel file ends with the list of its ops.
+Everything else is generic: Python reads the table of the library (python/odyssey/core/native.py), so an op's name is
+written in its kernel file and in python/odyssey/core/functional.py and nowhere else. A kernel file ends with the list
+of its ops.
 
-An op whose arithmetic is one function - of vectors, of a sample's row, of a term of a sum over samples, of a place of a plane, of a
-channel - or the rule of an optimizer is declared once for all devices: `Device` has the loops, views.mojo what they give to it.
+An op whose arithmetic is one function - of vectors, of a sample's row, of a term of a sum over samples, of a place of a
+plane, of a channel - or the rule of an optimizer is declared once for all devices: `Device` has the loops, views.mojo
+what they give to it.
 """
 
 from std.memory import Layout, alloc
@@ -128,8 +133,9 @@ trait Device:
     def losses[
         f: OfLoss, operands: Int
     ](name: StaticString, roles: StaticString, traits: StaticString = "") -> OpOf[Self.Run]:
-        """An op with the same arguments; and the first operand becomes (sum of losses, samples, right predictions, 0), exact up to 2^24 samples but
-        for the rounding of the sum itself. A row's number is 1, or the step's loss scale if the argument behind F is 1.
+        """An op with the same arguments; and the first operand becomes (sum of losses, samples, right predictions,
+        0), exact up to 2^24 samples but for the rounding of the sum itself. A row's number is 1, or the step's
+        loss scale if the argument behind F is 1.
         """
         ...
 
@@ -161,7 +167,7 @@ trait Device:
         ...
 
 
-# --- the CPU -------------------------------------------------------------------------------------------------------------
+# --- the CPU ----------------------------------------------------------------------------------------------------------
 
 
 struct Cpu(Device):
@@ -448,7 +454,7 @@ def _update[R: Rule](r: Record):
         weights.step[LANES, False](i, mean)
 
 
-# --- kernels that take their arguments one by one ------------------------------------------------------------------------
+# --- kernels that take their arguments one by one ---------------------------------------------------------------------
 
 
 def by_layout[lanes: Kernel, rows: Kernel](r: Record):
@@ -467,7 +473,7 @@ def call[Ts: TypeList[Trait=AnyType, ...], //, f: def(* args: * Ts) thin](r: Rec
     _ = arguments^
 
 
-# --- a table for others ---------------------------------------------------------------------------------------------------
+# --- a table for others -----------------------------------------------------------------------------------------------
 
 
 def describe[Run: Copyable & Deinitable, //](ops: List[OpOf[Run]], op: Int, text: BytePtr, size: Int) -> Int:

@@ -1,5 +1,5 @@
-"""Optimizers, once for all devices: the rule by which weights change (views.Rule), over a run of n floats, an arena or any piece
-of one. g is a sum over samples and becomes their mean, once, before a rule is given it.
+"""Optimizers, once for all devices: the rule by which weights change (views.Rule), over a run of n floats, an arena
+or any piece of one. g is a sum over samples and becomes their mean, once, before a rule is given it.
 """
 
 from std.math import sqrt

@@ -8,8 +8,9 @@ from .lanes import LANES, Ptr, Vec, first, load, load_first, store
 
 @fieldwise_init
 struct Panel(TrivialRegisterPassable):
-    """Some features of one sequence, whose token t is lane t % 16 of group t // 16. Lanes behind the last token may hold
-    anything.
+    """Some features of one sequence, whose token t is lane t % 16 of group t // 16.
+
+    Lanes behind the last token may hold anything.
     """
 
     var p: Ptr

@@ -1,7 +1,9 @@
-"""Max- and average-pooling, once for all devices (see lanes.mojo for the layout and the letters). No padding.
+"""Max- and average-pooling, once for all devices (see lanes.mojo for the layout and the letters).
 
-R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution. Backwards a pixel gets what the windows over it
-hand down: window rows first, then columns.
+No padding.
+
+R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution. Backwards a pixel gets what the windows
+over it hand down: window rows first, then columns.
 """
 
 from std.memory import unsafe_memset_zero
@@ -81,8 +83,10 @@ struct Pool[backward: Bool](Cells):
 
 @always_inline
 def _maxpool[L: Int](c: Cell[L], z: Pool[False]):
-    """Arguments y, argmax (which place of the window, r * T + t); x. The largest value of each window; the first one of equals;
-    NaN wins, so that it is not hidden. R * T must be at most 256.
+    """Arguments y, argmax (which place of the window, r * T + t); x.
+
+    The largest value of each window; the first one of equals; NaN wins, so that it is not hidden. R * T must be at most
+    256.
     """
     var corner = z.corner(c)
     var best = c.get(c.c, corner)
@@ -121,8 +125,10 @@ def _avgpool[L: Int](c: Cell[L], z: Pool[False]):
 
 @always_inline
 def _passing[L: Int](c: Cell[L], relu: Bool, i: Int) -> SIMD[F32, L]:
-    """What window i hands down. With `relu`, x is the output of a ReLU and its backward is done in the same pass: where the
-    winner is 0 nothing passes; y is read only then.
+    """What window i hands down.
+
+    With `relu`, x is the output of a ReLU and its backward is done in the same pass: where the winner is 0 nothing
+    passes; y is read only then.
     """
     var d = c.get(c.b, i)
     if relu:
@@ -173,7 +179,7 @@ def _avgpool_backward[L: Int](c: Cell[L], z: Pool[True]):
     c.put(c.a, c.at, d)
 
 
-# --- on a CPU: windows of 2 x 2 in rows sixteen at a time; gradients by windows, which is quicker there than by pixels -----
+# --- on a CPU: windows of 2 x 2 in rows sixteen at a time; gradients by windows, which is quicker there than by pixels
 
 
 def _maxpool_on_cpu(r: Record):

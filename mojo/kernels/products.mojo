@@ -1,8 +1,9 @@
 """Which kernel computes a record of a convolution or a linear layer, in lanes and in rows, in float32 and in 16 bits.
+
 The families of both (families/convolutions.mojo, linear.mojo) decide by what is here.
 
-The processor's own bf16 products are taken where it has them, of tiles before those of pairs, and the batch is in lanes (a
-forward pass: in rows too); else float32 copies of the rounded operands, in scratch memory, for the float32 kernels.
+The processor's own bf16 products are taken where it has them, of tiles before those of pairs, and the batch is in lanes
+(a forward pass: in rows too); else float32 copies of the rounded operands, in scratch memory, for the float32 kernels.
 """
 
 from .lanes import LANES, Ptr
@@ -24,8 +25,8 @@ def in_tiles(r: Record) -> Bool:
 
 @always_inline
 def rounded_operand(r: Record, x: Ptr, scratch: Ptr, n: Int) -> Tuple[Ptr, Ptr]:
-    """The n floats of x rounded to the record's type, which are in scratch memory unless that is float32; and what is left
-    of the scratch memory.
+    """The n floats of x rounded to the record's type, which are in scratch memory unless that is float32; and what
+    is left of the scratch memory.
     """
     if r.dtype() == FP32:
         return x, scratch

@@ -1,5 +1,6 @@
-"""Random numbers without a state: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011). A number is a function of a key (the seed) and a counter (what it is for), so no generator knows a rank.
+"""Random numbers without a state: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1,
+2, 3", SC 2011). A number is a function of a key (the seed) and a counter (what it is for), so no generator knows
+a rank.
 """
 
 from std.math import iota

@@ -1,10 +1,11 @@
 """A record: one op of a program, with its arguments; and what a run of a program brings to it.
 
-A record is RECORD int64 numbers: a header, the arguments and at the end one for timelines. The header has the op's code in its low 16 bits (its place
-in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of lanes (lanes.mojo), 1 << 17 if sums
-begin with it, and in the bits from 24 on how the operands of products are rounded. An argument is a size, a float (its 32 bits) or an operand: a
-byte offset in the low 56 bits and a space in the high 8. A space is an entry of the table of base addresses that comes
-with a run, so one program serves every shard, thread and process:
+A record is RECORD int64 numbers: a header, the arguments and at the end one for timelines. The header has the op's code
+in its low 16 bits (its place in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of
+lanes (lanes.mojo), 1 << 17 if sums begin with it, and in the bits from 24 on how the operands of products are rounded.
+An argument is a size, a float (its 32 bits) or an operand: a byte offset in the low 56 bits and a space in the high 8.
+A space is an entry of the table of base addresses that comes with a run, so one program serves every shard, thread and
+process:
 
     ABSOLUTE   base 0: the offset is an address (how Python runs a single op)
     PARAMS     the arena of parameters
@@ -32,8 +33,8 @@ comptime SPACES = 4  # how many spaces there are
 comptime STATS = 32  # floats behind a gradient buffer: sums of loss and metrics, then what ranks compare
 comptime OFFSET = (1 << 56) - 1  # the bits of an operand that are its offset, in bytes
 
-# How the operands of a product are rounded before they are multiplied; sums are float32. python/odyssey/core/precision.py
-# has their names in this order.
+# How the operands of a product are rounded before they are multiplied; sums are float32.
+# python/odyssey/core/precision.py has their names in this order.
 comptime FP32 = 0
 comptime TF32 = 1  # 10 bits of mantissa, on a GPU's tensor cores
 comptime BF16 = 2
@@ -163,7 +164,7 @@ struct Record(Argument, Source):
         return Int(self.context)
 
 
-# --- the arguments of a kernel, by the types it declares ------------------------------------------------------------------
+# --- the arguments of a kernel, by the types it declares --------------------------------------------------------------
 
 
 struct Arguments[Ts: TypeList[Trait=AnyType, ...]]:

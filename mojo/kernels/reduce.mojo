@@ -1,4 +1,5 @@
-"""Reductions in a fixed order, or without one: sum of n buffers along a tree, exact squared norm, finite check, sums over samples.
+"""Reductions in a fixed order, or without one: sum of n buffers along a tree, exact squared norm, finite check, sums
+over samples.
 
 The tree over buffers 0..n-1 (docs/determinism.md): a node over n leaves splits after the largest power of two smaller
 than n. It is the tree of recursive halving when n is a power of two, and a worker that owns an aligned block of leaves
@@ -136,8 +137,10 @@ def _stats(total: Ptr, loss: Ptr, stats: Ptr, at: Int, r: Record):
 
 
 def ops() -> List[Op]:
-    """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard. `stats`
-    adds loss, samples and correct predictions to totals 0, 1, 2; or the loss alone, to total `at`, if that is not 0.
+    """The ops of this file.
+
+    `finite` ends the program if a number is not; N is -1 for the samples of the shard. `stats` adds loss, samples and
+    correct predictions to totals 0, 1, 2; or the loss alone, to total `at`, if that is not 0.
     """
     return [
         Op("tree_sum", "y; addresses; n, size", call[tree_sum]),

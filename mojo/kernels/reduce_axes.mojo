@@ -1,6 +1,6 @@
-"""Sums, largest numbers and their places over some axes of a tensor, in an order of their own: number i of what is reduced
-goes to partial result i mod 16, and the 16 are put together by halves. The order depends on the shape alone, neither on the
-layout nor on the device.
+"""Sums, largest numbers and their places over some axes of a tensor, in an order of their own: number i of what is
+reduced goes to partial result i mod 16, and the 16 are put together by halves. The order depends on the shape
+alone, neither on the layout nor on the device.
 
 The kept axes (three) and the reduced ones (three) come with their strides; the result has no gaps.
 """

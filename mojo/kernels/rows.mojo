@@ -8,7 +8,7 @@ from .op import Device, OpOf
 from .views import Row, Team
 
 
-# --- layer norm: Ba, Kiros, Hinton 2016. stats are (mean, 1 / standard deviation) of each sample --------------------------
+# --- layer norm: Ba, Kiros, Hinton 2016. stats are (mean, 1 / standard deviation) of each sample ----------------------
 
 
 def _layer_norm[T: Team](team: T, r: Row[T.L]):

@@ -1,5 +1,5 @@
-"""Softmax, log-softmax and the losses on them, once for all devices: of each sample's F classes, which the threads of a team
-share (views.Team).
+"""Softmax, log-softmax and the losses on them, once for all devices: of each sample's F classes, which the threads
+of a team share (views.Team).
 
 A loss is a sum and a count, never a mean: means are taken once, over the whole global batch. A label of -1 marks a lane
 without a sample; it counts nowhere and its gradient is 0.
@@ -17,7 +17,7 @@ from .views import Cell, Cells, Loss, Row, Team
 comptime I32 = DType.int32
 
 
-# --- softmax and log-softmax ---------------------------------------------------------------------------------------------
+# --- softmax and log-softmax ------------------------------------------------------------------------------------------
 
 
 @always_inline
@@ -88,7 +88,7 @@ def _log_softmax_backward[T: Team](team: T, r: Row[T.L]):
         r.put(r.a, f, r.F, r.get(r.b, f, r.F) - exp(r.get(r.c, f, r.F)) * s)
 
 
-# --- losses --------------------------------------------------------------------------------------------------------------
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 comptime CROSS_ENTROPY = 0  # writes the softmax
@@ -98,8 +98,10 @@ comptime NLL = 2  # writes nothing
 
 @always_inline
 def _at_label[L: Int](r: Row[L], x: Ptr, label: SIMD[I32, L]) -> SIMD[F32, L]:
-    """x[label] of each lane, 0 for lanes without a sample. NaN, which the check of a step finds, where there is no such
-    class."""
+    """x[label] of each lane, 0 for lanes without a sample.
+
+    NaN, which the check of a step finds, where there is no such class.
+    """
     return label.ge(Int32(r.F)).select(SIMD[F32, L](nan[F32]()), r.pick(x, label))
 
 

@@ -1,8 +1,8 @@
 """Ops on tensors whose numbers lie anywhere: up to five axes, each with its own stride, 0 where a number is used again.
 
-Slices, permutations, expanded and joined tensors and the gradients of all of them are one copy (`copy_strided`); arithmetic
-of tensors that are broadcast is one loop over a function of two numbers (`Strided.pairs`). The sizes are those of memory, so
-samples in lanes are two of the axes, the groups first and the 16 samples of a group last.
+Slices, permutations, expanded and joined tensors and the gradients of all of them are one copy (`copy_strided`);
+arithmetic of tensors that are broadcast is one loop over a function of two numbers (`Strided.pairs`). The sizes are
+those of memory, so samples in lanes are two of the axes, the groups first and the 16 samples of a group last.
 """
 
 from .buffers import add
@@ -37,8 +37,9 @@ struct CpuStrided(Strided):
 
 @always_inline
 def walk[B: def(Int, Int, Int) -> None](at: LongPtr, body: B):
-    """Calls body(row, u, v) for every row along the last axis, in order: its number and where it begins in two tensors. `at`:
-    five sizes, five strides of u, five of v.
+    """Calls body(row, u, v) for every row along the last axis, in order: its number and where it begins in two tensors.
+
+    `at`: five sizes, five strides of u, five of v.
     """
 
     @always_inline

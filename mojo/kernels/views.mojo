@@ -1,5 +1,5 @@
-"""What a device's loops (op.Device) give to arithmetic that is declared once for all: vectors, a row or a team's share of one, a
-place of a plane, a run of weights.
+"""What a device's loops (op.Device) give to arithmetic that is declared once for all: vectors, a row or a team's
+share of one, a place of a plane, a run of weights.
 """
 
 from std.sys import is_gpu
@@ -143,8 +143,9 @@ trait Rule(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Weights[R: Rule](TrivialRegisterPassable):
-    """What a step changes: a run of n weights with their states, an arena or any piece of one. What lies behind a run may be
-    another parameter of the same rank, so nothing is read or written there.
+    """What a step changes: a run of n weights with their states, an arena or any piece of one.
+
+    What lies behind a run may be another parameter of the same rank, so nothing is read or written there.
     """
 
     var w: Ptr
@@ -181,8 +182,10 @@ struct Weights[R: Rule](TrivialRegisterPassable):
 
 
 trait Team(TrivialRegisterPassable):
-    """The threads that share a row: each takes features part(), part() + K, ... What they have found is put together in an order
-    that K alone fixes. A GPU's team may find a row without features; it has to call `sum` and `best` all the same.
+    """The threads that share a row: each takes features part(), part() + K, ...
+
+    What they have found is put together in an order that K alone fixes. A GPU's team may find a row without features;
+    it has to call `sum` and `best` all the same.
     """
 
     comptime K: Int  # how many they are; 1 on a CPU
@@ -221,7 +224,7 @@ comptime OfRow = def[T: Team](T, Row[T.L]) thin
 comptime OfLoss = def[T: Team](T, Row[T.L]) thin -> Loss[T.L]
 
 
-# --- channels ------------------------------------------------------------------------------------------------------------
+# --- channels ---------------------------------------------------------------------------------------------------------
 
 
 @fieldwise_init
@@ -251,8 +254,10 @@ trait Channels(TrivialRegisterPassable):
 
 
 trait Channel(TrivialRegisterPassable):
-    """One channel of all samples of a shard. It is walked L numbers at a time: from place `at` on `there` numbers are in
-    memory, of which the first `own` are a sample's; all are if they are `whole`.
+    """One channel of all samples of a shard.
+
+    It is walked L numbers at a time: from place `at` on `there` numbers are in memory, of which the first `own` are a
+    sample's; all are if they are `whole`.
     """
 
     comptime L: Int  # numbers at a time
@@ -285,8 +290,9 @@ trait Channel(TrivialRegisterPassable):
         ...
 
     def fold[B: def[whole: Bool](Int, Int, Two[Self.L]) -> Two[Self.L], //, both: Bool](self, body: B) -> Two[1]:
-        """Sums of the channel, in the order of the device: body(at, own, sums) adds some numbers to partial sums. Not `both`:
-        only s is asked for.
+        """Sums of the channel, in the order of the device: body(at, own, sums) adds some numbers to partial sums.
+
+        Not `both`: only s is asked for.
         """
         ...
 

@@ -1,14 +1,15 @@
 """Convolutions of 3 x 3 with stride 1 by Winograd's minimal filtering, over lanes (see lanes.mojo for the letters).
 
-F(m x m, 3 x 3) after Winograd (1980) and Lavin and Gray (2016), for m 4 and 2: the image is cut into tiles of m x m outputs. A
-tile of n x n inputs (n = m + 2) becomes n n sums of theirs, each 3 x 3 kernel as many sums of its weights; these are
-multiplied and added over the input channels, n n products per tile and pair of channels instead of 9 m m; and sums of
-the results are the outputs. In lanes no transform needs a shuffle. The gradient of the input is the same with the
-kernels turned by half a circle, and x and y changed about. Padding is read as zeros and never stored.
+F(m x m, 3 x 3) after Winograd (1980) and Lavin and Gray (2016), for m 4 and 2: the image is cut into tiles of m x m
+outputs. A tile of n x n inputs (n = m + 2) becomes n n sums of theirs, each 3 x 3 kernel as many sums of its weights;
+these are multiplied and added over the input channels, n n products per tile and pair of channels instead of 9 m m; and
+sums of the results are the outputs. In lanes no transform needs a shuffle. The gradient of the input is the same with
+the kernels turned by half a circle, and x and y changed about. Padding is read as zeros and never stored.
 
-Which m a layer has, products.py says; it depends on the size of its y alone. Each sum over channels is one chain per output channel
-and tile; in the gradient of the input it is cut in parts (parts.mojo) before the last transform, so that processes
-which share a layer add the parts there (`*_parts`, `*_end`). Bits therefore depend on the layer's shape alone.
+Which m a layer has, products.py says; it depends on the size of its y alone. Each sum over channels is one chain per
+output channel and tile; in the gradient of the input it is cut in parts (parts.mojo) before the last transform, so that
+processes which share a layer add the parts there (`*_parts`, `*_end`). Bits therefore depend on the layer's shape
+alone.
 """
 
 from std.math import ceildiv
@@ -21,7 +22,7 @@ from .op import Op, call
 from .parts import PARTS, cut, fold
 from .record import Record, sizes_of
 
-# --- the transforms of a row or column: m outputs, n = m + 2 inputs ----------------------------------------------------
+# --- the transforms of a row or column: m outputs, n = m + 2 inputs ---------------------------------------------------
 # The points are 0, 1, -1 and infinity for m 2; 2 and -2 as well for m 4.
 
 
@@ -89,7 +90,7 @@ def _of_weights[m: Int](a: Vec, b: Vec, c: Vec) -> Array[Vec, m + 2]:
     return y^
 
 
-# --- the weights --------------------------------------------------------------------------------------------------------
+# --- the weights ------------------------------------------------------------------------------------------------------
 
 
 def _weights[m: Int, turned: Bool](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w_in: Int):
@@ -120,7 +121,7 @@ def _weights[m: Int, turned: Bool](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w
                         store_first(u, to, row[c], some)
 
 
-# --- tiles --------------------------------------------------------------------------------------------------------------
+# --- tiles ------------------------------------------------------------------------------------------------------------
 # 6 outputs of 4 tiles: 24 sums + 4 + 1 of 32 registers; AVX2's 8 hold 2 x 2.
 comptime TILES: List[Int] = [4, 2, 1] if REGISTERS == 32 else [2, 1]
 comptime OUTPUTS: List[Int] = [6, 4, 2, 1] if REGISTERS == 32 else [2, 1]
@@ -285,7 +286,7 @@ def _multiply[
                 o += ob
 
 
-# --- a convolution ------------------------------------------------------------------------------------------------------
+# --- a convolution ----------------------------------------------------------------------------------------------------
 
 
 def scratch_floats(size: Conv, m: Int) -> Int:

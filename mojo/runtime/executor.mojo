@@ -107,11 +107,11 @@ def _replayed[timed: Bool](table: LongPtr, program: LongPtr, records: Int, bases
 
 
 def tiles(r: Record):
-    """Runs a program of elementwise ops over runs of n floats tile by tile, so that what it computes on the way stays in the
-    cache. Arguments: the ops, the program of a tile and its records, that of the rest behind the last whole tile and its
-    records, floats of a tile, n; gaps between parameters (begin and end, in floats of the arena), how many, and where in
-    it the runs begin: there all of them but the second, the gradients, become 0; how many runs, and their addresses, which
-    are the spaces 1, 2, ... of the program.
+    """Runs a program of elementwise ops over runs of n floats tile by tile, so that what it computes on the way
+    stays in the cache. Arguments: the ops, the program of a tile and its records, that of the rest behind the
+    last whole tile and its records, floats of a tile, n; gaps between parameters (begin and end, in floats of the
+    arena), how many, and where in it the runs begin: there all of them but the second, the gradients, become 0;
+    how many runs, and their addresses, which are the spaces 1, 2, ... of the program.
     """
     var bases = Array[Int64, RECORD](fill=0)
     var tile = r.int(6)
@@ -123,7 +123,8 @@ def tiles(r: Record):
     while left > 0:
         var whole = 2 if left >= tile else 4
         var records = r.int(whole + 1)
-        # The next tile is fetched meanwhile, a part of it with each record: the hardware itself looks no further than a page.
+        # The next tile is fetched meanwhile, a part of it with each record: the hardware itself looks no further than a
+        # page.
         var part = (tile // records // LANES + 1) * LANES
         var ahead = tile
         for i in range(records):
@@ -148,7 +149,8 @@ def tiles(r: Record):
 
 struct Times(TrivialRegisterPassable):
     """When records ran on one thread: how many are noted, how many fit, and three numbers for each: its place in the
-    program (SUM: additions of gradients) and the shard's first sample above it, ns of start and end. The threads' follow each other.
+    program (SUM: additions of gradients) and the shard's first sample above it, ns of start and end. The threads'
+    follow each other.
     """
 
     comptime SUM = _RECORDS - 1
@@ -188,7 +190,8 @@ struct Step(TrivialRegisterPassable):
     var slots: Int64  # workspaces of shards, used in turn; 0: one per thread
     var base: Int64  # the shard that has workspace 0
     var zero: Int64  # 1: shards add to buffers, and their buffers are added up
-    var cleared: LongPtr  # runs of a buffer (begin and end, floats) that are zeroed before a shard: others begin with a record
+    # Runs of a buffer (begin and end, in floats) that are zeroed before a shard. Others begin with a record.
+    var cleared: LongPtr
     var clears: Int64  # how many
     var buffers: Int64  # address of the gradient buffers
     var buffer_floats: Int64  # floats of one buffer, a multiple of LANES
@@ -363,8 +366,8 @@ def _buffer(s: Step, place: Int64) -> Ptr:
 
 
 def _add_up(s: Step, tables: Tables, shard: Int, b: Int64, pooled: Int):
-    """A shard is complete, in buffer b: makes all sums that are complete with it, so many at once that memory is read and
-    written as little as possible.
+    """A shard is complete, in buffer b: makes all sums that are complete with it, so many at once that memory is
+    read and written as little as possible.
     """
     # A place says which buffer, and where in the pool it is (above), so that it can be given back.
     var node = shard

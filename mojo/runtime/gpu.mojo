@@ -1,7 +1,9 @@
-"""One GPU: its memory, its queues and events, and programs replayed on it. The owner of everything a device holds.
+"""One GPU: its memory, its queues and events, and programs replayed on it.
 
-Python sees a GPU as a handle and memory as addresses (mojo/gpu_capi.mojo). Work goes into one of two queues: COMPUTE, in
-the order of a step, and COPY, for batches that are brought while the step before is computed; events order the two.
+The owner of everything a device holds.
+
+Python sees a GPU as a handle and memory as addresses (mojo/gpu_capi.mojo). Work goes into one of two queues: COMPUTE,
+in the order of a step, and COPY, for batches that are brought while the step before is computed; events order the two.
 Nothing here waits except `synchronize` and `wait_event`.
 """
 
@@ -50,7 +52,9 @@ comptime GpuStepPtr = Pointer[GpuStep, MutUntrackedOrigin]  # a step that the ca
 
 
 struct Gpu(Movable):
-    """A device with its two queues. Memory that it gave is freed with it.
+    """A device with its two queues.
+
+    Memory that it gave is freed with it.
 
     Memory is named by addresses, its size by bytes, an event by its number; `which` is COMPUTE or COPY. Methods raise
     an Error when the device refuses; those that wait, when something that they wait for has failed.

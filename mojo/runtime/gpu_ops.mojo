@@ -1,5 +1,7 @@
-"""The op table of a GPU: the lists of kernels/gpu, one after the other. A record is the one that the CPU runs for one shard,
-with this table's code; ops that share a layer between ranks have no form here.
+"""The op table of a GPU: the lists of kernels/gpu, one after the other.
+
+A record is the one that the CPU runs for one shard, with this table's code; ops that share a layer between ranks have
+no form here.
 """
 
 from kernels import arithmetic, batch_norm, dropout, optimizer, pool, rows, softmax

@@ -1,7 +1,9 @@
-"""The op table: the lists of all families, one after the other. An op's place in it is its code.
+"""The op table: the lists of all families, one after the other.
 
-A family is a file of mojo/families, a root file that is compiled by itself, into an object that this one is linked with: who
-edits a kernel waits for its family alone.
+An op's place in it is its code.
+
+A family is a file of mojo/families, a root file that is compiled by itself, into an object that this one is linked
+with: who edits a kernel waits for its family alone.
 """
 
 from std.ffi import external_call

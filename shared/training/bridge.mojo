@@ -1,7 +1,7 @@
 """The one way from Mojo to the Python package: which Python, its errors, and how a program ends.
 
-Everything goes through python/odyssey/mojo/__init__.py, which remembers an error by more than its text, so that `stop` ends with
-the exit code of docs/fault-tolerance.md.
+Everything goes through python/odyssey/mojo/__init__.py, which remembers an error by more than its text, so that `stop`
+ends with the exit code of docs/fault-tolerance.md.
 """
 
 from std.ffi import OwnedDLHandle

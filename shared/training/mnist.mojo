@@ -1,4 +1,6 @@
-"""MNIST: the files that come with odyssey, or yours. Nothing is downloaded.
+"""MNIST: the files that come with odyssey, or yours.
+
+Nothing is downloaded.
 
 MNIST: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0.
 """

@@ -1,4 +1,6 @@
-"""Losses, optimizers and learning-rate schedules: those of the Python package, which has their settings and checks them."""
+"""Losses, optimizers and learning-rate schedules: those of the Python package, which has their settings and checks
+them.
+"""
 
 from std.python import ConvertibleToPython, PythonObject
 
@@ -97,7 +99,9 @@ comptime step_decay = named_schedule["step_decay"]
 comptime cosine = named_schedule["cosine"]
 """Half a cosine from 1 to `floor` (Loshchilov and Hutter 2017, without restarts): cosine(total_steps, floor=0)."""
 comptime schedule = named_schedule["schedule"]
-"""By name, after a warm-up: schedule("cosine", total_steps, warmup_steps=0); also "constant", "step", "linear-warmup"."""
+"""By name, after a warm-up: schedule("cosine", total_steps, warmup_steps=0); also "constant", "step",
+"linear-warmup".
+"""
 
 
 def linear_warmup(steps: Int, after: Optional[Schedule] = None) raises -> Schedule:

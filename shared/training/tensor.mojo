@@ -50,7 +50,9 @@ trait AnyTensor(Deinitable, ImplicitlyCopyable, Movable):
 struct PlacedTensor[channels: Int, height: Int = 1, width: Int = 1, *, place: Int = 0, of: StaticString = "samples"](
     AnyTensor
 ):
-    """A batch of samples on a place. Write Tensor[...], which names the place `device`.
+    """A batch of samples on a place.
+
+    Write Tensor[...], which names the place `device`.
 
     The two names differ because Mojo refuses `to(device=1)` in a type that has a parameter `device`.
     """

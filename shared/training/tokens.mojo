@@ -62,8 +62,9 @@ struct LayerNorm[features: Int, *, device: Int = 0](ImplicitlyCopyable, Layer):
 struct MultiheadAttention[
     features: Int, heads: Int, *, is_causal: Bool = False, dropout: Float64 = 0.0, device: Int = 0
 ](ImplicitlyCopyable, Layer):
-    """Each token's attention to all tokens of its sequence, or to those up to it (Vaswani et al. 2017). While training
-    each is left out with probability `dropout`.
+    """Each token's attention to all tokens of its sequence, or to those up to it (Vaswani et al. 2017).
+
+    While training each is left out with probability `dropout`.
     """
 
     var _module: _Module

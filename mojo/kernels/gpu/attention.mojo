@@ -1,20 +1,20 @@
 """kernels/attention.mojo on a GPU: softmax's blocks in shared memory and registers (Dao 2023, FlashAttention-2).
 
-A block of threads has SIDE queries of a head of a sequence and walks over the keys they see, SIDE at a time. Scores are sums
-in registers; of each query there are the maximum and the sum of exponentials so far, and results are rescaled when the maximum
-grows. The backward pass computes probabilities again from the saved log of the sum. A block of its first kernel has queries
-as well, and gives dq and sum dy y of each query; a block of its second has SIDE keys, walks over the queries that see them,
-and gives dk and dv. No two blocks add to one number.
+A block of threads has SIDE queries of a head of a sequence and walks over the keys they see, SIDE at a time. Scores are
+sums in registers; of each query there are the maximum and the sum of exponentials so far, and results are rescaled when
+the maximum grows. The backward pass computes probabilities again from the saved log of the sum. A block of its first
+kernel has queries as well, and gives dq and sum dy y of each query; a block of its second has SIDE keys, walks over the
+queries that see them, and gives dk and dv. No two blocks add to one number.
 
     tile   SIDE tokens of SIDE features in shared memory: row d has feature d of all tokens, as in memory
     part   SIDE features of a head, the last filled up with zeros. Sums over features walk over all parts; of results
            a block has one part, grid z
     own, other  the block's tokens, and those it walks over
 
-A thread has 8 x 4 numbers of own x other tokens, or of own tokens x features. Two products make all of it: `_outer` adds
-over the features of two tiles, `_inner` over the other tokens, of weights (probabilities, or their gradients), which lie in shared
-memory row by own token, and a tile. Tiles begin at multiples of SIDE of a sequence, so the order of all sums depends on the
-sizes alone. Dropout draws the CPU's numbers. Float32 in every precision.
+A thread has 8 x 4 numbers of own x other tokens, or of own tokens x features. Two products make all of it: `_outer`
+adds over the features of two tiles, `_inner` over the other tokens, of weights (probabilities, or their gradients),
+which lie in shared memory row by own token, and a tile. Tiles begin at multiples of SIDE of a sequence, so the order of
+all sums depends on the sizes alone. Dropout draws the CPU's numbers. Float32 in every precision.
 """
 
 from std.math import ceildiv, iota
@@ -57,8 +57,10 @@ def _at(of: I, feature: I, token: I) -> Int:
 
 @always_inline
 def _thread(count: I) -> I:
-    """This thread, in a loop over tiles. The term is 0, which the compiler cannot know: what it computes from the number
-    is computed again for each tile; kept in registers it would take a third of them.
+    """This thread, in a loop over tiles.
+
+    The term is 0, which the compiler cannot know: what it computes from the number is computed again for each tile;
+    kept in registers it would take a third of them.
     """
     return I(thread_idx.x) + min(count, 0)
 
@@ -173,7 +175,8 @@ def _outer(mut sums: Sums, a: Shared, b: Shared, features: I, t: I):
 
 @always_inline
 def _inner(mut sums: Sums, weights: Shared, b: Shared, count: I, t: I):
-    """Adds, for own tokens x features, the `count` other tokens of b times their weights, a row of them per own token.
+    """Adds, for own tokens x features, the `count` other tokens of b times their weights, a row of them per own
+    token.
     """
     var pa = weights.unsafe_offset(Int(_row(t) * ROW))
     var pb = b.unsafe_offset(Int(_column(t) * ROW))
@@ -202,8 +205,9 @@ def _stage(to: Shared, weights: Sums, t: I):
 
 
 struct _Block[keys: Bool, plain: Bool](TrivialRegisterPassable):
-    """The tokens of a block, queries or `keys` of a head of a sequence. plain: heads are of one part, and there is neither
-    a mask nor dropout, so that on an H100 registers are enough for three blocks at once."""
+    """The tokens of a block, queries or `keys` of a head of a sequence. plain: heads are of one part, and there is
+    neither a mask nor dropout, so that on an H100 registers are enough for three blocks at once.
+    """
 
     var s: Attention
     var n: I
@@ -425,7 +429,8 @@ struct _Backward(TrivialRegisterPassable):
 
 @always_inline
 def _put_delta(deltas: Ptr, own: _Block, dy: _Head, y: _Head, a: Shared, b: Shared):
-    """The sum over features of dy y, for own queries: a thread has a query. a and b: tiles, free again behind a barrier.
+    """The sum over features of dy y, for own queries: a thread has a query. a and b: tiles, free again behind a
+    barrier.
     """
     var t = I(thread_idx.x)
     var sum = Float32(0)
@@ -443,7 +448,8 @@ def _put_delta(deltas: Ptr, own: _Block, dy: _Head, y: _Head, a: Shared, b: Shar
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](I(3 if plain or not keys else 2) * TEAM))
 def _backward[keys: Bool, plain: Bool](sent: Sent[_Backward], ctx: StepContextPtr, scratch: Ptr):
-    """The gradients of queries, or with `keys` of keys and their values; scratch (shards, H, N T): delta of each query.
+    """The gradients of queries, or with `keys` of keys and their values; scratch (shards, H, N T): delta of each
+    query.
     """
     var a = sent.sizes
     var s = a.s

@@ -1,8 +1,8 @@
-"""Channels (views.Channel) on a GPU: a block computes one of a shard, four neighbouring numbers of a thread at a time; its sums are
-put together as a tree over the threads, which is not the order of the CPU.
+"""Channels (views.Channel) on a GPU: a block computes one of a shard, four neighbouring numbers of a thread at a
+time; its sums are put together as a tree over the threads, which is not the order of the CPU.
 
-A block has as many threads as give each some eight quads, which depends on the sizes of a shard alone: many small channels run
-side by side then, and of large ones so few that what a block reads two or three times stays in the cache.
+A block has as many threads as give each some eight quads, which depends on the sizes of a shard alone: many small
+channels run side by side then, and of large ones so few that what a block reads two or three times stays in the cache.
 """
 
 from std.math import iota

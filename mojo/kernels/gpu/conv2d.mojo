@@ -107,7 +107,8 @@ def conv2d_backward_input[
     frame_rows: Int = 0,
     frame_columns: Int = 0,
 ) raises:
-    """Writes the gradient of the (padded) input without its frame, which is nothing where there are groups or dilation.
+    """Writes the gradient of the (padded) input without its frame, which is nothing where there are groups or
+    dilation.
     """
     var of = Shape.forward(size, precision, False)
     if size.D * size.groups != 1:

@@ -103,8 +103,8 @@ def tiles_and_piece(s: Shape, tiles_k: Int) -> Tuple[Int, Int, Int]:
 def _store[
     n: Int, //, KT: Int, TT: Int
 ](partial: Ptr, sums: Array[Float32, n], s: Shape, k: Int, last: Int, tap: Int, taps: Int):  # (K, taps) and then (K)
-    """Writes the warp's KT x TT weights and KT biases of its tile, which begins at (k, tap) and has no channel from `last`
-    on.
+    """Writes the warp's KT x TT weights and KT biases of its tile, which begins at (k, tap) and has no channel from
+    `last` on.
     """
     var lane = thread_idx.x % WARP_SIZE
     comptime for group in range(ceildiv(n, WARP_SIZE)):
@@ -347,8 +347,9 @@ def weight_gradient[low: Bool](q: Queue, of: Gradients, shape: Shape) raises:
 def launch_sums[
     kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin
 ](q: Queue, of: Gradients, shape: Shape, tiles_k: Int, tiles_tap: Int) raises:
-    """Sums of pieces by `kernel`, in warps that are chosen here, then of these to gradients of buffers. `shape` has its
-    pieces and units.
+    """Sums of pieces by `kernel`, in warps that are chosen here, then of these to gradients of buffers.
+
+    `shape` has its pieces and units.
     """
     var s = shape
     spread_warps(s, of.shards, tiles_k, tiles_tap)

@@ -1,6 +1,7 @@
 """The loops of a `Device` (kernels/op.mojo) on a GPU: one launch each, shards side by side.
 
-n counts the floats of one shard and may be any number. What neither divides nor has exp or tanh has the bits of the CPU.
+n counts the floats of one shard and may be any number. What neither divides nor has exp or tanh has the bits of the
+CPU.
 """
 
 from std.utils import StaticTuple
@@ -85,7 +86,7 @@ struct OnGpu(Device):
         return _enqueue_update[R]
 
 
-# --- maps: a thread has four floats -------------------------------------------------------------------------------------------
+# --- maps: a thread has four floats -----------------------------------------------------------------------------------
 
 
 def _map[f: OfNumber](y_: Operand, x_: Operand, a: Float32, n_: Int64):
@@ -142,7 +143,7 @@ def _enqueue2[f: Of2](q: Queue, r: Launch) raises:
     q.enqueue_function[_map2[f]](y, u, v, Int64(n), grid_dim=(blocks(n, 4 * THREADS), r.shards), block_dim=THREADS)
 
 
-# --- places of planes -----------------------------------------------------------------------------------------------------
+# --- places of planes -------------------------------------------------------------------------------------------------
 
 
 @fieldwise_init
@@ -224,7 +225,7 @@ def _enqueue_either[
         _enqueue_cells[Y, g, operands, 4](q, r)
 
 
-# --- optimizers: the device decides itself whether the step is taken, so that no host has to wait for it --------------------
+# --- optimizers: the device decides itself whether the step is taken, so that no host has to wait for it --------------
 
 
 def _update[R: Rule](ok: IntPtr, pieces: Sent[StaticTuple[Weights[R], SOME]]):
@@ -254,7 +255,7 @@ def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
     q.enqueue_function[_update[R]](r.ok(), Sent(pieces), grid_dim=(blocks(most, 4 * THREADS), many), block_dim=THREADS)
 
 
-# --- optimizers that are rules (python/odyssey/core/rule.py): op by op, and what they give goes into the arena at the end ---
+# --- optimizers that are rules (python/odyssey/core/rule.py): op by op, with results written to the arena at the end
 
 
 def _taken(ok: IntPtr, y: Operand, x: Operand, table: Operand, at_: Int64, n: Int64):
@@ -269,8 +270,9 @@ def _taken(ok: IntPtr, y: Operand, x: Operand, table: Operand, at_: Int64, n: In
 
 
 def _enqueue_taken(q: Queue, r: Launch) raises:
-    """Arguments y; x; table, count, at, n: the n numbers from place `at` of the arena that are parameters', if all numbers
-    checked were finite. The table has where `count` parameters begin and end there."""
+    """Arguments y; x; table, count, at, n: the n numbers from place `at` of the arena that are parameters', if all
+    numbers checked were finite. The table has where `count` parameters begin and end there.
+    """
     var count = r.int(4)
     q.enqueue_function[_taken](
         r.ok(),
@@ -284,7 +286,7 @@ def _enqueue_taken(q: Queue, r: Launch) raises:
     )
 
 
-# --- ops with a loop of their own ----------------------------------------------------------------------------------------
+# --- ops with a loop of their own -------------------------------------------------------------------------------------
 
 
 @always_inline

@@ -1,4 +1,5 @@
-"""The fingerprint of kernels/fingerprint.mojo on a GPU: the same 64-bit number for the same floats, cut into runs anyhow.
+"""The fingerprint of kernels/fingerprint.mojo on a GPU: the same 64-bit number for the same floats, cut into runs
+anyhow.
 
 Sums of integers have no order, so a block takes any words. A thread has one column; the keys of a chunk's rows are made
 by as many threads, once, and read by all from shared memory.

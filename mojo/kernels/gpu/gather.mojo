@@ -40,9 +40,10 @@ def _enqueue_take(q: Queue, r: Launch) raises:
     )
 
 
-# --- the gradient of a table -----------------------------------------------------------------------------------------------
-# A block has one row of the table, up to THREADS features of it. It looks through the numbers of the rows that were taken, EACH of a
-# thread, and lists those that are its own in their order; then the threads add these rows, DEEP loads under way at a time.
+# --- the gradient of a table ------------------------------------------------------------------------------------------
+# A block has one row of the table, up to THREADS features of it. It looks through the numbers of the rows that were
+# taken, EACH of a thread, and lists those that are its own in their order; then the threads add these rows, DEEP loads
+# under way at a time.
 
 comptime EACH = 4
 comptime WORDS = THREADS * EACH // WARP  # of the map of what was found, of 32 bits, which 32 / EACH threads share

@@ -1,6 +1,7 @@
 """The one matrix product behind the linear layers of a GPU: tiles, their memory, their order of adding.
 
-linear.mojo launches it; gemm_tiles.mojo and gemm_results.mojo are its parts. Three products have one kernel, `product[op, precision, size]`:
+linear.mojo launches it; gemm_tiles.mojo and gemm_results.mojo are its parts. Three products have one kernel,
+`product[op, precision, size]`:
 
     FORWARD  y  = W x     rows: outputs O, columns: samples, sum over inputs I
     INPUT    dx = W^T dy  rows: inputs I,  columns: samples, sum over outputs O
@@ -8,8 +9,8 @@ linear.mojo launches it; gemm_tiles.mojo and gemm_results.mojo are its parts. Th
 
 The order of adding depends on the layer's sizes alone, not on the tile. The sum is walked in chunks of CHUNK terms, the
 last filled up with zeros. FORWARD and INPUT cut the chunks in `parts_of` runs; each run is one chain of multiply-adds
-that starts at 0, and the runs are added one after the other: ((0 + 1) + 2) + ... WEIGHT has one chain per shard, and the
-shards of a buffer are added along the fixed tree (docs/determinism.md).
+that starts at 0, and the runs are added one after the other: ((0 + 1) + 2) + ... WEIGHT has one chain per shard, and
+the shards of a buffer are added along the fixed tree (docs/determinism.md).
 
 Tiles. A *team* of threads computes one tile of outputs for some of the runs (or one of the shards); what the teams of a
 block have is added in shared memory, in that order.
@@ -93,8 +94,9 @@ def product[
     teams32: Int32,  # FORWARD, INPUT: parts_of the sum; WEIGHT: fold
     flags32: Int32,
 ):
-    """One tile of a product; blocks along x, rows of tiles first, and for WEIGHT the buffers along y. There the blocks
-    after the last tile compute db.
+    """One tile of a product; blocks along x, rows of tiles first, and for WEIGHT the buffers along y.
+
+    There the blocks after the last tile compute db.
     """
     comptime T = Tile[op, precision, size]
     comptime ROWS = U(T.ROWS)
@@ -400,8 +402,8 @@ def product[
 def _finish_shard[
     op: Int, precision: Int, size: Int, quads: Int
 ](mut acc: Array[Quad, quads], saved: Shared, shard: U, last: Bool):
-    """Adds a finished shard into the tree, as one adds 1 to a binary number: `saved` has a tile for each node that waits
-    for its right neighbour. After the last shard acc is the sum of all.
+    """Adds a finished shard into the tree, as one adds 1 to a binary number: `saved` has a tile for each node that
+    waits for its right neighbour. After the last shard acc is the sum of all.
     """
     comptime T = Tile[op, precision, size]
     var level = 0

@@ -78,8 +78,8 @@ def _write[op: Int, width: Int](to: Results, v: SIMD[F32, width], row: U, at: In
 
 @always_inline
 def write_quad[op: Int, precision: Int, size: Int](to: Results, v: Quad, row: U, at: Int, first: Bool, last: Bool):
-    """Writes four sums of a thread, which begin at `row` and at the column that is `at`. first: there is no sum to go on
-    from; last: the sum is complete.
+    """Writes four sums of a thread, which begin at `row` and at the column that is `at`. first: there is no sum to
+    go on from; last: the sum is complete.
     """
     comptime if Tile[op, precision, size].TENSOR:
         comptime for h in range(2):

@@ -137,8 +137,9 @@ def paired[precision: Int](low: Float32, high: Float32) -> Float32:
 
 @always_inline
 def four_of[checked: Bool](p: Ptr, at: U, n: U, aligned: Bool) -> Quad:
-    """Four floats from `at` on, of which the first n are in bounds; the others are 0. Unless `checked`, or if `aligned`, all
-    four are or none is.
+    """Four floats from `at` on, of which the first n are in bounds; the others are 0.
+
+    Unless `checked`, or if `aligned`, all four are or none is.
     """
     var i = Int(at)
     comptime if checked:
@@ -189,8 +190,9 @@ def put_by_row[precision: Int, pairs: Bool, row: Int](s: Shared, m: Int, term: I
 
 @always_inline
 def meet[size: Int]():
-    """What the threads of a team have written to shared memory is there for all of them. Only on NVIDIA does a barrier of
-    a warp say that.
+    """What the threads of a team have written to shared memory is there for all of them.
+
+    Only on NVIDIA does a barrier of a warp say that.
     """
     comptime if size == LARGE or not NVIDIA:
         barrier()
@@ -207,8 +209,10 @@ def group_at(group: U, G: U, F: U, step: Int) -> Int:
 
 @always_inline
 def pair_of[op: Int, precision: Int, size: Int](unit: U) -> U:
-    """Which two terms of b (by row) a thread loads in its unit-th turn. Eight neighbouring threads store at once, in rows
-    that share no bank: SMALL has two of their terms, two rows apart; larger tiles have two groups.
+    """Which two terms of b (by row) a thread loads in its unit-th turn.
+
+    Eight neighbouring threads store at once, in rows that share no bank: SMALL has two of their terms, two rows apart;
+    larger tiles have two groups.
     """
     comptime T = Tile[op, precision, size]
     comptime if size == SMALL:
@@ -312,11 +316,12 @@ def multiply[
 
 @always_inline
 def row_of[op: Int, precision: Int, size: Int](q: Int, lane: Int) -> Int:
-    """The row, in the warp's tile, of a thread's q-th four sums. They are neighbours in that row; of tensor cores two
-    are, and the other two eight rows below.
+    """The row, in the warp's tile, of a thread's q-th four sums.
 
-    The lowest bit of a thread's number chooses the column, the next one the row: then each 16-byte read of a multiply-add
-    has the same address in threads 1 or 2 apart, and the reads of sixteen threads can be served at once.
+    They are neighbours in that row; of tensor cores two are, and the other two eight rows below.
+
+    The lowest bit of a thread's number chooses the column, the next one the row: then each 16-byte read of a
+    multiply-add has the same address in threads 1 or 2 apart, and the reads of sixteen threads can be served at once.
     """
     comptime T = Tile[op, precision, size]
     comptime if T.TENSOR:

@@ -1,11 +1,12 @@
 """Rows that threads share (views.Team), for softmax, layer norm and losses, and sums over rows: in a fixed order.
 
-A thread has four samples side by side, 16 bytes of each feature, and K threads share them: they take every K-th of the F
-features; K depends on F alone. What the K threads have summed is added as a tree over them, so sums are not in the CPU's order,
-and exp and log differ in a last bit. Counts are the same.
+A thread has four samples side by side, 16 bytes of each feature, and K threads share them: they take every K-th of the
+F features; K depends on F alone. What the K threads have summed is added as a tree over them, so sums are not in the
+CPU's order, and exp and log differ in a last bit. Counts are the same.
 
-Thread t of a block has samples 4 (t % 4) .. + 3, part t // 4 % K of the features, and group t // (4 K) of the block, so 32 threads read
-eight features at once. They exchange what they found by shuffles, the eighths of a team through shared memory.
+Thread t of a block has samples 4 (t % 4) .. + 3, part t // 4 % K of the features, and group t // (4 K) of the block, so
+32 threads read eight features at once. They exchange what they found by shuffles, the eighths of a team through shared
+memory.
 """
 
 from std.math import ceildiv
@@ -160,9 +161,9 @@ def enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
         launch[64]()
 
 
-# --- sums over rows ---------------------------------------------------------------------------------------------------------
-# Eight features of a block: a warp reads them of a group at once, the warps take turns with the groups. Each shard is summed by
-# itself: four samples of a thread, its neighbours', then the warps'.
+# --- sums over rows ---------------------------------------------------------------------------------------------------
+# Eight features of a block: a warp reads them of a group at once, the warps take turns with the groups. Each shard is
+# summed by itself: four samples of a thread, its neighbours', then the warps'.
 
 comptime FEATURES = WARP // QUADS
 comptime STRANDS = THREADS // WARP
@@ -218,8 +219,8 @@ def enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
 
 
 # --- losses ----------------------------------------------------------------------------------
-# A thread adds what it meets, then lanes are added by halves and groups one after the other. A shard that is more than one block's
-# work has a number of blocks that its size gives; what they found meets in a second launch.
+# A thread adds what it meets, then lanes are added by halves and groups one after the other. A shard that is more than
+# one block's work has a number of blocks that its size gives; what they found meets in a second launch.
 
 
 def _losses[f: OfLoss, K: Int](sent: Sent[Rows], found: Operand, scaled: Int32, ctx: StepContextPtr):

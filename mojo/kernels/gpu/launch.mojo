@@ -142,8 +142,9 @@ def blocks(n: Int, size: Int) -> Int:
 
 @fieldwise_init
 struct Launch(Copyable, Source):
-    """One record with what it needs to become a launch. An operand in a space becomes an address and a stride, and the op
-    is enqueued for all shards at once.
+    """One record with what it needs to become a launch.
+
+    An operand in a space becomes an address and a stride, and the op is enqueued for all shards at once.
     """
 
     var at: LongPtr  # numbers of the record
@@ -183,7 +184,8 @@ struct Launch(Copyable, Source):
         return Int(self.context)
 
     def several[T: TrivialRegisterPassable, //, f: def(Self) thin -> T](self) -> Tuple[StaticTuple[T, SOME], Int]:
-        """What f gives of this record and of those behind it of the same op, as many as one launch computes, and how many.
+        """What f gives of this record and of those behind it of the same op, as many as one launch computes, and how
+        many.
         """
         var found = StaticTuple[T, SOME](fill=f(self))
         var many = 1

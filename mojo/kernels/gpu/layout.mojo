@@ -1,7 +1,7 @@
 """Into lanes and out of them on a GPU (kernels/layout.mojo), and padding: the bits of the CPU.
 
-A thread takes four lanes of one feature, so eight neighbouring features of sixteen samples are one warp's: rows are read
-and written in whole sectors of 32 bytes (uint8: a sector serves four warps), lanes in runs of 512.
+A thread takes four lanes of one feature, so eight neighbouring features of sixteen samples are one warp's: rows are
+read and written in whole sectors of 32 bytes (uint8: a sector serves four warps), lanes in runs of 512.
 """
 
 from max.gpu import block_idx
@@ -48,8 +48,8 @@ def input(
     C: Int,
     ctx: StepContextPtr,
 ) raises:
-    """Sample i of shard s becomes row rows[s shard_size + i] of the data set, times scale plus shift, per channel (F / C
-    features each); lanes without a sample become 0.
+    """Sample i of shard s becomes row rows[s shard_size + i] of the data set, times scale plus shift, per channel (F
+    / C features each); lanes without a sample become 0.
     """
     in_lanes(y)
     var n = quads(G * F)

@@ -1,7 +1,7 @@
 """Linear layers on a GPU: y = W x + b and its gradients, for all shards of a launch at once.
 
-Layouts and arguments are those of ../linear.mojo; launch.mojo explains `shards`, `fold` and operands. This file chooses the
-tile and launches; the kernel is gemm.mojo. Addresses must be multiples of 16 bytes, and so must the strides.
+Layouts and arguments are those of ../linear.mojo; launch.mojo explains `shards`, `fold` and operands. This file chooses
+the tile and launches; the kernel is gemm.mojo. Addresses must be multiples of 16 bytes, and so must the strides.
 
 Float32 sums are chains of fused multiply-adds, in the order that gemm.mojo describes.
 """
@@ -29,9 +29,9 @@ from .gemm_tiles import (
 )
 from .launch import Operand, Queue
 
-# When a larger tile is worth it: there are enough of them for 132 multiprocessors, which hold two blocks of LARGE or eight
-# warps of MEDIUM each, and not much of them is beyond the result. Nothing but the time depends on it, and it was not
-# measured.
+# When a larger tile is worth it: there are enough of them for 132 multiprocessors, which hold two blocks of LARGE or
+# eight warps of MEDIUM each, and not much of them is beyond the result. Nothing but the time depends on it, and it was
+# not measured.
 comptime ANY = -1  # the launcher chooses the tile; a test names SMALL, MEDIUM or LARGE
 comptime ENOUGH_BLOCKS = 100
 comptime ENOUGH_WARPS = 384

@@ -1,5 +1,6 @@
-"""kernels/matmul.mojo on a GPU: a thread computes one number of C, along the CPU's chain of additions. The obvious form, of
-which nothing is fast.
+"""kernels/matmul.mojo on a GPU: a thread computes one number of C, along the CPU's chain of additions.
+
+The obvious form, of which nothing is fast.
 """
 
 from ..matmul import Product, sizes

@@ -1,5 +1,5 @@
-"""How a thread finds its work: four neighbouring floats each, index arithmetic without divisions (division.mojo), sums over a
-block.
+"""How a thread finds its work: four neighbouring floats each, index arithmetic without divisions (division.mojo),
+sums over a block.
 
 Most ops only walk over memory. Their threads take four floats each, one access of 16 bytes where the address allows it:
 of a tensor in lanes, four samples of one feature. Device code, but for `quads` and `in_lanes`.
@@ -38,8 +38,10 @@ def store4(p: Ptr, i: Int, v: Four):
 
 @always_inline
 def aligned(p: Ptr) -> Bool:
-    """Whether load4 may be used at multiples of 4. Where not, a thread loops over single floats: LLVM makes one slow load
-    of a load4 and four single loads that are written out.
+    """Whether load4 may be used at multiples of 4.
+
+    Where not, a thread loops over single floats: LLVM makes one slow load of a load4 and four single loads that are
+    written out.
     """
     return Int(p) & 15 == 0
 
@@ -91,7 +93,8 @@ def quads(vectors: Int) raises -> Int:
 
 @always_inline
 def warp_sum[dtype: DType, w: SIMDLength, //, low: Int = 0, high: Int = 5](value: SIMD[dtype, w]) -> SIMD[dtype, w]:
-    """The sum over the threads of 32 whose numbers differ in bits `low` to `high` - 1, the largest distance first, for all of them.
+    """The sum over the threads of 32 whose numbers differ in bits `low` to `high` - 1, the largest distance first,
+    for all of them.
     """
     var s = value
     comptime for level in range(high - low):

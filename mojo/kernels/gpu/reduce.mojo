@@ -1,5 +1,5 @@
-"""Reductions on a GPU: sums of buffers along the tree (kernels/reduce.mojo), statistics of losses, sums over samples, and
-what has no order: the largest magnitude, exact squares, whether all numbers are finite.
+"""Reductions on a GPU: sums of buffers along the tree (kernels/reduce.mojo), statistics of losses, sums over
+samples, and what has no order: the largest magnitude, exact squares, whether all numbers are finite.
 
 Sums of floats have an order that the sizes fix. Only maxima and sums of integers, which any order gives the same, are
 put together by atomics.
@@ -32,9 +32,9 @@ from .quads import (
 )
 
 # --- the tree ---------------------------------------------------------------------------
-# A node over n leaves splits after the largest power of two smaller than n, so leaves 2^k j .. 2^k (j + 1) - 1 are a node
-# for any k, and the tree is a binary counter: eight leaves make a node, which is added to the node of the eight before it
-# if there is one waiting, and so on. Eight loads are under way at a time.
+# A node over n leaves splits after the largest power of two smaller than n, so leaves 2^k j .. 2^k (j + 1) - 1 are a
+# node for any k, and the tree is a binary counter: eight leaves make a node, which is added to the node of the eight
+# before it if there is one waiting, and so on. Eight loads are under way at a time.
 
 comptime RUN = 8
 comptime LEVELS = 10  # of the counter
@@ -225,8 +225,10 @@ def sum_lanes(
     F: Int,
     ctx: StepContextPtr,
 ) raises:
-    """Writes the sum over all features of the first N lanes of x, of the samples that exist if N is -1. One block per
-    shard: thread t adds lane t % L of every 16th feature, then halves are added; not the order of the CPU.
+    """Writes the sum over all features of the first N lanes of x, of the samples that exist if N is -1.
+
+    One block per shard: thread t adds lane t % L of every 16th feature, then halves are added; not the order of the
+    CPU.
     """
     _ = quads(G * F)
     q.enqueue_function[_sum_lanes](
@@ -328,8 +330,9 @@ def _largest(y: IntPtr, x: Ptr, n: Int64):
 
 
 def largest(q: Queue, y: Ptr, x: Ptr, n: Int) raises:
-    """Writes the largest magnitude of n floats; infinity if one of them is NaN or infinite. The value of the CPU: floats
-    from 0 on are in the order of their bits.
+    """Writes the largest magnitude of n floats; infinity if one of them is NaN or infinite.
+
+    The value of the CPU: floats from 0 on are in the order of their bits.
     """
     var result = y.unsafe_bitcast[Int32]()
     var grid = _clear_for(q, result, 1, n)

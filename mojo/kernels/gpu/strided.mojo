@@ -106,7 +106,7 @@ def _copy(q: Queue, r: Launch) raises:
     _launch[_second](q, r, y, x, x, r.ints[AXES](5), r.ints[AXES](5 + AXES), at_x, at_x)
 
 
-# --- gradients of parameters ----------------------------------------------------------------------------------------------
+# --- gradients of parameters ------------------------------------------------------------------------------------------
 
 
 @fieldwise_init
