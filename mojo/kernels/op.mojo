@@ -17,8 +17,8 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     relu      it is max(x, 0), or the gradient of that: an op whose last size is `relu` takes it along where that is 1,
               at the end of its forward pass; one whose last size is `relu of x`, that of its x
     of:a+b    on a GPU: it stands for the op a, with its ReLU if it has one, and b, which alone reads its y: `S of y` is
-              the S of b; or for the loss a and its gradient b: `scaled` is 1 if that starts from the loss scale, 0 if
-              from 1
+              the S of b; or for the loss a and its gradient b: `scaled` is 1 if that starts from the loss scale, and
+              0 if that starts from 1
     again     it is quickly computed once more, so that its first output need not be kept for the backward pass; the
               others are, and where the op has a size `again`, 1 says that they are there
 

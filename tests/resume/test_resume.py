@@ -408,7 +408,7 @@ def test_from_a_path_to_another_directory_and_on_from_there(tmp_path, undisturbe
 
 def test_an_older_checkpoint_of_the_same_directory_is_not_gone_on_from(tmp_path):
     trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=2)
-    with pytest.raises(ConfigError, match="name another directory for the new ones"):
+    with pytest.raises(ConfigError, match="use another directory for the new ones"):
         trainer().fit(
             loader(), epochs=1, checkpoint_dir=tmp_path, resume=tmp_path / "step_00000004"
         )

@@ -121,7 +121,8 @@ class Arena:
         """Everything that pickle keeps: the names and the parameters, which have the values."""
         self.check_copied()
         buffers = self.buffers
-        return {"named": self.named[: len(self.named) - len(buffers)], "buffers": buffers}
+        named_parameters = self.named[: len(self.named) - len(buffers)]
+        return {"named_parameters": named_parameters, "buffers": buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Becomes what `__getstate__` described."""

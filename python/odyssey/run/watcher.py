@@ -620,6 +620,8 @@ def brief(seen: diagnosis.Seen) -> dict[str, Any]:
 
 def main() -> None:
     """Reads the settings and watches."""
+    # The watcher may be the first to create the run directory: what a run leaves is its owner's.
+    os.umask(0o077)
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
