@@ -107,16 +107,16 @@ def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
     names characters that stay (a newline, where lines are expected). What goes beyond `limit`
     characters is left out and counted.
     """
-    more = 0
+    excess = 0
     if limit is not None and len(text) > limit:
-        more = len(text) - limit
+        excess = len(text) - limit
         text = text[:limit]
     if not text.isprintable():
         text = "".join(
             c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii")
             for c in text
         )
-    return f"{text}... ({more} more characters)" if more else text
+    return f"{text}... ({excess} more characters)" if excess else text
 
 
 def near(word: str, known: Iterable[str], alike: float = 0.6) -> list[str]:
@@ -139,8 +139,8 @@ def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
             else f"of type {type(given).__name__}"
         )
         instead = f"give an object of {of}{kind.__name__}"
-        theirs = any(base.__module__.partition(".")[0] == "torch" for base in type(given).__mro__)
-        if theirs and kind.__module__.startswith("odyssey."):
+        is_torch = any(base.__module__.partition(".")[0] == "torch" for base in type(given).__mro__)
+        if is_torch and kind.__module__.startswith("odyssey."):
             name = f"PyTorch's ({name})"
             instead = "odyssey.torch.DistributedTrainer trains PyTorch's modules"
         raise ConfigError(f"[{who}] {what} is {name}; {instead}")

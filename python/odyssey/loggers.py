@@ -100,7 +100,7 @@ class Logger(Callback):
             return
         self._samples += len(context.batch.indices) if context.batch is not None else 0
         if context.steps % self.log_every_n_steps == 0:
-            now = time.perf_counter()
+            current_time = time.perf_counter()
             row = {
                 "step": context.steps,
                 "loss": context.loss,
@@ -108,10 +108,10 @@ class Logger(Callback):
             }
             row["grad_norm"] = context.trainer.gradient_norm()
             row["throughput"] = (
-                self._samples / max(now - self._since, 1e-9) if self._samples else None
+                self._samples / max(current_time - self._since, 1e-9) if self._samples else None
             )
             self._row(context, row)
-            self._since = now
+            self._since = current_time
             self._samples = 0
 
     def on_epoch_end(self, context: Context) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from odyssey import data
-from odyssey.data.tables import MOST, Columns, Table, notes
+from odyssey.data.tables import MAX_CATEGORIES, Columns, Table, notes
 from odyssey.errors import ConfigError, DataError
 
 TRAIN = "id,area,city,rooms,price\n1,50,Paris,2,1.5\n2,70,Berlin,,2.5\n3,90,Paris,4,3.5\n"
@@ -90,7 +90,7 @@ def test_a_number_and_no_text_stand_for_what_is_missing(tmp_path):
             r"line 2, column a: 'x' is no finite number; write it as a number, or .*columns a\)",
         ),
         (
-            "a,y\n" + "".join(f"w{i},1\n" for i in range(MOST + 1)),
+            "a,y\n" + "".join(f"w{i},1\n" for i in range(MAX_CATEGORIES + 1)),
             {},
             r"column a: 257 different texts, .*columns a, ",
         ),

@@ -76,9 +76,11 @@ def test_pictures_hold_what_they_show(monkeypatch, tmp_path):
         assert texts
         # DejaVu, a wide font, takes 0.64 of its height for a digit
         for x, y, anchor, text in texts:
-            wide = 0.64 * picture.TEXT * len(text)
+            wide = 0.64 * picture.TEXT_HEIGHT * len(text)
             left = float(x) - (wide if anchor == "end" else wide / 2)
-            assert left >= 0 and left + wide <= width and picture.TEXT <= float(y) <= height, text
+            assert (
+                left >= 0 and left + wide <= width and picture.TEXT_HEIGHT <= float(y) <= height
+            ), text
         for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", re.sub(r"<g .*?</g>", "", drawn)):
             assert 0 <= float(x) <= width and 0 <= float(y) <= height
     line = next(

@@ -26,7 +26,7 @@ def own(monkeypatch):
     q[slot._MAGIC], q[slot._PHASE], q[slot._SINCE], q[slot._CALL] = (
         slot.MAGIC,
         slot.CODES["start"],
-        slot._now(),
+        slot._now_ns(),
         -1,
     )
     monkeypatch.setattr(slot, "_memory", memory)

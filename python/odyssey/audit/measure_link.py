@@ -26,20 +26,20 @@ def main(file: str) -> None:
         best = float("inf")
         for _ in range(times):
             world.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             world.all_gather_v(array, ranges)
-            best = min(best, time.perf_counter() - begun)
+            best = min(best, time.perf_counter() - start)
         return float(world.all_reduce(np.array([best]), "max")[0])
 
     latency = fastest(1, 200)
     large = fastest(FLOATS, 20)
     if world.rank == 0:
-        found = {
+        link = {
             "latency": latency,
             "bandwidth": 4 * FLOATS / max(large - latency, 1e-9),
             "near": world.local_size > 1,
         }
-        write_json(Path(file), "plan", found)
+        write_json(Path(file), "plan", link)
 
 
 if __name__ == "__main__":

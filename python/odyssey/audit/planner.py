@@ -72,9 +72,9 @@ def layouts(ranks: int) -> Iterator[str]:
     for tp in (t for t in range(1, PARTS + 1) if ranks % t == 0):
         for pp in (p for p in range(1, STAGES + 1) if p & (p - 1) == 0 and ranks // tp % p == 0):
             dp = ranks // tp // pp
-            named = [f"{name}={n}" for name, n in (("dp", dp), ("pp", pp), ("tp", tp)) if n > 1]
+            axes = [f"{name}={n}" for name, n in (("dp", dp), ("pp", pp), ("tp", tp)) if n > 1]
             for zero in range(1 + (dp > 1) * (1 if pp * tp > 1 else 3)):
-                yield ",".join([*(named or ["dp=1"]), *[f"zero={zero}"] * (zero > 0)])
+                yield ",".join([*(axes or ["dp=1"]), *[f"zero={zero}"] * (zero > 0)])
 
 
 def shards(found: Rehearsed, ranks: int, per_node: int) -> str:
@@ -101,12 +101,12 @@ def seconds(found: Sequence[Rehearsed], near: Link, far: Link) -> float:
     nothing overlapped them.
     """
 
-    def whole(r: Rehearsed) -> float:
+    def stage_seconds(r: Rehearsed) -> float:
         calls, *sent = r.traffic
         return r.seconds + near.seconds(max(calls, sent[0]), sent[1]) + far.seconds(*sent[2:])
 
-    each = [whole(r) / max(r.shards, 1) for r in found]
-    return sum(each) + max(each) * (max(r.shards for r in found) - 1)
+    shard_seconds = [stage_seconds(r) / max(r.shards, 1) for r in found]
+    return sum(shard_seconds) + max(shard_seconds) * (max(r.shards for r in found) - 1)
 
 
 @dataclasses.dataclass
@@ -145,7 +145,7 @@ class Planner:
         options = verify.parse(layout)
         mesh = Mesh(*(options.get(axis, 1) for axis in ("dp", "pp", "tp")))
         with tempfile.TemporaryDirectory(prefix="odyssey-plan-") as folder:
-            found = []
+            rehearsals = []
             # the first replica, whose rank 0 cuts the model; without stages the last, which has no
             # fewer shards
             for rank in (
@@ -153,46 +153,46 @@ class Planner:
                 if mesh.pp > 1
                 else [mesh.rank(mesh.dp - 1, 0, 0)]
             ):
-                one = self._rehearsed(layout, rank, Path(folder))
-                if isinstance(one, str):
-                    return Planned(layout, why=one)
-                found.append(one)
-        self.sharing = found[0]
-        planned = Planned(layout, memory=max(sum(r.memory.values()) for r in found))
-        if any(not r.seconds for r in found):
+                outcome = self._rehearsed(layout, rank, Path(folder))
+                if isinstance(outcome, str):
+                    return Planned(layout, why=outcome)
+                rehearsals.append(outcome)
+        self.sharing = rehearsals[0]
+        planned = Planned(layout, memory=max(sum(r.memory.values()) for r in rehearsals))
+        if any(not r.seconds for r in rehearsals):
             planned.why = (
                 f"takes {planned.memory:,} bytes of the {self.memory:,} that a rank may have"
             )
             return planned
-        planned.computes = max(r.seconds for r in found)
-        planned.sent = max(round(r.shared + r.traffic[2] + r.traffic[4]) for r in found)
-        planned.wire = max(round(r.traffic[4]) for r in found)
-        planned.seconds = seconds(found, self.near, self.far)
+        planned.computes = max(r.seconds for r in rehearsals)
+        planned.sent = max(round(r.shared + r.traffic[2] + r.traffic[4]) for r in rehearsals)
+        planned.wire = max(round(r.traffic[4]) for r in rehearsals)
+        planned.seconds = seconds(rehearsals, self.near, self.far)
         return planned
 
     def _rehearsed(self, layout: str, rank: int, folder: Path) -> Rehearsed | str:
         """Returns what one rank has, or the line that says why it cannot be."""
         file = folder / f"{rank}.json"
-        told: dict[str, Any] = {
+        request: dict[str, Any] = {
             "layout": layout,
             "rank": rank,
             "per_node": self.per_node,
             "limit": self.memory,
         }
-        variables = {VARIABLE: json.dumps({**told, "file": str(file), "folder": str(folder)})}
+        variables = {VARIABLE: json.dumps({**request, "file": str(file), "folder": str(folder)})}
         problem = verify.ran(self.command, variables, ALONE, timeout=self.timeout)
         if problem is None and not file.exists():
             problem = "it called no fit() of a DistributedTrainer"
         if problem is not None:
             return problem.removeprefix("odyssey: error: ")
-        found = json.loads(file.read_text())
-        return Rehearsed(**{**found, "traffic": tuple(found["traffic"])})
+        fields = json.loads(file.read_text())
+        return Rehearsed(**{**fields, "traffic": tuple(fields["traffic"])})
 
 
 def machine_memory() -> int:
     """Bytes of memory of this machine, or of what its control groups allow."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(whole, cores.memory_limit() or whole)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, cores.memory_limit() or physical)
 
 
 def measured(launcher: str | None) -> tuple[Link, bool]:
@@ -212,8 +212,8 @@ def measured(launcher: str | None) -> tuple[Link, bool]:
             raise ConfigError(
                 f"[plan] --measure: {problem}; give --launcher, or --latency and --bandwidth"
             )
-        found = json.loads(file.read_text())
-    return Link(found["latency"], found["bandwidth"]), found["near"]
+        measurement = json.loads(file.read_text())
+    return Link(measurement["latency"], measurement["bandwidth"]), measurement["near"]
 
 
 def best(plans: Sequence[Planned], count: int = 3) -> list[Planned]:
@@ -221,9 +221,9 @@ def best(plans: Sequence[Planned], count: int = 3) -> list[Planned]:
     less memory.
     """
     fit = sorted((p for p in plans if p.why is None), key=lambda p: p.seconds)
-    found: list[Planned] = []
-    while fit and len(found) < count:
+    best_plans: list[Planned] = []
+    while fit and len(best_plans) < count:
         near = [p for p in fit if p.seconds <= 1.01 * fit[0].seconds]
-        found.append(min(near, key=lambda p: p.memory))
-        fit.remove(found[-1])
-    return found
+        best_plans.append(min(near, key=lambda p: p.memory))
+        fit.remove(best_plans[-1])
+    return best_plans

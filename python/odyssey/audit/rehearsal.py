@@ -26,7 +26,7 @@ from . import verify
 VARIABLE = "ODYSSEY_REHEARSAL"
 # least and most steps that are timed, and for how long
 STEPS = (3, 40)
-SECONDS = 1.0
+TIMED_SECONDS = 1.0
 
 
 @dataclasses.dataclass
@@ -82,12 +82,12 @@ class Rehearsal(Callback):
                 f"[plan] reduction={given['reduction']!r}: ranks take no steps together; use "
                 "another one"
             )
-        said: Said = {}
+        messages: Said = {}
         path = Path(self.folder) / "said.npz"
         if path.exists():
             with np.load(path, allow_pickle=False) as file:
-                said = dict(file)
-        self.comm = StandIn(self.rank, verify.ranks(options), self.per_node, said)
+                messages = dict(file)
+        self.comm = StandIn(self.rank, verify.ranks(options), self.per_node, messages)
         threads = {
             "threads": given.get("threads") or max(1, cores() // min(self.per_node, self.comm.size))
         }
@@ -114,23 +114,23 @@ class Rehearsal(Callback):
         shards, _ = trainer.rehearse(batch, prepare=True)
         samples = len(batch.indices)
         size = trainer.shard_size
-        found = Rehearsed(trainer.memory(), size, samples, -(-samples // size), shards)
-        if self.limit is None or sum(found.memory.values()) <= self.limit:
-            self._time(trainer, batch, found)
-            found.memory = trainer.memory()
+        rehearsed = Rehearsed(trainer.memory(), size, samples, -(-samples // size), shards)
+        if self.limit is None or sum(rehearsed.memory.values()) <= self.limit:
+            self._time(trainer, batch, rehearsed)
+            rehearsed.memory = trainer.memory()
         np.savez(Path(self.folder) / "said.npz", **self.comm.said)
-        write_json(Path(self.file), "plan", dataclasses.asdict(found))
+        write_json(Path(self.file), "plan", dataclasses.asdict(rehearsed))
         raise SystemExit(0)
 
-    def _time(self, trainer: Any, batch: Any, found: Rehearsed) -> None:
+    def _time(self, trainer: Any, batch: Any, rehearsed: Rehearsed) -> None:
         _, read = trainer.rehearse(batch)
-        before = self.comm.traffic.numbers()
+        traffic_before = self.comm.traffic.numbers()
         sent = trainer.traffic()[0]
         walls = []
         times = []
-        begun = time.perf_counter()
+        start = time.perf_counter()
         while len(times) < STEPS[0] or (
-            len(times) < STEPS[1] and time.perf_counter() - begun < SECONDS
+            len(times) < STEPS[1] and time.perf_counter() - start < TIMED_SECONDS
         ):
             wall = time.perf_counter()
             processor = time.process_time()
@@ -138,13 +138,15 @@ class Rehearsal(Callback):
             walls.append(time.perf_counter() - wall)
             times.append(time.process_time() - processor)
         steps = len(times)
-        found.sent = (trainer.traffic()[0] - sent) / steps
-        found.shared = (now_read - read) / steps
-        now = self.comm.traffic.numbers()
-        found.traffic = tuple((b - a) / steps for a, b in zip(before, now, strict=True))
-        found.processor = float(np.median(times))
+        rehearsed.sent = (trainer.traffic()[0] - sent) / steps
+        rehearsed.shared = (now_read - read) / steps
+        traffic_after = self.comm.traffic.numbers()
+        rehearsed.traffic = tuple(
+            (b - a) / steps for a, b in zip(traffic_before, traffic_after, strict=True)
+        )
+        rehearsed.processor = float(np.median(times))
         # it waits for nobody: what is above that, others on this machine took
-        found.seconds = min(*walls, found.processor)
+        rehearsed.seconds = min(*walls, rehearsed.processor)
 
 
 joins = Rehearsal.current

@@ -82,25 +82,25 @@ class ReplaySession(Callback):
         Raises ConfigError: the variable is not STEP:DIRECTORY. DataError: the request in the
         directory cannot be read.
         """
-        given = environment.get(REPLAY)
-        if not given:
+        value = environment.get(REPLAY)
+        if not value:
             return None
-        number, _, folder = given.partition(":")
+        number, _, folder = value.partition(":")
         if not (number.isascii() and number.isdigit() and folder):
-            raise ConfigError(f"[replay] {REPLAY} is {given!r}; it must be STEP:DIRECTORY")
+            raise ConfigError(f"[replay] {REPLAY} is {value!r}; it must be STEP:DIRECTORY")
         path = Path(folder) / REQUEST
         request = read_json(path)
-        asked = (
+        fields = (
             [request.get(key, 0) for key in ("checkpoint", "layout", "save")]
             if isinstance(request, dict)
             else ()
         )
         kinds = (str | None, str, bool)
-        if not asked or not all(map(isinstance, asked, kinds)):
+        if not fields or not all(map(isinstance, fields, kinds)):
             raise DataError(
                 f"[replay] {path} has no checkpoint, layout and save as odyssey replay writes them"
             )
-        checkpoint, layout, save = asked
+        checkpoint, layout, save = fields
         return cls(
             int(number),
             Path(folder),
@@ -153,8 +153,8 @@ class ReplaySession(Callback):
         if trainer.steps >= self.step:
             self.records.flush()
             self.records.close()
-            found = (trainer.state_dict(), trainer.last_gradients()) if self.save else ({}, {})
-            self.end(trainer.comm, *found)
+            tensors = (trainer.state_dict(), trainer.last_gradients()) if self.save else ({}, {})
+            self.end(trainer.comm, *tensors)
 
     def end(
         self, comm: Communicator, weights: dict[str, np.ndarray], gradients: dict[str, np.ndarray]
@@ -164,9 +164,11 @@ class ReplaySession(Callback):
         `save`.
         """
         if self.save and comm.rank == 0:
-            given = {"weights": weights, "gradients": gradients}
+            tensors_by_kind = {"weights": weights, "gradients": gradients}
             arrays = {
-                f"{kind}/{name}": a for kind, some in given.items() for name, a in some.items()
+                f"{kind}/{name}": a
+                for kind, arrays_by_name in tensors_by_kind.items()
+                for name, a in arrays_by_name.items()
             }
             write_whole(self.state, lambda file: write_weights(file, arrays), durable=False)
         comm.barrier()
@@ -207,11 +209,11 @@ def compare(a: np.ndarray, b: np.ndarray) -> Comparison:
     last = int(steps[-1]) if len(steps) else None
     fields = [name for name in steplog.LAYOUT.names if name not in ("step", "attempt", "crc")]
     suspicious = np.any([_bits(x[name]) != _bits(y[name]) for name in fields], axis=0)
-    for at in np.flatnonzero(suspicious):
-        pair = steplog.decoded(x[at : at + 1])[0], steplog.decoded(y[at : at + 1])[0]
-        what = difference(*pair)
-        if what:
-            return Comparison(len(steps), last, pair, what, unknown)
+    for index in np.flatnonzero(suspicious):
+        pair = steplog.decoded(x[index : index + 1])[0], steplog.decoded(y[index : index + 1])[0]
+        aspect = difference(*pair)
+        if aspect:
+            return Comparison(len(steps), last, pair, aspect, unknown)
     return Comparison(len(steps), last, unknown=unknown)
 
 
@@ -238,7 +240,7 @@ def settings_of(run: Path) -> dict[str, str]:
     """Returns what run.json says that the run was, by name, without places and times, to compare
     it with another's.
     """
-    found = _description(run)
+    description = _description(run)
     out: dict[str, str] = {}
 
     def flatten(name: str, value: Any) -> None:
@@ -249,8 +251,10 @@ def settings_of(run: Path) -> dict[str, str]:
         else:
             out[name] = value if isinstance(value, str) else repr(value)
 
-    flatten("", {key: value for key, value in found.items() if key not in ("command", *PLACES)})
-    words = found.get("command")
+    flatten(
+        "", {key: value for key, value in description.items() if key not in ("command", *PLACES)}
+    )
+    words = description.get("command")
     if isinstance(words, list):
         out.update(_options([str(word) for word in words]))
     return out
@@ -283,10 +287,10 @@ def settings_that_differ(a: Path, b: Path) -> dict[str, tuple[str | None, str | 
 
 def _description(run: Path) -> dict[str, Any]:
     path = Run(run).description
-    found = read_json(path)
-    if not isinstance(found, dict):
+    description = read_json(path)
+    if not isinstance(description, dict):
         raise DataError(f"[run] {path} is not the description of a run")
-    return found
+    return description
 
 
 # --- outside: running a step again ----------------------------------------------------------------
@@ -348,17 +352,17 @@ def command_of(run: Path) -> tuple[list[str], Path]:
     Raises DataError: it does not say it. ConfigError: other users could have written it: it is not
     run.
     """
-    found = _description(run)
+    description = _description(run)
     path = Run(run).description
-    words = found.get("command")
-    folder = found.get("directory", os.getcwd())
+    words = description.get("command")
+    folder = description.get("directory", os.getcwd())
     if not (
         isinstance(words, list)
         and words
         and all(isinstance(word, str) and "\0" not in word for word in words)
     ):
-        needed = "replay needs a run of odyssey train --run-dir or odyssey launch"
-        raise DataError(f"[replay] {path} has no command; {needed}")
+        advice = "replay needs a run of odyssey train --run-dir or odyssey launch"
+        raise DataError(f"[replay] {path} has no command; {advice}")
     if not isinstance(folder, str):
         raise DataError(f"[replay] {path}: its directory is {folder!r:.80}")
     about = os.stat(path)
@@ -413,11 +417,11 @@ def replay(
     words, folder = command_of(run)
     start = checkpoint_before(run, step, tell)
     first = int(start.name.rpartition("_")[2]) if start else 0
-    where = (
+    ranks_and_start = (
         f"on {ranks} rank{'s' if ranks > 1 else ''}, from "
         f"{start.name if start else 'the beginning'}"
     )
-    tell(f"steps {first + 1} to {step} are taken again {where}: {shlex.join(words)}")
+    tell(f"steps {first + 1} to {step} are taken again {ranks_and_start}: {shlex.join(words)}")
     with tempfile.TemporaryDirectory(prefix="odyssey-replay-") as work:
         session = ReplaySession(
             step, Path(work), start and start.absolute(), layout, save is not None
@@ -425,13 +429,13 @@ def replay(
         session.request()
         _run(words, folder, session, ranks, launcher)
         try:
-            again = steplog.history(steplog.load(session.log))
+            new_history = steplog.history(steplog.load(session.log))
         except DataError as problem:
             raise ConfigError(
                 f"[replay] the command ended without a log of its steps ({problem}); it must "
                 "train with fit()"
             ) from problem
-        replayed = again[again["step"] == step]
+        replayed = new_history[new_history["step"] == step]
         if not len(replayed):
             raise ConfigError(
                 f"[replay] the command ended before step {step}; its length must be that of the run"
@@ -448,7 +452,7 @@ def replay(
         steplog.decoded(replayed)[0],
         start.name if start else None,
         ranks,
-        compare(history[(history["step"] > first) & (history["step"] <= step)], again),
+        compare(history[(history["step"] > first) & (history["step"] <= step)], new_history),
     )
 
 
@@ -459,7 +463,7 @@ def _run(
     words = verify.started(
         words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ()
     )
-    others = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)
-    problem = verify.ran(words, {REPLAY: session.variable}, others, cwd=folder)
+    dropped_variables = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)
+    problem = verify.ran(words, {REPLAY: session.variable}, dropped_variables, cwd=folder)
     if problem:
         raise ConfigError(f"[replay] the command failed: {problem}")

@@ -31,7 +31,7 @@ class Records(Callback):
         if self._log is not None and self._log.notice:
             trainer.say(self._log.notice)
         self._waiting: list[StepRecord] = []
-        self._told = self._failed = False
+        self._warned = self._failed = False
 
     def on_step_end(self, context: Context) -> None:
         gradients = weights = 0
@@ -67,8 +67,8 @@ class Records(Callback):
                 for r in self._waiting
             ]
             with np.errstate(over="ignore"):
-                whole = self._trainer.comm.all_reduce(np.array(parts, np.int64), "sum")
-            for record, (g, w) in zip(self._waiting, whole.tolist(), strict=True):
+                sums = self._trainer.comm.all_reduce(np.array(parts, np.int64), "sum")
+            for record, (g, w) in zip(self._waiting, sums.tolist(), strict=True):
                 self._write(
                     record._replace(
                         gradients=fingerprint.unsigned(g), weights=fingerprint.unsigned(w)
@@ -83,7 +83,7 @@ class Records(Callback):
         if self._log is None:
             return
         try:
-            before = self._log.append(record)
+            previous = self._log.append(record)
         except OutputError as problem:  # it keeps them, and tries again
             if not self._failed:
                 self._failed = True
@@ -91,13 +91,13 @@ class Records(Callback):
                     f"{problem}; training goes on, the records of these steps may be missing"
                 )
             return
-        if before is not None and not self._told:
-            self._told = True
-            what = differs(before, record) or "?"
+        if previous is not None and not self._warned:
+            self._warned = True
+            kind = differs(previous, record) or "?"
             self._trainer.say(
                 f"[steps] step {record.step} came out otherwise than in attempt "
-                f"{before.attempt}: {what} "
-                f"{shown(before, what)} then, {shown(record, what)} now; training should be the "
+                f"{previous.attempt}: {kind} "
+                f"{shown(previous, kind)} then, {shown(record, kind)} now; training should be the "
                 "same to the last bit"
             )
 

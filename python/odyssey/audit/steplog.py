@@ -103,7 +103,7 @@ def differences(a: StepRecord, b: StepRecord) -> tuple[str, ...]:
         "taken": a.taken != b.taken,
         "weights": None not in (a.weights, b.weights) and a.weights != b.weights,
     }
-    return tuple(what for what, differs in differing.items() if differs)
+    return tuple(aspect for aspect, differs in differing.items() if differs)
 
 
 def difference(a: StepRecord, b: StepRecord) -> str | None:
@@ -141,7 +141,7 @@ class StepLog:
         self._earlier: dict[int, StepRecord] | None = None
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._before, length = self._found()
+            self._existing, length = self._read_existing()
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             self._file = os.open(self.path, flags, 0o600)
             os.ftruncate(self._file, length)
@@ -150,12 +150,12 @@ class StepLog:
                 f"[steps] {self.path} cannot be written: {problem.strerror}; give a run "
                 "directory that can be"
             ) from problem
-        if not attempt and len(self._before):
-            self.attempt = int(self._before["attempt"][-1])
+        if not attempt and len(self._existing):
+            self.attempt = int(self._existing["attempt"][-1])
         self._buffer = bytearray() if length else bytearray(header())
-        self._written = time.monotonic()
+        self._last_flush = time.monotonic()
 
-    def _found(self) -> tuple[np.ndarray, int]:
+    def _read_existing(self) -> tuple[np.ndarray, int]:
         """The records that are there already, and how many bytes of the file are good."""
         nothing = np.zeros(0, LAYOUT), 0
         if not self.path.exists():
@@ -186,16 +186,16 @@ class StepLog:
         if record.attempt != self.attempt:
             record = record._replace(attempt=self.attempt)
         self._buffer += record.encoded()
-        if time.monotonic() - self._written > FLUSH_SECONDS:
+        if time.monotonic() - self._last_flush > FLUSH_SECONDS:
             self.flush()
         if self._earlier is None:
-            again = decoded(self._before[self._before["step"] >= record.step])
-            self._earlier = {r.step: r for r in again}
-            del self._before
+            old_records = decoded(self._existing[self._existing["step"] >= record.step])
+            self._earlier = {r.step: r for r in old_records}
+            del self._existing
         if not self._earlier:
             return None
-        before = self._earlier.pop(record.step, None)
-        return None if before is None or difference(before, record) is None else before
+        previous = self._earlier.pop(record.step, None)
+        return None if previous is None or difference(previous, record) is None else previous
 
     def flush(self) -> None:
         """Gives all records to the operating system: the end of this process loses none of them
@@ -204,14 +204,14 @@ class StepLog:
         """
         try:
             while self._buffer:
-                done = os.write(self._file, self._buffer)
-                del self._buffer[:done]
+                count = os.write(self._file, self._buffer)
+                del self._buffer[:count]
         except OSError as problem:
             raise OutputError(
                 f"[steps] {self.path} cannot be written: {problem.strerror}"
             ) from problem
         finally:
-            self._written = time.monotonic()
+            self._last_flush = time.monotonic()
 
     def close(self) -> None:
         """Flushes and closes; a second time does nothing."""
@@ -252,15 +252,15 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
     view = memoryview(data)
     good = np.zeros(len(records), bool)
     for i, crc in enumerate(records["crc"].tolist()):
-        at = SIZE + i * SIZE
-        good[i] = zlib.crc32(view[at : at + SIZE - 4]) == crc
-    whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
-    if not good[:whole].all():
+        offset = SIZE + i * SIZE
+        good[i] = zlib.crc32(view[offset : offset + SIZE - 4]) == crc
+    count = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
+    if not good[:count].all():
         first = int(np.flatnonzero(~good)[0]) + 1
         raise DataError(
             f"[steps] {name}: record {first} of {len(records)} does not match its CRC-32"
         )
-    records = records[:whole]
+    records = records[:count]
     if (records["flags"] & ~np.uint32(TAKEN | GRADIENTS | WEIGHTS)).any():
         raise DataError(f"[steps] {name} has records with flags that this odyssey does not know")
     return records

@@ -63,27 +63,29 @@ def parse(text: str) -> dict[str, Any]:
     Raises ConfigError: an unknown key, or no number.
     """
     options: dict[str, Any] = {}
-    whole = repr(printable(text, limit=80))
+    layout = repr(printable(text, limit=80))
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = item.partition("=")
-        shown = repr(printable(item, limit=40))
+        option = repr(printable(item, limit=40))
         if key not in KEYS or not value:
             raise ConfigError(
-                f"[verify] {shown} in layout {whole}; write key=value with {', '.join(KEYS)}"
+                f"[verify] {option} in layout {layout}; write key=value with {', '.join(KEYS)}"
             )
         name, kind = KEYS[key]
         if name in options:
-            raise ConfigError(f"[verify] {key} is given twice in layout {whole}; give it once")
+            raise ConfigError(f"[verify] {key} is given twice in layout {layout}; give it once")
         try:
             if kind is int and not re.fullmatch(r"-?[0-9]{1,9}", value):
                 raise ValueError
             options[name] = kind(value)
         except ValueError:
             raise ConfigError(
-                f"[verify] {shown} in layout {whole}: {key} must be a number"
+                f"[verify] {option} in layout {layout}: {key} must be a number"
             ) from None
         if kind is float and not math.isfinite(options[name]):
-            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a finite number")
+            raise ConfigError(
+                f"[verify] {option} in layout {layout}: {key} must be a finite number"
+            )
     return options
 
 
@@ -105,8 +107,8 @@ def arguments(options: dict[str, Any]) -> dict[str, Any]:
     from ..parallel.mesh import Mesh
 
     axes = ("dp", "pp", "tp")
-    given = {name: value for name, value in options.items() if name not in axes}
-    return {**given, "mesh": Mesh(*(options.get(axis, 1) for axis in axes))}
+    keywords = {name: value for name, value in options.items() if name not in axes}
+    return {**keywords, "mesh": Mesh(*(options.get(axis, 1) for axis in axes))}
 
 
 @dataclasses.dataclass
@@ -123,26 +125,26 @@ class StepWriter(Callback):
     @classmethod
     def current(cls) -> StepWriter | None:
         """The trace that the environment asks for."""
-        where = os.environ.get(TRACE)
-        if not where:
+        value = os.environ.get(TRACE)
+        if not value:
             return None
-        folder, _, steps = where.rpartition(":")
+        folder, _, steps = value.rpartition(":")
         if not folder or not steps.isdigit():
-            raise ConfigError(f"[verify] {TRACE} is {where!r}; it must be DIRECTORY:STEPS")
+            raise ConfigError(f"[verify] {TRACE} is {value!r}; it must be DIRECTORY:STEPS")
         return cls(Path(folder), int(steps), parse(os.environ.get(LAYOUT, "")))
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         from ..parallel.strategy import MODES
 
-        own = given.get("accumulation_steps", 1)
-        if own != 1 and "accumulation_steps" in self.options:
-            what = f"the training accumulates {own} batches itself"
-            raise ConfigError(f"[verify] {what}; leave accumulation out of the layout")
+        accumulation = given.get("accumulation_steps", 1)
+        if accumulation != 1 and "accumulation_steps" in self.options:
+            problem = f"the training accumulates {accumulation} batches itself"
+            raise ConfigError(f"[verify] {problem}; leave accumulation out of the layout")
         out = arguments(self.options)
         reduction = {**given, **out}.get("reduction")
         if reduction in MODES:
-            what = f"reduction={reduction!r} gives other bits than one process"
-            raise ConfigError(f"[verify] {what}; verify a synchronous one")
+            problem = f"reduction={reduction!r} gives other bits than one process"
+            raise ConfigError(f"[verify] {problem}; verify a synchronous one")
         return out
 
     def on_fit_plan(self, context: Context) -> None:
@@ -202,10 +204,12 @@ class Difference:
     differing: int  # elements of this tensor
 
     def __str__(self) -> str:
-        at = f"[{', '.join(map(str, self.element))}]" if self.element else ""
-        many = f"{self.differing} element{'s differ' if self.differing > 1 else ' differs'}"
+        index = f"[{', '.join(map(str, self.element))}]" if self.element else ""
+        count = f"{self.differing} element{'s differ' if self.differing > 1 else ' differs'}"
         step = f"step {self.step}: " if self.step else ""
-        return f"{step}{self.tensor}{at} is {self.found!r} instead of {self.expected!r} ({many})"
+        return (
+            f"{step}{self.tensor}{index} is {self.found!r} instead of {self.expected!r} ({count})"
+        )
 
 
 @dataclasses.dataclass
@@ -243,17 +247,17 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
     """
     import numpy as np
 
-    values = done = 0
+    values = step_count = 0
     for trainer, step in ((t, s) for t in itertools.count() for s in range(1, steps + 1)):
         files = [step_file(folder, trainer, step) for folder in (expected, found)]
         if not any(f.exists() for f in files):
             if step == 1:
                 break  # there are no more trainers
             continue
-        for f, whose in zip(files, ("the run on one process", "this layout"), strict=True):
+        for f, run_name in zip(files, ("the run on one process", "this layout"), strict=True):
             if not f.exists():
                 raise ConfigError(
-                    f"[verify] {whose} ended before step {step}{_of(trainer)}; the other went "
+                    f"[verify] {run_name} ended before step {step}{_of(trainer)}; the other went "
                     "on: a script must train "
                     "alike on any number of ranks"
                 )
@@ -266,14 +270,14 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
                 y = b[name]
                 difference = first(step, name + _of(trainer), x, y)
                 if difference:
-                    return difference, done, values
+                    return difference, step_count, values
                 values += x.size
-        done += 1
-    if not done:
+        step_count += 1
+    if not step_count:
         raise ConfigError(
             "[verify] the run took no step with a DistributedTrainer; there is nothing to compare"
         )
-    return None, done, values
+    return None, step_count, values
 
 
 def _of(trainer: int) -> str:
@@ -289,9 +293,16 @@ def first(step: int, name: str, x: np.ndarray, y: np.ndarray) -> Difference | No
     if x.tobytes() == y.tobytes():
         return None
     bits = [np.ascontiguousarray(v).reshape(-1).view(f"u{v.itemsize}") for v in (x, y)]
-    where = np.flatnonzero(bits[0] != bits[1])
-    at = np.unravel_index(where[0], x.shape) if x.shape else ()
-    return Difference(step, name, tuple(int(i) for i in at), float(x[at]), float(y[at]), len(where))
+    indices = np.flatnonzero(bits[0] != bits[1])
+    element = np.unravel_index(indices[0], x.shape) if x.shape else ()
+    return Difference(
+        step,
+        name,
+        tuple(int(i) for i in element),
+        float(x[element]),
+        float(y[element]),
+        len(indices),
+    )
 
 
 class Verifier:
@@ -327,26 +338,26 @@ class Verifier:
                 raise ConfigError(f"[verify] the run on one process failed: {error}")
             if not step_file(reference, 0, 1).exists():
                 complete = (reference / COMPLETE).exists()
-                why = (
+                hint = (
                     ": it goes on from a checkpoint that is complete already; give it another"
                     if complete
                     else ""
                 )
                 raise ConfigError(
-                    f"[verify] the run on one process took no step with a DistributedTrainer{why}"
+                    f"[verify] the run on one process took no step with a DistributedTrainer{hint}"
                 )
             for text, options in plans:
                 result = Result(text, ranks(options))
-                found = Path(folder) / "layout"
-                result.error = self._run(found, text, result.ranks)
+                trace = Path(folder) / "layout"
+                result.error = self._run(trace, text, result.ranks)
                 if result.error is None:
                     try:
                         result.difference, result.steps, result.values = compare(
-                            reference, found, self.steps
+                            reference, trace, self.steps
                         )
                     except ConfigError as problem:
                         result.error = str(problem)
-                shutil.rmtree(found, ignore_errors=True)
+                shutil.rmtree(trace, ignore_errors=True)
                 results.append(result)
                 show(result)
         return results
@@ -395,19 +406,23 @@ def ran(
         **OPEN_MPI,
     }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             words, capture_output=True, text=True, errors="replace", env=environment, **how
         )
     except subprocess.TimeoutExpired as late:
         return f"not over after {late.timeout:g} s"
     except OSError as problem:
-        where = f" in {how['cwd']}" if "cwd" in how else ""
+        place = f" in {how['cwd']}" if "cwd" in how else ""
         return (
-            f"{words[0]} cannot be started{where}: {problem.strerror}; `odyssey doctor` says "
+            f"{words[0]} cannot be started{place}: {problem.strerror}; `odyssey doctor` says "
             "what is missing"
         )
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    said = [line for line in lines if "error:" in line or "defect:" in line or "Error:" in line]
-    return f"{(said or lines or ['no output'])[-1]} (exit code {done.returncode})"
+    lines = [
+        line.strip() for line in (process.stderr or process.stdout).splitlines() if line.strip()
+    ]
+    error_lines = [
+        line for line in lines if "error:" in line or "defect:" in line or "Error:" in line
+    ]
+    return f"{(error_lines or lines or ['no output'])[-1]} (exit code {process.returncode})"

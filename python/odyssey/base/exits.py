@@ -41,7 +41,7 @@ TOGETHER_S = 0.2  # within which ranks that come to the same end say so, and one
 JOIN_S = 3.0  # seconds in which a rank that fails before MPI may join the others to end them
 
 # the hooks for exceptions that were there before, where not Python's own
-_before: dict[str, Callable[..., Any]] = {}
+_previous_hooks: dict[str, Callable[..., Any]] = {}
 _job = ""  # the same on all ranks of a job, and on no other's, once comm.world() is there
 _installed = 0  # pid
 _spoken: list[bool] = []  # this rank has said why all ranks end
@@ -54,20 +54,16 @@ _with_c: list[Any] = []  # handlers that C has the addresses of
 def install() -> None:
     """Takes over the ends of this process, if it is one of several ranks; once."""
     global _installed
-    found = launcher.launched() or launcher.rendezvous()
-    if (
-        found is None
-        or (found.size == 1 and runs.Run.current() is None)
-        or _installed == os.getpid()
-    ):
+    job = launcher.launched() or launcher.rendezvous()
+    if job is None or (job.size == 1 and runs.Run.current() is None) or _installed == os.getpid():
         return
     if os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
         return  # a process that a rank has started
     _installed = os.getpid()
     os.environ[MARK] = str(_installed)
-    slot.describe(found.rank, found.size, getattr(runs.Run.current(), "attempt", 0))
+    slot.describe(job.rank, job.size, getattr(runs.Run.current(), "attempt", 0))
     # whose processes a thread may have started that ends before them
-    if found.launcher != "env://":
+    if job.launcher != "env://":
         _die_with_parent()
     # it is started again many times; elsewhere core files are the user's affair
     if runs.Run.current() is not None:
@@ -81,9 +77,9 @@ def install() -> None:
         with contextlib.suppress(Exception):  # stderr may be closed, or no file
             faulthandler.enable()
     if sys.excepthook not in (sys.__excepthook__, _uncaught):
-        _before["main"] = sys.excepthook
+        _previous_hooks["main"] = sys.excepthook
     if threading.excepthook not in (threading.__excepthook__, _uncaught_in_thread):
-        _before["thread"] = threading.excepthook
+        _previous_hooks["thread"] = threading.excepthook
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.exit = _exit
@@ -105,13 +101,13 @@ def _die_with_parent() -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if os.getpid() != _installed:
-        _before.get("main", sys.__excepthook__)(kind, error, trace)
+        _previous_hooks.get("main", sys.__excepthook__)(kind, error, trace)
         return
     code, line, text = described(error)
     _flush(sys.stdout)
     words = (
-        functools.partial(_before["main"], kind, error, trace)
-        if text and "main" in _before
+        functools.partial(_previous_hooks["main"], kind, error, trace)
+        if text and "main" in _previous_hooks
         else text
     )
     alike = getattr(error, "raised_on_all_ranks", False)
@@ -122,11 +118,13 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 def _uncaught_in_thread(arguments: Any) -> None:
     error = arguments.exc_value
     if os.getpid() != _installed or error is None or isinstance(error, SystemExit):
-        _before.get("thread", threading.__excepthook__)(arguments)
+        _previous_hooks.get("thread", threading.__excepthook__)(arguments)
         return
     code, line, text = described(error)
     words = (
-        functools.partial(_before["thread"], arguments) if text and "thread" in _before else text
+        functools.partial(_previous_hooks["thread"], arguments)
+        if text and "thread" in _previous_hooks
+        else text
     )
     name = arguments.thread.name if arguments.thread else "?"
     if arguments.thread is not None and (
@@ -151,9 +149,13 @@ def described(error: BaseException) -> tuple[int, str, str]:
             "",
         )
     text = printable("".join(traceback.format_exception(type(error), error, trace)), keep="\n\t")
-    at = slot.mine()
-    where = f" (step {at.step}, {at.phase})" if at.step else ""
-    return DEFECT, printable(f"defect: {type(error).__name__}: {error}{where}", limit=LINE), text
+    status = slot.mine()
+    step_note = f" (step {status.step}, {status.phase})" if status.step else ""
+    return (
+        DEFECT,
+        printable(f"defect: {type(error).__name__}: {error}{step_note}", limit=LINE),
+        text,
+    )
 
 
 def may_follow(error: BaseException) -> bool:
@@ -179,7 +181,7 @@ def _exit(status: Any = None) -> NoReturn:
         caller = sys._getframe(1)
         file = "/".join(caller.f_code.co_filename.split(os.sep)[-2:])
         line = f"sys.exit({status!r:.60}) at {file}:{caller.f_lineno}"
-        _said = weakref.ref(error, functools.partial(_gone, code, line))
+        _said = weakref.ref(error, functools.partial(_leave_unless_caught, code, line))
         del caller
     try:
         raise error
@@ -187,7 +189,7 @@ def _exit(status: Any = None) -> NoReturn:
         del error  # or it would hold itself, by this frame
 
 
-def _gone(code: int, line: str, _: Any) -> None:
+def _leave_unless_caught(code: int, line: str, _: Any) -> None:
     """A SystemExit is gone.
 
     If it was caught, there is a program that goes on; if not, there is none any more.
@@ -304,8 +306,8 @@ def end(
     world = _world() if world is None else world
     launched = launcher.rank()
     rank = world.rank if world is not None else launched or 0
-    several = world.size > 1 if world is not None else launched is not None
-    if not several:
+    has_peers = world.size > 1 if world is not None else launched is not None
+    if not has_peers:
         _say(line, text, None)
         slot.ended(code, line or "")
         return code
@@ -319,7 +321,7 @@ def end(
             # an earlier end of this rank could take rank 0 away before it prints
             time.sleep(0.2 if rank else 0)
             return code
-        if _met(world):
+        if _await_all_ranks(world):
             record(code, line or "")
             return code
         if rank:
@@ -328,8 +330,8 @@ def end(
         if late:
             time.sleep(0.25)
         if _first():
-            found = launcher.launched() or launcher.rendezvous()
-            ranks = world.size if world is not None else found.size if found is not None else 0
+            job = launcher.launched() or launcher.rendezvous()
+            ranks = world.size if world is not None else job.size if job is not None else 0
             alike = not late and not text and _all_say(line or "", ranks)
             _say(line, text, None if code == INTERRUPTED or alike else rank)
         elif late or code == INTERRUPTED:
@@ -357,12 +359,12 @@ def _all_say(line: str, ranks: int) -> bool:
     then it is not of one.
     """
     until = time.monotonic() + TOGETHER_S
-    others = 1
-    while others < ranks and _held and (left := until - time.monotonic()) > 0:
-        _held[0].settimeout(left)
+    agreeing_ranks = 1
+    while agreeing_ranks < ranks and _held and (seconds_left := until - time.monotonic()) > 0:
+        _held[0].settimeout(seconds_left)
         with contextlib.suppress(OSError):
-            others += _held[0].recv(2 * LINE) == line.encode(errors="replace")[: 2 * LINE]
-    return others == ranks
+            agreeing_ranks += _held[0].recv(2 * LINE) == line.encode(errors="replace")[: 2 * LINE]
+    return agreeing_ranks == ranks
 
 
 def _first() -> bool:
@@ -392,8 +394,8 @@ def _job_before_mpi() -> str:
     for names in (("ODYSSEY_LAUNCH", runs.ATTEMPT), ("PMIX_NAMESPACE",)):
         if os.environ.get(names[0]):
             # not shown: others could take a name they see
-            said = "\0".join(os.environ.get(name, "") for name in names)
-            return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
+            identity = "\0".join(os.environ.get(name, "") for name in names)
+            return hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:16]
     return str(os.getppid())
 
 
@@ -404,25 +406,25 @@ def _world() -> Any:
 
 def record(code: int, reason: str, *, following: bool = False) -> None:
     """Leaves how this rank ended in its slot and, in a run, in RUN/ends/RANK.reason.json."""
-    found = slot.mine()
-    first = not found.ended
+    status = slot.mine()
+    first = not status.ended
     slot.ended(code, reason)
     run = runs.Run.current()
     if run is None or not first:
         return
     value = runs.end_record(
-        found.rank,
+        status.rank,
         os.uname().nodename,
         code,
         None,
-        found.step,
+        status.step,
         reason,
         run.attempt,
         following=following,
     )
     with contextlib.suppress(OSError):
         run.ends.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(run.ends / f"{found.rank}.reason.json", value)
+        write_json(run.ends / f"{status.rank}.reason.json", value)
 
 
 def _say(line: str | None, text: str | Callable[[], Any], rank: int | None) -> None:
@@ -446,7 +448,7 @@ def _flush(file: Any) -> None:
         file.flush()
 
 
-def _met(world: Any, seconds: float = 3.0) -> bool:
+def _await_all_ranks(world: Any, seconds: float = 3.0) -> bool:
     """Returns whether all ranks come to this end; those that do not must be ended."""
     until = time.monotonic() + seconds
     try:
@@ -480,12 +482,12 @@ def hydra_abort(code: int) -> bool:
 
 def end_before_mpi(code: int) -> None:
     """Ends all ranks from one that has not started MPI, while the others have or will."""
-    found = launcher.launched() or launcher.rendezvous()
+    job = launcher.launched() or launcher.rendezvous()
     if hydra_abort(code):
         time.sleep(2)
-    elif found is not None and not found.mpi:
+    elif job is not None and not job.mpi:
         return  # torchrun ends the others when this rank has ended; and there is no MPI to join
-    elif found is not None and found.launcher == "Open MPI":
+    elif job is not None and job.launcher == "Open MPI":
         os._exit(code or DEFECT)  # it ends all for that
     else:
         # The others start MPI and would wait there for this rank: only from inside can it end them.

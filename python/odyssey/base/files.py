@@ -138,8 +138,8 @@ class LockFile:
     def read(self) -> dict[str, Any]:
         """Returns what the file says; {} where it says nothing, or is torn."""
         with contextlib.suppress(OSError, DataError):
-            found = parse_json(os.pread(self.descriptor, 1 << 16, 0), self.path.name)
-            return found if isinstance(found, dict) else {}
+            content = parse_json(os.pread(self.descriptor, 1 << 16, 0), self.path.name)
+            return content if isinstance(content, dict) else {}
         return {}
 
     def write(self, value: dict[str, Any], durable: bool = False) -> None:
@@ -174,15 +174,15 @@ def private_directory(path: Path) -> Path:
             with contextlib.suppress(FileExistsError):  # another process makes the same
                 os.mkdir(place, 0o700)
         os.scandir(path).close()  # that it is a directory, and can be read
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise OutputError(
             f"[files] {path} cannot be used as a directory: {reason}; name another"
         ) from problem
-    if found.st_mode & stat.S_IWOTH and found.st_uid != os.geteuid():
+    if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
         raise OutputError(
-            f"[files] {path} belongs to user {found.st_uid} and everybody may write to it; "
+            f"[files] {path} belongs to user {status.st_uid} and everybody may write to it; "
             "name a directory of your own, or one in it"
         )
     if not os.access(path, os.W_OK | os.X_OK):
@@ -192,20 +192,20 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def foreign(found: os.stat_result) -> str | None:
+def foreign(status: os.stat_result) -> str | None:
     """Why a file or directory may be somebody else's doing: another user than this one or root
     owns it, or others may write to it. None: it may not. A directory such as /tmp, where all
     may make files and nobody may rename those of others, is no such one, and neither is what
     the user's own group, which is nobody else's, may write to.
     """
-    if found.st_uid not in (0, os.geteuid()):
-        return f"it belongs to user {found.st_uid}"
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}"
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
         return None
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return "everybody may write to it"
-    if found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid):
-        return f"group {found.st_gid} may write to it"
+    if status.st_mode & stat.S_IWGRP and not _own_group(status.st_gid):
+        return f"group {status.st_gid} may write to it"
     return None
 
 
@@ -265,10 +265,10 @@ def parse_json(data: bytes, name: str) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             raise DataError(f"{name} names a key twice")
-        return found
+        return mapping
 
     def refuse(word: str) -> Any:
         raise DataError(f"{name} has the number {word}, which JSON does not")
@@ -294,12 +294,12 @@ def parse_json(data: bytes, name: str) -> Any:
         "parse_float": real,
     }
     try:
-        found = json.loads(data.decode("utf-8"), **hooks)
+        value = json.loads(data.decode("utf-8"), **hooks)
         if b"\\ud" in data or b"\\uD" in data:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeError, ValueError, RecursionError) as problem:
         raise DataError(f"{name} is not JSON: {printable(str(problem), limit=100)}") from problem
-    return found
+    return value
 
 
 def _check_depth(data: bytes, name: str) -> None:

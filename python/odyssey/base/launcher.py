@@ -115,9 +115,9 @@ def announce() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where mpirun or srun started this
     process and they are not set: other programs look for them.
     """
-    found = launched()
+    job = launched()
     for name, value in zip(
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (found or ())[1:5], strict=False
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (job or ())[1:5], strict=False
     ):
         os.environ.setdefault(name, str(value))
 
@@ -128,8 +128,8 @@ def rank(environment: Mapping[str, str] = os.environ) -> int | None:
     Only for deciding who speaks.
     """
     for _, name, *_ in _NAMES:
-        if (found := _number(environment, name)) is not None:
-            return found
+        if (number := _number(environment, name)) is not None:
+            return number
     return getattr(rendezvous(environment), "rank", None)
 
 
@@ -153,23 +153,21 @@ def mpi_library(text: str) -> str:
     return printable(line, limit=60)
 
 
-def check_library(found: Launched | None, text: str) -> None:
+def check_library(job: Launched | None, text: str) -> None:
     """Raises ConfigError where MPI would abort at its start, as the launcher is another MPI's.
 
     text: what the MPI library says about itself.
     """
     library = mpi_library(text)
-    if (
-        found is None
-        or found.launcher not in ("Open MPI", "PMIx")
-        or not library.startswith("MPICH")
-    ):
+    if job is None or job.launcher not in ("Open MPI", "PMIx") or not library.startswith("MPICH"):
         return
     if "pmix" not in text.lower():  # else it was configured to understand this one
-        how = "srun --mpi=pmix" if found.launcher == "PMIx" else "Open MPI's mpirun"
-        do = "srun --mpi=pmi2" if found.launcher == "PMIx" else "the mpirun of this environment"
+        starter = "srun --mpi=pmix" if job.launcher == "PMIx" else "Open MPI's mpirun"
+        replacement = (
+            "srun --mpi=pmi2" if job.launcher == "PMIx" else "the mpirun of this environment"
+        )
         raise ConfigError(
-            f"[comm] {how} started {found.size} processes, but the MPI library of mpi4py is "
+            f"[comm] {starter} started {job.size} processes, but the MPI library of mpi4py is "
             f"{library}, which it cannot "
-            f"start; use {do}"
+            f"start; use {replacement}"
         ).on_all_ranks()

@@ -54,10 +54,10 @@ def shared_memory(place: str = "/dev/shm") -> tuple[int, int] | None:
     place.
     """
     try:
-        found = os.statvfs(place)
+        stats = os.statvfs(place)
     except OSError:
         return None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
 
 
 def shared_need(ranks: int) -> int:
@@ -69,46 +69,46 @@ def limit(name: str) -> float:
     """A limit of this process, such as "AS" (bytes) for `ulimit -v`; infinite without one."""
     import resource
 
-    found = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
-    return math.inf if found == resource.RLIM_INFINITY else found
+    soft_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+    return math.inf if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
 def check_addresses(ranks: int = 1) -> None:
     """Raises ConfigError where the kernels' runtime or MPI would crash for want of address
     space.
     """
-    found = limit("AS")
-    needed = ADDRESSES[ranks > 1]
-    if found < needed:
+    space = limit("AS")
+    need = ADDRESSES[ranks > 1]
+    if space < need:
         raise ConfigError(
-            f"[preflight] address space is limited to {found / MIB:.0f} MiB (ulimit -v), but a "
-            f"{'rank' if ranks > 1 else 'process'} needs {needed / MIB:.0f} MiB and would crash; "
+            f"[preflight] address space is limited to {space / MIB:.0f} MiB (ulimit -v), but a "
+            f"{'rank' if ranks > 1 else 'process'} needs {need / MIB:.0f} MiB and would crash; "
             "raise it "
             "(ulimit -v unlimited), or limit memory by a cgroup instead"
         )
 
 
-def before_mpi(found: Launched | None) -> None:
+def before_mpi(job: Launched | None) -> None:
     """Raises ConfigError if MPI, or the kernels of a process alone, would end by a bus error,
     which says little.
     """
-    if found is None or not found.mpi:
+    if job is None or not job.mpi:
         check_addresses()
         return
     try:
-        check_addresses(found.size)
+        check_addresses(job.size)
         if limit("NOFILE") < FILES:
             raise ConfigError(
                 f"[preflight] a process may have {limit('NOFILE'):.0f} files open (ulimit -n), "
                 "but a rank needs "
                 f"{FILES}; raise it (ulimit -n 1024)"
             )
-        if found.launcher == "PMI" and found.local_size > 1:
+        if job.launcher == "PMI" and job.local_size > 1:
             # Where the launcher does not say how many ranks are on this machine (srun), there may
             # be two.
-            _check_shared(found.local_size if "MPI_LOCALNRANKS" in os.environ else 2)
+            _check_shared(job.local_size if "MPI_LOCALNRANKS" in os.environ else 2)
     except ConfigError as error:
-        error.raised_on_all_ranks = found.local_size == found.size  # one rank says it
+        error.raised_on_all_ranks = job.local_size == job.size  # one rank says it
         raise
 
 
@@ -118,7 +118,7 @@ def _check_shared(ranks: int) -> None:
     Of the room, the size must be enough for all; but free must be what this rank takes: others may
     be a moment ahead and have taken theirs.
     """
-    wanted = (
+    need = (
         f"MPICH needs {shared_need(ranks) / MIB:.0f} MiB for {ranks} ranks on a machine and "
         "would crash"
     )
@@ -127,12 +127,12 @@ def _check_shared(ranks: int) -> None:
         larger = "make it larger (docker run --shm-size=256m, mount -o remount,size=256m /dev/shm)"
         if room[0] < shared_need(ranks):
             raise ConfigError(
-                f"[preflight] /dev/shm has {room[0] / MIB:.0f} MiB, but {wanted}; {larger}, or "
+                f"[preflight] /dev/shm has {room[0] / MIB:.0f} MiB, but {need}; {larger}, or "
                 "start fewer ranks"
             )
         if room[1] < SHARED_RANK:
             raise ConfigError(
-                f"[preflight] /dev/shm has {room[1] / MIB:.1f} MiB left, but {wanted}; stop other "
+                f"[preflight] /dev/shm has {room[1] / MIB:.1f} MiB left, but {need}; stop other "
                 f"programs that use it, or {larger}"
             )
     if limit("FSIZE") < SHARED_FILE * (ranks + 2):

@@ -20,7 +20,7 @@ def stat(pid: int) -> list[bytes]:
 
 def mapped(pid: int | str = "self") -> dict[str, int]:
     """The files that a process has mapped, name -> inode; none where that cannot be seen."""
-    found = {}
+    inodes = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:
         for line in maps:
             words = line.rstrip("\n").split(maxsplit=5)
@@ -30,8 +30,8 @@ def mapped(pid: int | str = "self") -> dict[str, int]:
                 and words[4].isdigit()
                 and not words[5].endswith(" (deleted)")
             ):
-                found[words[5]] = int(words[4])
-    return found
+                inodes[words[5]] = int(words[4])
+    return inodes
 
 
 def attach(pid: int, descriptor: int) -> tuple[int, int]:

@@ -34,13 +34,13 @@ FILE = "provides.json"
 
 @functools.cache
 def _everything() -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+    kinds: dict[str, dict[str, str]] = {}
     for path in sorted(PACKAGE.glob(f"*/{FILE}")):
         for kind, names in json.loads(path.read_text()).items():
             folder = f"odyssey.{path.parent.name}"
             homes = {name: folder + "." * home[:1].isalpha() + home for name, home in names.items()}
-            found.setdefault(kind, {}).update(homes)
-    return found
+            kinds.setdefault(kind, {}).update(homes)
+    return kinds
 
 
 def provided(kind: str) -> dict[str, str]:
@@ -51,5 +51,5 @@ def provided(kind: str) -> dict[str, str]:
 def load(kind: str, name: str) -> Any:
     """The object of a name; its module is imported. Raises KeyError: nothing provides it."""
     module, _, attribute = provided(kind)[name].partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found
+    loaded_module = importlib.import_module(module)
+    return getattr(loaded_module, attribute) if attribute else loaded_module

@@ -61,11 +61,11 @@ class Run(NamedTuple):
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> Run | None:
         """The run that this process is part of."""
-        where = environment.get(RUN_DIR)
-        if not where:
+        directory = environment.get(RUN_DIR)
+        if not directory:
             return None
         number = environment.get(ATTEMPT, "")
-        return cls(Path(where), int(number) if number.isascii() and number.isdigit() else 0)
+        return cls(Path(directory), int(number) if number.isascii() and number.isdigit() else 0)
 
     description = _file("run.json")  # what is run: command, configuration, version; written once
     # the attempt that may write: its number, launcher (host, pid), ranks

@@ -94,13 +94,13 @@ _MISSING_TO = _PLACES["missing"][1]
 assert _ENDS[-1] == SIZE and _PLACES["members"] == (_WAIT_TO, _PLACES["missing"][0])
 _EVERYONE = (0, "all")
 
-_now = time.monotonic_ns
+_now_ns = time.monotonic_ns
 
 _memory: Any = bytearray(SIZE)
 _q = memoryview(_memory).cast("q")
 _q[_MAGIC] = MAGIC
 _q[_PHASE] = CODES["start"]
-_q[_SINCE] = _now()
+_q[_SINCE] = _now_ns()
 _q[_RANK] = 0
 _q[_WORLD] = 1
 _q[_CALL] = -1
@@ -130,18 +130,18 @@ def _open() -> None:
 def phase(name: str) -> str:
     """This process now does `name`, one of PHASES; returns what it did before."""
     q = _q
-    now = _now()
+    now_ns = _now_ns()
     code = CODES[name]
-    before = q[_PHASE]
+    previous_code = q[_PHASE]
     _open()
-    q[_TIMES + before] += now - q[_SINCE]
-    q[_SINCE] = now
+    q[_TIMES + previous_code] += now_ns - q[_SINCE]
+    q[_SINCE] = now_ns
     q[_PHASE] = code
     q[_PROGRESS] += 1
     q[_VERSION] = _version
     if listener is not None:
-        listener.phase(name, now)
-    return PHASES[before]
+        listener.phase(name, now_ns)
+    return PHASES[previous_code]
 
 
 @contextlib.contextmanager
@@ -150,14 +150,14 @@ def span(name: str) -> Iterator[None]:
     if listener is None:
         yield
         return
-    heard = listener
-    begun = _now()
+    timeline = listener
+    begin_ns = _now_ns()
     thread = threading.current_thread()
     try:
         yield
     finally:
-        heard.span(
-            "main" if thread is threading.main_thread() else thread.name, name, begun, _now()
+        timeline.span(
+            "main" if thread is threading.main_thread() else thread.name, name, begin_ns, _now_ns()
         )
 
 
@@ -196,12 +196,12 @@ def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
     group: (a number that is the same on all members, who they are as `ranges` writes it).
     """
     q = _q
-    now = _now()
+    now_ns = _now_ns()
     _open()
     if not q[_WAITING]:
-        q[_TIMES + q[_PHASE]] += now - q[_SINCE]
-        q[_SINCE] = now
-    q[_WAITING] = now
+        q[_TIMES + q[_PHASE]] += now_ns - q[_SINCE]
+        q[_SINCE] = now_ns
+    q[_WAITING] = now_ns
     q[_WAIT_SEQUENCE] = sequence
     q[_WAIT_GROUP] = group[0]
     _memory[_WAIT_AT:_WAIT_TO] = _fitted(text, "wait_text")
@@ -214,14 +214,14 @@ def leave() -> None:
     q = _q
     if not q[_WAITING]:
         return
-    now = _now()
+    now_ns = _now_ns()
     if listener is not None:
         listener.waited(
-            _memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now
+            _memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now_ns
         )
     _open()
-    q[_TIMES + WAIT] += now - q[_SINCE]
-    q[_SINCE] = now
+    q[_TIMES + WAIT] += now_ns - q[_SINCE]
+    q[_SINCE] = now_ns
     q[_WAITING] = 0
     q[_PROGRESS] += 1
     q[_VERSION] = _version
@@ -242,8 +242,8 @@ def waited(nanoseconds: int) -> None:
     q[_TIMES + q[_PHASE]] -= nanoseconds
     q[_TIMES + WAIT] += nanoseconds
     if listener is not None:
-        now = _now()
-        listener.waited("a short call", now - nanoseconds, now)
+        now_ns = _now_ns()
+        listener.waited("a short call", now_ns - nanoseconds, now_ns)
 
 
 def busy() -> int:
@@ -252,8 +252,8 @@ def busy() -> int:
     """
     q = _q
     working = [CODES[name] for name in ("start", "data", "compute")]
-    now = _now() - q[_SINCE] if q[_PHASE] in working and not q[_WAITING] else 0
-    return now + sum(q[_TIMES + code] for code in working)
+    elapsed_ns = _now_ns() - q[_SINCE] if q[_PHASE] in working and not q[_WAITING] else 0
+    return elapsed_ns + sum(q[_TIMES + code] for code in working)
 
 
 def quick(sequence: int, group: int, text: str) -> None:
@@ -332,7 +332,7 @@ def ranks_of(text: str, size: int) -> list[int] | None:
     """
     if text == "all":
         return list(range(size))
-    found: list[int] = []
+    ranks: list[int] = []
     for word in text.split(",") if text else ():
         a, _, b = word.partition("-")
         b = b or a
@@ -344,8 +344,8 @@ def ranks_of(text: str, size: int) -> list[int] | None:
             and int(a) <= int(b) < size
         ):
             return None
-        found.extend(range(int(a), int(b) + 1))
-    return found
+        ranks.extend(range(int(a), int(b) + 1))
+    return ranks
 
 
 def describe(rank: int, world: int, attempt: int = 0) -> None:
@@ -496,19 +496,19 @@ def read(descriptor: int, tries: int = 5) -> StatusSlot | None:
 
     After some tries as it is, with `whole` False.
     """
-    found = None
+    status = None
     for _ in range(tries):
         data = os.pread(descriptor, SIZE, 0)
-        found = parse(data)
-        if found is None:
+        status = parse(data)
+        if status is None:
             return None
-        if found.whole and os.pread(descriptor, 16, 0) == data[:16]:  # the version has stayed
-            return found
+        if status.whole and os.pread(descriptor, 16, 0) == data[:16]:  # the version has stayed
+            return status
         time.sleep(1e-4)
-    return found._replace(whole=False) if found else None
+    return status._replace(whole=False) if status else None
 
 
 def mine() -> StatusSlot:
-    found = parse(bytes(_memory[:]))
-    assert found is not None
-    return found
+    status = parse(bytes(_memory[:]))
+    assert status is not None
+    return status

@@ -27,12 +27,12 @@ def named(option: str, place: str, example: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except FileNotFoundError:
         raise ConfigError(f"{option} {place}: there is no file {file}") from None
-    found = getattr(module, name, None)
-    if not callable(found):
-        there = [
+    target = getattr(module, name, None)
+    if not callable(target):
+        classes = [
             n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == spec.name
         ]
         raise ConfigError(
-            f"{option} {place}: {file} has no class {name}, but {', '.join(there) or 'none'}"
+            f"{option} {place}: {file} has no class {name}, but {', '.join(classes) or 'none'}"
         )
-    return found
+    return target

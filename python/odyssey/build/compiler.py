@@ -19,7 +19,7 @@ from odyssey.errors import BuildError, near
 
 from . import sources
 
-_STDERR_LINES = 40
+_MAX_STDERR_LINES = 40
 _DIE_WITH_PARENT = Path(__file__).parents[1] / "run" / "die_with_parent.py"
 
 
@@ -67,11 +67,11 @@ def compiler_version() -> str:
     if package is not None:
         for path in package.parent.glob("mojo_compiler-*.dist-info"):
             return path.name[len("mojo_compiler-") : -len(".dist-info")]
-    found = shutil.which("mojo")
-    if found is None:
+    executable = shutil.which("mojo")
+    if executable is None:
         return "none"
-    info = os.stat(found)
-    return f"{found}-{info.st_size}-{info.st_mtime_ns}"
+    info = os.stat(executable)
+    return f"{executable}-{info.st_size}-{info.st_mtime_ns}"
 
 
 def mojo_command() -> list[str]:
@@ -82,14 +82,14 @@ def mojo_command() -> list[str]:
         )
         return [sys.executable, "-c", start]
     beside = Path(sys.executable).parent / "mojo"
-    found = str(beside) if beside.is_file() else shutil.which("mojo")
-    if found is None:
+    executable = str(beside) if beside.is_file() else shutil.which("mojo")
+    if executable is None:
         raise BuildError(
             "[build] the Mojo compiler is not installed in this environment; install the package "
             "`max`, "
             "or name a prebuilt library with ODYSSEY_KERNELS"
         )
-    return [found]
+    return [executable]
 
 
 def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -106,8 +106,13 @@ def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.Comple
         *mojo_command(),
         *arguments,
     ]
-    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    return subprocess.run(words, cwd=cwd, env={**os.environ, **quiet}, **how)
+    options = {
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+    }
+    return subprocess.run(words, cwd=cwd, env={**os.environ, **quiet}, **options)
 
 
 def compile_kernels(
@@ -154,17 +159,19 @@ def compile_kernels(
     ]
     command += [*target_options(cpu), *(["--target-triple", triple] if triple else []), *flags]
     command += [*(["--target-accelerator", accelerator] if accelerator else []), "-o", str(output)]
-    done = run_mojo(command, cwd=root)
-    if done.returncode == 0 and output.is_file():
+    result = run_mojo(command, cwd=root)
+    if result.returncode == 0 and output.is_file():
         return
-    said = done.stderr.strip() or done.stdout.strip() or f"nothing, exit code {done.returncode}"
-    said = said.replace(f"{root}/", "")
-    if "unknown target CPU" in said:
-        raise _unknown_cpu(cpu, triple)
+    message = (
+        result.stderr.strip() or result.stdout.strip() or f"nothing, exit code {result.returncode}"
+    )
+    message = message.replace(f"{root}/", "")
+    if "unknown target CPU" in message:
+        raise _unknown_cpu_error(cpu, triple)
     target = f"{accelerator} and {cpu}" if accelerator else cpu
     raise BuildError(
         f"[build] the kernels did not compile for {target} (mojo "
-        f"{compiler_version()}):\n{_trim(said)}"
+        f"{compiler_version()}):\n{_trim(message)}"
     )
 
 
@@ -184,14 +191,16 @@ def link(
         command = ["cc", "-dynamiclib", "-undefined", "dynamic_lookup"]
     command += ["-o", str(library), *map(str, objects)]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
         )
     except OSError as problem:
-        why = f"the linker {command[0]} cannot be started ({problem.strerror})"
-        raise BuildError(f"[build] {why}; install the package `max`, which brings it") from problem
-    if done.returncode:
-        raise BuildError(f"[build] the kernels cannot be linked:\n{_trim(done.stderr.strip())}")
+        reason = f"the linker {command[0]} cannot be started ({problem.strerror})"
+        raise BuildError(
+            f"[build] {reason}; install the package `max`, which brings it"
+        ) from problem
+    if result.returncode:
+        raise BuildError(f"[build] the kernels cannot be linked:\n{_trim(result.stderr.strip())}")
 
 
 def _trim(text: str) -> str:
@@ -200,44 +209,46 @@ def _trim(text: str) -> str:
     """
     lines = text.splitlines()
     lines = lines[next((i for i, line in enumerate(lines) if "error:" in line), 0) :]
-    if len(lines) > _STDERR_LINES:
-        lines[_STDERR_LINES - 10 : -9] = [
-            f"... {len(lines) - _STDERR_LINES + 1} lines left out ..."
+    if len(lines) > _MAX_STDERR_LINES:
+        lines[_MAX_STDERR_LINES - 10 : -9] = [
+            f"... {len(lines) - _MAX_STDERR_LINES + 1} lines left out ..."
         ]
     return "\n".join(lines)
 
 
-def _unknown_cpu(cpu: str, triple: str | None) -> BuildError:
+def _unknown_cpu_error(cpu: str, triple: str | None) -> BuildError:
     native = (
         "arm64-apple-darwin"
         if sys.platform == "darwin"
         else f"{platform.machine()}-unknown-linux-gnu"
     )
-    listed = run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
-    names = [line.strip() for line in listed.stdout.splitlines() if line.startswith("  ")]
-    return _unknown("target CPU", cpu, "ODYSSEY_TARGET_CPU or --target-cpu", names)
+    listing = run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
+    names = [line.strip() for line in listing.stdout.splitlines() if line.startswith("  ")]
+    return _unknown_name_error("target CPU", cpu, "ODYSSEY_TARGET_CPU or --target-cpu", names)
 
 
-def _unknown(what: str, name: str, source: str, names: list[str]) -> BuildError:
-    meant = near(name, names, 0.5)
+def _unknown_name_error(kind: str, name: str, source: str, names: list[str]) -> BuildError:
+    suggestions = near(name, names, 0.5)
     advice = (
-        f"did you mean {' or '.join(meant)}?"
-        if meant
+        f"did you mean {' or '.join(suggestions)}?"
+        if suggestions
         else f"known are {', '.join(names[:12])}, ..."
     )
-    return BuildError(f"[build] the compiler knows no {what} {name!r} ({source}); {advice}")
+    return BuildError(f"[build] the compiler knows no {kind} {name!r} ({source}); {advice}")
 
 
 def check_accelerator(name: str) -> None:
     """Raises BuildError unless the compiler knows this accelerator; for sources without GPU code
     it takes any name.
     """
-    listed = run_mojo(["build", "--print-supported-accelerators"])
-    names = re.findall(r"^ +([a-z0-9_-]+) +- ", listed.stdout, re.MULTILINE)
+    listing = run_mojo(["build", "--print-supported-accelerators"])
+    names = re.findall(r"^ +([a-z0-9_-]+) +- ", listing.stdout, re.MULTILINE)
     if not names:
-        raise BuildError(f"[build] the compiler names no accelerators: {_trim(listed.stderr)}")
+        raise BuildError(f"[build] the compiler names no accelerators: {_trim(listing.stderr)}")
     if name not in names:
-        raise _unknown("accelerator", name, "ODYSSEY_TARGET_ACCELERATOR or --target", names)
+        raise _unknown_name_error(
+            "accelerator", name, "ODYSSEY_TARGET_ACCELERATOR or --target", names
+        )
 
 
 # -- the target CPU --------------------------------------------------------------------------------
@@ -246,7 +257,7 @@ def check_accelerator(name: str) -> None:
 _V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 # the compiler's name: that of /proc/cpuinfo
-_CPUINFO = {"avx512bf16": "avx512_bf16", "amx-bf16": "amx_bf16"}
+_CPUINFO_NAMES = {"avx512bf16": "avx512_bf16", "amx-bf16": "amx_bf16"}
 # syscall, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 _ARCH_PRCTL = 158
 _REQUEST = 0x1023
@@ -293,22 +304,26 @@ def lacking(target: str) -> list[str]:
     """Returns the features that this CPU lacks for kernels of a target; [] if none, or if it
     cannot be told.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64") or not (own := cpu_features()):
+    if platform.machine().lower() not in ("x86_64", "amd64") or not (
+        host_features := cpu_features()
+    ):
         return []
     cpu, *features = target.split("+")
-    wanted = {"x86-64-v3": _V3, "x86-64-v4": _V4}.get(cpu, frozenset())
-    return sorted((wanted | {_CPUINFO.get(name, name) for name in features}) - own)
+    level_features = {"x86-64-v3": _V3, "x86-64-v4": _V4}.get(cpu, frozenset())
+    return sorted(
+        (level_features | {_CPUINFO_NAMES.get(name, name) for name in features}) - host_features
+    )
 
 
 def portable_cpu() -> str:
     """The target for kernels that go to other machines of this architecture, and for what need
     not be fast: x86-64-v3 is what nearly all x86 machines have, so if this one has it too.
     """
-    here = host_cpu()
+    native_cpu = host_cpu()
     return (
         "x86-64-v3"
-        if platform.machine().lower() in ("x86_64", "amd64") and here != "x86-64"
-        else here
+        if platform.machine().lower() in ("x86_64", "amd64") and native_cpu != "x86-64"
+        else native_cpu
     )
 
 
@@ -319,9 +334,9 @@ def cpu_features() -> frozenset[str]:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith("flags"):
-                found = frozenset(line.partition(":")[2].split())
+                flags = frozenset(line.partition(":")[2].split())
                 return (
-                    found if "amx_bf16" not in found or tiles_permitted() else found - {"amx_bf16"}
+                    flags if "amx_bf16" not in flags or tiles_permitted() else flags - {"amx_bf16"}
                 )
     return frozenset()
 

@@ -96,8 +96,8 @@ def read(home: Path) -> PackManifest:
     try:
         texts = [value[name] for name in PackManifest._fields[:5]]
         accelerators = value["accelerators"]
-        right = type(number) is int and isinstance(accelerators, list)
-        if not right or not all(isinstance(text, str) for text in (*texts, *accelerators)):
+        well_formed = type(number) is int and isinstance(accelerators, list)
+        if not well_formed or not all(isinstance(text, str) for text in (*texts, *accelerators)):
             raise TypeError
         glibc = tuple(int(part) for part in value["glibc"].split(".") if part)
         files = {
@@ -119,25 +119,27 @@ def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     written.
     """
     manifest = read(home)
-    here = system()
-    if manifest.system != here:
+    host_system = system()
+    if manifest.system != host_system:
         raise _refused(
-            home, f"it is for {manifest.system}, and this is {here}", "build one on such a machine"
+            home,
+            f"it is for {manifest.system}, and this is {host_system}",
+            "build one on such a machine",
         )
     if lacking := compiler.lacking(manifest.cpu):
-        why = f"it is for {manifest.cpu}, and this CPU has no {', '.join(lacking)}"
-        raise _refused(home, why, f"build one with --target-cpu {compiler.host_cpu()}")
-    if (own := _glibc()) and own < manifest.glibc:
-        versions = (".".join(map(str, version)) for version in (manifest.glibc, own))
+        reason = f"it is for {manifest.cpu}, and this CPU has no {', '.join(lacking)}"
+        raise _refused(home, reason, f"build one with --target-cpu {compiler.host_cpu()}")
+    if (host_glibc := _glibc()) and host_glibc < manifest.glibc:
+        versions = (".".join(map(str, version)) for version in (manifest.glibc, host_glibc))
         raise _refused(
             home, "it needs glibc {} and this system has {}".format(*versions), "use a newer system"
         )
     if sources is not None and sources != manifest.sources:
-        why = (
+        reason = (
             f"it is of odyssey {manifest.odyssey} with other kernel sources than the odyssey "
             "that runs"
         )
-        raise _refused(home, why, f"start {home / 'odyssey'}, or build it again")
+        raise _refused(home, reason, f"start {home / 'odyssey'}, or build it again")
     if accelerator is not None and accelerator not in manifest.accelerators:
         kinds = ", ".join(manifest.accelerators) or "no GPU"
         raise _refused(
@@ -148,18 +150,18 @@ def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     name = library_name(accelerator)
     if name not in manifest.files:
         raise _refused(home, f"{MANIFEST} does not name {name}")
-    wanted = [name]
+    names = [name]
     # what is used along with it; all at the first library that is asked for
     if accelerator is None:
-        wanted += [file for file in manifest.files if file.startswith("lib/")]
+        names += [file for file in manifest.files if file.startswith("lib/")]
         # the odyssey that runs is its own
         if Path(__file__).resolve().is_relative_to((home / "python").resolve()):
-            wanted += [
+            names += [
                 file
                 for file in manifest.files
                 if file.startswith("python/") and file.endswith(".py")
             ]
-    verify(home, manifest, wanted)
+    verify(home, manifest, names)
     return home / name
 
 
@@ -168,11 +170,11 @@ def verify(home: Path, manifest: PackManifest, names: Iterable[str]) -> None:
     for name in names:
         try:
             with open(home / name, "rb") as file:
-                found = damage(file, *manifest.files[name])
+                fault = damage(file, *manifest.files[name])
         except OSError as problem:
             raise _refused(home, f"{name} cannot be read: {problem.strerror}") from problem
-        if found:
-            raise _refused(home, f"{name} {found}")
+        if fault:
+            raise _refused(home, f"{name} {fault}")
 
 
 def damage(file: BinaryIO, size: int, digest: str) -> str | None:
@@ -187,9 +189,9 @@ def damage(file: BinaryIO, size: int, digest: str) -> str | None:
 
 
 def _refused(
-    home: Path, why: str, then: str = "copy the folder again, or build it again"
+    home: Path, reason: str, advice: str = "copy the folder again, or build it again"
 ) -> BuildError:
-    return BuildError(f"[build] {home} is refused: {why}; {then}")
+    return BuildError(f"[build] {home} is refused: {reason}; {advice}")
 
 
 def _glibc() -> tuple[int, ...]:

@@ -54,9 +54,9 @@ def accelerator() -> str | None:
     """Returns what kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of the
     first GPU; None without a GPU. Raises DeviceError: no name of an accelerator.
     """
-    named = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
-    if named:
-        return canonical(named, "ODYSSEY_TARGET_ACCELERATOR")
+    name = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
+    if name:
+        return canonical(name, "ODYSSEY_TARGET_ACCELERATOR")
     return found()[0].accelerator if found() else None
 
 
@@ -85,36 +85,38 @@ def visible(gpus: Sequence[GpuModel], setting: str | None) -> list[GpuModel]:
     chosen: list[GpuModel] = []
     for word in (word.strip() for word in setting.split(",")):
         if word.isdecimal():
-            fits = list(gpus[int(word) : int(word) + 1])
+            matches = list(gpus[int(word) : int(word) + 1])
         elif word.startswith("MIG-"):
-            fits = list(gpus[:1])
+            matches = list(gpus[:1])
         else:
-            fits = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
-        if len(fits) != 1 or (fits[0] in chosen and not word.startswith("MIG-")):
+            matches = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(matches) != 1 or (matches[0] in chosen and not word.startswith("MIG-")):
             break
-        chosen += fits
+        chosen += matches
     return chosen
 
 
 def _nvidia() -> list[GpuModel]:
     """Returns what NVML says; [] where it is not installed, or does not answer."""
     gpus: list[GpuModel] = []
-    with contextlib.suppress(OSError, AttributeError), contextlib.ExitStack() as opened:
+    with contextlib.suppress(OSError, AttributeError), contextlib.ExitStack() as cleanup:
         nvml = ctypes.CDLL(NVML)
         number = ctypes.c_uint(0)
-        by = ctypes.byref
+        byref = ctypes.byref
         if nvml.nvmlInit_v2() != 0:
             return []
-        opened.callback(nvml.nvmlShutdown)
-        if nvml.nvmlDeviceGetCount_v2(by(number)) != 0:
+        cleanup.callback(nvml.nvmlShutdown)
+        if nvml.nvmlDeviceGetCount_v2(byref(number)) != 0:
             return []
         driver = _text(nvml, "nvmlSystemGetDriverVersion")
         for index in range(number.value):
             handle = ctypes.c_void_p()
             major = ctypes.c_int(0)
             minor = ctypes.c_int(0)
-            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), by(handle))
-            if failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, by(major), by(minor)):
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), byref(handle))
+            if failed or nvml.nvmlDeviceGetCudaComputeCapability(
+                handle, byref(major), byref(minor)
+            ):
                 continue
             name = _text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
             uuid = _text(nvml, "nvmlDeviceGetUUID", handle)

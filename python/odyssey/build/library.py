@@ -48,13 +48,13 @@ FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 
 # What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that
 # they need beside them.
-_RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
+_RUNTIME_NAMES = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
 
 _WAIT_NOTICE_S = 2.0
-_RECORD_LIMIT = 1 << 16  # bytes of build.json
+_MAX_RECORD_BYTES = 1 << 16  # bytes of build.json
 # with Linux's O_PATH it need not be readable
-_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_DIRECTORY_FLAGS = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Opened(NamedTuple):
@@ -88,10 +88,10 @@ def open_library(accelerator: str | None = None) -> Opened:
     the cached one, or one compiled now. Raises BuildError: they cannot be compiled, or what
     is there is refused.
     """
-    named = os.environ.get("ODYSSEY_KERNELS")
+    kernels_path = os.environ.get("ODYSSEY_KERNELS")
     return (
-        Opened(_prebuilt(Path(named), accelerator))
-        if named
+        Opened(_prebuilt(Path(kernels_path), accelerator))
+        if kernels_path
         else _cached_library(accelerator=accelerator)
     )
 
@@ -117,13 +117,13 @@ def gpu_library_path(accelerator: str | None = None) -> Path:
 def _accelerator(name: str | None) -> str:
     from . import gpus
 
-    found = gpus.accelerator() if name is None else gpus.canonical(name, "the accelerator")
-    if found is None:
+    accelerator = gpus.accelerator() if name is None else gpus.canonical(name, "the accelerator")
+    if accelerator is None:
         raise DeviceError(
             "[build] this machine has no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say "
             "to sm_90"
         )
-    return found
+    return accelerator
 
 
 def runtime_libraries() -> list[Path]:
@@ -134,21 +134,21 @@ def runtime_libraries() -> list[Path]:
     """
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     places = [root / "lib" for root in compiler.sdk_roots()]
-    if named := os.environ.get("ODYSSEY_KERNELS"):
-        path = Path(named).absolute()
+    if kernels_path := os.environ.get("ODYSSEY_KERNELS"):
+        path = Path(kernels_path).absolute()
         directory = path if path.is_dir() else path.parent
         places = [directory, directory / "lib", *places]
-    found = []
-    for name in (f"lib{stem}{suffix}" for stem in _RUNTIME):
-        there = next((place / name for place in places if (place / name).is_file()), None)
-        if there is None:
-            where = ", ".join(map(str, places)) or "no installed compiler"
+    libraries = []
+    for name in (f"lib{stem}{suffix}" for stem in _RUNTIME_NAMES):
+        library = next((place / name for place in places if (place / name).is_file()), None)
+        if library is None:
+            place_list = ", ".join(map(str, places)) or "no installed compiler"
             raise BuildError(
-                f"[build] {name} is in none of: {where}; install the package `max`, or put it "
+                f"[build] {name} is in none of: {place_list}; install the package `max`, or put it "
                 "beside the library"
             )
-        found.append(there)
-    return found
+        libraries.append(library)
+    return libraries
 
 
 # -- what is compiled ------------------------------------------------------------------------------
@@ -177,27 +177,31 @@ class BuildInputs(NamedTuple):
     def key(self) -> str:
         """The name of the cache entry."""
         parts = [self.sources, self.compiler, self.cpu, self.flags, self.system]
-        text = json.dumps([*parts, *(more for more in (self.accelerator, self.part) if more)])
+        text = json.dumps([*parts, *(field for field in (self.accelerator, self.part) if field)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def record(self) -> dict[str, object]:
         """The same for build.json."""
-        more = {"accelerator": self.accelerator, "part": self.part}
-        rest = {"flags": list(self.flags), "system": self.system, "source_sha256": self.sources}
-        some = {name: value for name, value in more.items() if value}
-        return {"compiler": self.compiler, "cpu": self.cpu, **some, **rest}
+        optional_fields = {"accelerator": self.accelerator, "part": self.part}
+        other_fields = {
+            "flags": list(self.flags),
+            "system": self.system,
+            "source_sha256": self.sources,
+        }
+        present_fields = {name: value for name, value in optional_fields.items() if value}
+        return {"compiler": self.compiler, "cpu": self.cpu, **present_fields, **other_fields}
 
     def parts(self) -> list[BuildInputs]:
         """Its parts, those first of which the most is to be compiled."""
-        found = []
+        parts = []
         for root in self.roots:
             texts = sources.imported(self.texts, root)
-            found.append(
+            parts.append(
                 self._replace(
                     sources=sources.digest(texts), texts=texts, part=root, library="part.o"
                 )
             )
-        return sorted(found, key=lambda part: -sum(map(len, part.texts.values())))
+        return sorted(parts, key=lambda part: -sum(map(len, part.texts.values())))
 
 
 def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> BuildInputs:
@@ -206,17 +210,24 @@ def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = No
     A library for GPUs only starts work on the CPU: unless told otherwise it is for all CPUs of this
     kind, and one file serves all.
     """
-    own = (
+    default_cpu = (
         compiler.portable_cpu()
         if accelerator
         else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
     )
     texts = sources.read(root, gpu=accelerator is not None)
-    made_by = compiler_version()
+    version = compiler_version()
     system = folder.system()
     roots = sources.roots(texts, gpu=accelerator is not None)
     inputs = BuildInputs(
-        sources.digest(texts), made_by, target_cpu or own, FLAGS, system, accelerator, texts, roots
+        sources.digest(texts),
+        version,
+        target_cpu or default_cpu,
+        FLAGS,
+        system,
+        accelerator,
+        texts,
+        roots,
     )
     return inputs._replace(library=folder.library_name(accelerator))
 
@@ -226,8 +237,8 @@ def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = No
 
 def cache_dir() -> Path:
     """`$ODYSSEY_CACHE_DIR`, else `$XDG_CACHE_HOME/odyssey`, else `~/.cache/odyssey`."""
-    if own := os.environ.get("ODYSSEY_CACHE_DIR"):
-        return Path(own).absolute()
+    if directory := os.environ.get("ODYSSEY_CACHE_DIR"):
+        return Path(directory).absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     return (
         Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")).absolute() / ".cache"
@@ -238,9 +249,9 @@ def cached(accelerator: str | None = None) -> Path | None:
     """The library for this machine, or that of an accelerator, if it has been compiled already
     and is as it was. Raises BuildError: there is one that somebody else may have put there.
     """
-    what = plan(root := source_root(), accelerator=accelerator)
-    found = _shipped(root, what) or _whole(cache_dir(), what)
-    return found.close() if found else None
+    inputs = plan(root := source_root(), accelerator=accelerator)
+    library = _shipped(root, inputs) or _open_undamaged(cache_dir(), inputs)
+    return library.close() if library else None
 
 
 def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
@@ -257,75 +268,77 @@ def open_own_library(source: bytes, exports: str, accelerator: str | None = None
 
     Raises BuildError: it does not compile, or what is there is refused.
     """
-    what = plan(
+    inputs = plan(
         source_root(), accelerator=_accelerator(accelerator) if accelerator is not None else None
     )
-    texts = {**what.texts, OWN: source, f"{sources.FOLDER}/root.mojo": exports.encode()}
+    texts = {**inputs.texts, OWN: source, f"{sources.FOLDER}/root.mojo": exports.encode()}
     roots = (f"{sources.FOLDER}/root.mojo",)
     return _from_cache(
-        what._replace(sources=sources.digest(texts), texts=texts, roots=roots, library="libown.so")
+        inputs._replace(
+            sources=sources.digest(texts), texts=texts, roots=roots, library="libown.so"
+        )
     )
 
 
 def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
     root = source_root()
-    what = plan(root, target_cpu, accelerator)
-    return _shipped(root, what) or _from_cache(what)
+    inputs = plan(root, target_cpu, accelerator)
+    return _shipped(root, inputs) or _from_cache(inputs)
 
 
-def _shipped(root: Path, what: BuildInputs) -> Opened | None:
+def _shipped(root: Path, inputs: BuildInputs) -> Opened | None:
     """The library that came with the package, if there is one of these sources, by this
     compiler, for this CPU.
     """
-    home = SHIPPED / what.cpu
-    if what.accelerator or what.flags or not folder.is_folder(home):
+    home = SHIPPED / inputs.cpu
+    if inputs.accelerator or inputs.flags or not folder.is_folder(home):
         return None
     try:
-        made = folder.read(home)
-        here = source_hash(root)
-        if (made.compiler, made.sources) != (what.compiler, here):
+        manifest = folder.read(home)
+        source_digest = source_hash(root)
+        if (manifest.compiler, manifest.sources) != (inputs.compiler, source_digest):
             return None
-        return Opened(folder.library(home, None, here))
+        return Opened(folder.library(home, None, source_digest))
     except BuildError as problem:
         _say(f"{problem}; or {REINSTALL}. Other kernels are used")
         return None
 
 
-def _from_cache(what: BuildInputs) -> Opened:
+def _from_cache(inputs: BuildInputs) -> Opened:
     cache = cache_dir()
-    if (found := _whole(cache, what)) is not None:
-        return found
+    if (library := _open_undamaged(cache, inputs)) is not None:
+        return library
     try:
         _make_writable(cache / "kernels")
     except OSError as problem:
         reason = problem.strerror or problem
         fallback = _temporary_cache(cache)
-        if (found := _whole(fallback, what)) is not None:
-            return found
+        if (library := _open_undamaged(fallback, inputs)) is not None:
+            return library
         _say(f"{cache} cannot be written ({reason}); the kernels are kept in {fallback}")
         cache = fallback
-    before = slot.phase("compile")
+    previous_phase = slot.phase("compile")
     try:
-        return _build_once(what, cache)
+        return _build_once(inputs, cache)
     finally:
-        slot.phase(before)
+        slot.phase(previous_phase)
 
 
 class _Damaged(Exception):
     """An entry is there and is not what was compiled. The text says what is wrong with it."""
 
 
-def _whole(cache: Path, what: BuildInputs) -> Opened | None:
+def _open_undamaged(cache: Path, inputs: BuildInputs) -> Opened | None:
     """The library of this entry, if it is there undamaged.
 
     Raises BuildError: somebody else may have put it there.
     """
     with contextlib.suppress(_Damaged):
-        return _open_entry(cache, what)
+        return _open_entry(cache, inputs)
     return None
 
 
-def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
+def _open_entry(cache: Path, inputs: BuildInputs) -> Opened | None:
     """The library of this entry if it is there.
 
     Each directory is looked at and then opened from, no link is followed below the cache's
@@ -333,8 +346,8 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
 
     Raises BuildError: somebody else may have put it there. _Damaged: it is not as it was written.
     """
-    entry = cache / "kernels" / what.key
-    with contextlib.ExitStack() as opened:
+    entry = cache / "kernels" / inputs.key
+    with contextlib.ExitStack() as cleanup:
 
         def look(path: Path, flags: int, within: int | None = None) -> int:
             try:
@@ -345,29 +358,29 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
                 if within is not None and path.is_symlink():
                     raise _foreign(path, "it is a link") from problem
                 raise
-            opened.callback(os.close, descriptor)
-            if why := files.foreign(os.fstat(descriptor)):
-                raise _foreign(path, why)
+            cleanup.callback(os.close, descriptor)
+            if reason := files.foreign(os.fstat(descriptor)):
+                raise _foreign(path, reason)
             return descriptor
 
         try:
-            place = look(cache, _DIRECTORY)
-            place = look(cache / "kernels", _DIRECTORY | os.O_NOFOLLOW, place)
-            place = look(entry, _DIRECTORY | os.O_NOFOLLOW, place)
+            place = look(cache, _DIRECTORY_FLAGS)
+            place = look(cache / "kernels", _DIRECTORY_FLAGS | os.O_NOFOLLOW, place)
+            place = look(entry, _DIRECTORY_FLAGS | os.O_NOFOLLOW, place)
         except OSError:
             return None  # where it cannot be used, writing to it says why
         try:
-            with open(look(entry / "build.json", _FILE, place), "rb", closefd=False) as file:
-                recorded = json.loads(file.read(_RECORD_LIMIT))
-            if {name: recorded[name] for name in what.record()} != what.record():
+            with open(look(entry / "build.json", _FILE_FLAGS, place), "rb", closefd=False) as file:
+                record = json.loads(file.read(_MAX_RECORD_BYTES))
+            if {name: record[name] for name in inputs.record()} != inputs.record():
                 raise _Damaged("build.json is of another library")
-            library = look(entry / what.library, _FILE, place)
+            library = look(entry / inputs.library, _FILE_FLAGS, place)
             if not stat.S_ISREG(os.fstat(library).st_mode):
-                raise _Damaged(f"{what.library} is no file")
+                raise _Damaged(f"{inputs.library} is no file")
             with open(library, "rb", closefd=False) as file:
-                if found := folder.damage(file, recorded["bytes"], recorded["sha256"]):
-                    raise _Damaged(f"{what.library} {found}")
-            return Opened(entry / what.library, os.dup(library))
+                if fault := folder.damage(file, record["bytes"], record["sha256"]):
+                    raise _Damaged(f"{inputs.library} {fault}")
+            return Opened(entry / inputs.library, os.dup(library))
         except OSError as problem:
             raise _Damaged(
                 f"{problem.filename or 'build.json'} cannot be read ({problem.strerror})"
@@ -376,9 +389,9 @@ def _open_entry(cache: Path, what: BuildInputs) -> Opened | None:
             raise _Damaged("build.json is not one that this version writes") from problem
 
 
-def _foreign(path: Path, why: str) -> BuildError:
+def _foreign(path: Path, reason: str) -> BuildError:
     return BuildError(
-        f"[build] {path} is refused: {why}, and compiled kernels are code that runs; "
+        f"[build] {path} is refused: {reason}, and compiled kernels are code that runs; "
         "set ODYSSEY_CACHE_DIR to a directory that only you can write to"
     )
 
@@ -409,70 +422,70 @@ def _temporary_cache(instead_of: Path) -> Path:
             path.mkdir(mode=0o700)
         info = path.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-            what = (
+            reason = (
                 f"{instead_of} cannot be written, and {path} is not this user's alone (mode 0700)"
             )
-            raise BuildError(f"[build] {what}; {advice}")
+            raise BuildError(f"[build] {reason}; {advice}")
         _make_writable(path / "kernels")
     except OSError as problem:
-        what = f"neither {instead_of} nor {path} can be written ({problem.strerror})"
-        raise BuildError(f"[build] {what}; {advice}") from problem
+        reason = f"neither {instead_of} nor {path} can be written ({problem.strerror})"
+        raise BuildError(f"[build] {reason}; {advice}") from problem
     return path
 
 
-def _build_once(what: BuildInputs, cache: Path) -> Opened:
+def _build_once(inputs: BuildInputs, cache: Path) -> Opened:
     """Compile into the entry unless another process has just done so.
 
     Whoever waited for a build that failed gets the same error instead of compiling the same sources
     again.
     """
     kernels = cache / "kernels"
-    with _locked(kernels / f"{what.key}.lock") as (lock, waited):
-        damaged = None
+    with _locked(kernels / f"{inputs.key}.lock") as (lock, waited):
+        damage = None
         try:
-            if (found := _open_entry(cache, what)) is not None:
-                return found
+            if (library := _open_entry(cache, inputs)) is not None:
+                return library
         except _Damaged as problem:
-            damaged = problem
-        failed = lock.read().get("failed") if waited else None
-        if failed:
-            raise BuildError(failed)
-        if damaged is not None:
-            _say(f"{kernels / what.key} is damaged: {damaged}; the kernels are compiled anew")
-        for stale in kernels.glob(f"{what.key}.tmp-*"):
+            damage = problem
+        failure = lock.read().get("failed") if waited else None
+        if failure:
+            raise BuildError(failure)
+        if damage is not None:
+            _say(f"{kernels / inputs.key} is damaged: {damage}; the kernels are compiled anew")
+        for stale in kernels.glob(f"{inputs.key}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
-        me = {"pid": os.getpid(), "host": platform.node()}
-        lock.write(me)
+        builder = {"pid": os.getpid(), "host": platform.node()}
+        lock.write(builder)
         try:
-            return _build(what, kernels)
+            return _build(inputs, kernels)
         except BuildError as error:
-            lock.write({**me, "failed": str(error)})
+            lock.write({**builder, "failed": str(error)})
             raise
 
 
-def _build(what: BuildInputs, kernels: Path) -> Opened:
+def _build(inputs: BuildInputs, kernels: Path) -> Opened:
     """Compile, or link, beside the entry, where nobody else looks, then rename: it is there
     whole or not at all.
     """
     import tempfile
 
-    entry = kernels / what.key
+    entry = kernels / inputs.key
     start = time.perf_counter()
     try:
         with tempfile.TemporaryDirectory(
             prefix=f"{entry.name}.tmp-", dir=kernels, ignore_cleanup_errors=True
         ) as aside:
             work = Path(aside)
-            made = Path(aside) / "entry"
-            made.mkdir(0o755)
-            if what.part:
-                _compile(what, work / "sources", made / what.library)
+            new_entry = Path(aside) / "entry"
+            new_entry.mkdir(0o755)
+            if inputs.part:
+                _compile(inputs, work / "sources", new_entry / inputs.library)
             else:
-                _compile_and_link(what, kernels.parent, made / what.library)
-            code = (made / what.library).read_bytes()
+                _compile_and_link(inputs, kernels.parent, new_entry / inputs.library)
+            code = (new_entry / inputs.library).read_bytes()
             seconds = time.perf_counter() - start
             record = {
-                **what.record(),
+                **inputs.record(),
                 "bytes": len(code),
                 "sha256": hashlib.sha256(code).hexdigest(),
             }
@@ -480,24 +493,24 @@ def _build(what: BuildInputs, kernels: Path) -> Opened:
                 "seconds": round(seconds, 1),
                 "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
-            (made / "build.json").write_text(json.dumps(record, indent=1) + "\n")
-            for path in made.iterdir():
+            (new_entry / "build.json").write_text(json.dumps(record, indent=1) + "\n")
+            for path in new_entry.iterdir():
                 # for nobody else to write to, whatever the umask is
                 path.chmod(path.stat().st_mode & 0o755)
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
             if os.path.lexists(entry):  # damaged, or it would have been used
-                files.exchange(made, entry, work / "damaged")
+                files.exchange(new_entry, entry, work / "damaged")
             else:
                 # where locks do not work, another process may have been faster
                 with contextlib.suppress(OSError):
-                    os.rename(made, entry)
-        found = _whole(kernels.parent, what)
-        if found is None:
+                    os.rename(new_entry, entry)
+        library = _open_undamaged(kernels.parent, inputs)
+        if library is None:
             raise BuildError(
                 f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR"
             )
-        return found
+        return library
     except OSError as problem:
         raise BuildError(
             f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR"
@@ -513,50 +526,50 @@ def _compile(part: BuildInputs, root: Path, output: Path) -> None:
     compiler.compile_kernels(root, Path(part.part), output, part.cpu, **options)
 
 
-def _compile_and_link(what: BuildInputs, cache: Path, library: Path) -> None:
+def _compile_and_link(inputs: BuildInputs, cache: Path, library: Path) -> None:
     """Compiles the parts that are not in the cache, as many at a time as this process has cores,
     and links all.
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    if what.accelerator:
-        compiler.check_accelerator(what.accelerator)
-    parts = what.parts()
+    if inputs.accelerator:
+        compiler.check_accelerator(inputs.accelerator)
+    parts = inputs.parts()
     start = time.perf_counter()
-    found = {part.key: _whole(cache, part) for part in parts}
-    missing = [part for part in parts if found[part.key] is None]
+    objects_by_key = {part.key: _open_undamaged(cache, part) for part in parts}
+    missing = [part for part in parts if objects_by_key[part.key] is None]
     target, up_to = (
-        (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
+        (inputs.accelerator, "some minutes") if inputs.accelerator else (inputs.cpu, "a minute")
     )
-    if loud := bool(missing) and OWN not in what.texts:  # own ops take seconds
+    if loud := bool(missing) and OWN not in inputs.texts:  # own ops take seconds
         names = ", ".join(sorted(Path(part.part).stem for part in missing))
-        some = (
+        scope = (
             ""
             if len(missing) == len(parts)
             else f", {len(missing)} of {len(parts)} parts ({names})"
         )
-        _say(f"compiling the kernels for {target}{some}, once (up to {up_to}) ...")
+        _say(f"compiling the kernels for {target}{scope}, once (up to {up_to}) ...")
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     pool = ThreadPoolExecutor(cores)
 
     def make(part: BuildInputs) -> None:
-        found[part.key] = _build_once(part, cache)
+        objects_by_key[part.key] = _build_once(part, cache)
 
     try:
-        for number, done in enumerate(
+        for number, future in enumerate(
             as_completed([pool.submit(make, part) for part in missing]), 1
         ):
-            done.result()
+            future.result()
             if loud and sys.stderr.isatty():  # shorter than the line that follows
                 line = f"odyssey: compiling the kernels ... {number} of {len(missing)}"
                 print(line, end="\r", file=sys.stderr, flush=True)
-        objects = [found[part.key] for part in parts]
+        objects = [objects_by_key[part.key] for part in parts]
         compiler.link([Path(part.to_load()) for part in objects if part], library)
     finally:
         pool.shutdown(cancel_futures=True)
-        for part in found.values():
+        for part in objects_by_key.values():
             if part:
                 part.close()
     if loud:
@@ -572,14 +585,14 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
     lock = files.LockFile(path)
     # one of several ranks speaks
     waited = False
-    said = launcher.rank() not in (None, 0)
+    quiet = launcher.rank() not in (None, 0)
     try:
         start = time.monotonic()
         with contextlib.suppress(OSError):
             while lock.take() is False:
                 waited = True
-                if not said and time.monotonic() - start > _WAIT_NOTICE_S:
-                    said = True
+                if not quiet and time.monotonic() - start > _WAIT_NOTICE_S:
+                    quiet = True
                     _say(
                         f"waiting for process {lock.read().get('pid', '?')} to compile the kernels"
                     )
@@ -589,24 +602,24 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
         lock.release(empty=False)  # who waits reads it
 
 
-def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
+def _prebuilt(kernels_path: Path, accelerator: str | None = None) -> Path:
     """A library that ODYSSEY_KERNELS names; of a folder that `odyssey build --output` made
     everything is checked.
     """
-    path = named.absolute()
+    path = kernels_path.absolute()
     home = path if path.is_dir() else path.parent
     if folder.is_folder(home):
-        here = None
+        source_digest = None
         with contextlib.suppress(BuildError):
-            here = source_hash(source_root())
-        return folder.library(home, accelerator, here)
+            source_digest = source_hash(source_root())
+        return folder.library(home, accelerator, source_digest)
     if accelerator:
         path = home / folder.library_name(accelerator)
     elif path.is_dir():
         path = path / LIBRARY
     if not path.is_file():
         raise BuildError(
-            f"[build] ODYSSEY_KERNELS={named}, but there is no file {path}; make it with "
+            f"[build] ODYSSEY_KERNELS={kernels_path}, but there is no file {path}; make it with "
             "`odyssey build --output DIR"
             f"{f' --target {accelerator}' if accelerator else ''}`, or unset ODYSSEY_KERNELS to "
             "compile the kernels"

@@ -58,28 +58,28 @@ def pack(
     """
     output = output.absolute()
     names = list(dict.fromkeys(gpus.canonical(name) for name in accelerators))
-    _usable(output)
+    _check_output(output)
     cpu = target_cpu or compiler.portable_cpu()
     libraries = [build.cached_library(cpu), *(build.cached_library(cpu, name) for name in names)]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{output.name}.tmp-"
-        beside = output.parent
+        parent = output.parent
         with tempfile.TemporaryDirectory(
-            prefix=prefix, dir=beside, ignore_cleanup_errors=True
+            prefix=prefix, dir=parent, ignore_cleanup_errors=True
         ) as aside:
-            (made := Path(aside) / "made").mkdir()
-            glibc = _libraries(libraries, made)
-            _package(made / "python")
+            (staging := Path(aside) / "made").mkdir()
+            glibc = _libraries(libraries, staging)
+            _package(staging / "python")
             if dependencies:
-                _dependencies(made / "site")
-            (made / "odyssey").write_text(_LAUNCHER)
-            (made / "odyssey").chmod(0o755)
-            manifest = seal(made, folder.system(), cpu, names, glibc)
-            _put(made, output)
+                _dependencies(staging / "site")
+            (staging / "odyssey").write_text(_LAUNCHER)
+            (staging / "odyssey").chmod(0o755)
+            manifest = seal(staging, folder.system(), cpu, names, glibc)
+            _move_into_place(staging, output)
     except OSError as problem:
-        what = f"{output} cannot be written: {problem.strerror}"
-        raise OutputError(f"[build] {what}; choose another --output") from problem
+        reason = f"{output} cannot be written: {problem.strerror}"
+        raise OutputError(f"[build] {reason}; choose another --output") from problem
     return manifest
 
 
@@ -103,40 +103,40 @@ def seal(
     return manifest
 
 
-def _usable(output: Path) -> None:
+def _check_output(output: Path) -> None:
     """Raises OutputError if there is anything at `output` that would be lost."""
 
-    def refused(why: str, advice: str = "choose another --output") -> OutputError:
-        return OutputError(f"[build] {output} is refused: {why}; {advice}")
+    def refusal(reason: str, advice: str = "choose another --output") -> OutputError:
+        return OutputError(f"[build] {output} is refused: {reason}; {advice}")
 
     if not output.is_dir():
         if os.path.lexists(output):
-            raise refused("it is not a directory")
+            raise refusal("it is not a directory")
         return
     if not folder.is_folder(output):
         if os.listdir(output):
-            raise refused("it is not empty and not a folder of odyssey's")
+            raise refusal("it is not empty and not a folder of odyssey's")
         return
     try:
-        known = {*folder.read(output).files, folder.MANIFEST}
+        packed_names = {*folder.read(output).files, folder.MANIFEST}
     except BuildError as problem:
-        raise refused(f"its {folder.MANIFEST} is unreadable") from problem
+        raise refusal(f"its {folder.MANIFEST} is unreadable") from problem
     for name in _names(output):
-        if name not in known:
-            raise refused(f"{name} was put into it")
+        if name not in packed_names:
+            raise refusal(f"{name} was put into it")
 
 
-def _put(made: Path, output: Path) -> None:
-    """Gives the folder its name; what had it is at `made` then.
+def _move_into_place(staging: Path, output: Path) -> None:
+    """Gives the folder its name; what had it is at `staging` then.
 
     A process that uses that keeps its open files.
     """
     if output.is_symlink():
         output.unlink()
     if output.exists():
-        exchange(made, output, made.with_name("old"))
+        exchange(staging, output, staging.with_name("old"))
     else:
-        os.rename(made, output)
+        os.rename(staging, output)
 
 
 def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
@@ -165,8 +165,8 @@ def newest_glibc(library: bytes) -> tuple[int, ...]:
     """The highest version of glibc that a library names among the versions of symbols, such as
     (2, 34); () if none.
     """
-    found = re.findall(rb"\0GLIBC_(\d+(?:\.\d+)*)(?=\0)", library)
-    return max((tuple(map(int, version.split(b"."))) for version in found), default=())
+    versions = re.findall(rb"\0GLIBC_(\d+(?:\.\d+)*)(?=\0)", library)
+    return max((tuple(map(int, version.split(b"."))) for version in versions), default=())
 
 
 def _package(target: Path) -> None:

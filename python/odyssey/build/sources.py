@@ -35,12 +35,12 @@ def for_gpus(name: str) -> bool:
 
 def digest(texts: Mapping[str, bytes]) -> str:
     """SHA-256 over names and bytes."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(texts):
-        found.update(b"%d %d\n" % (len(name.encode()), len(texts[name])))
-        found.update(name.encode())
-        found.update(texts[name])
-    return found.hexdigest()
+        sha256.update(b"%d %d\n" % (len(name.encode()), len(texts[name])))
+        sha256.update(name.encode())
+        sha256.update(texts[name])
+    return sha256.hexdigest()
 
 
 def roots(texts: Mapping[str, bytes], gpu: bool = False) -> tuple[str, ...]:
@@ -58,21 +58,21 @@ def imported(texts: Mapping[str, bytes], root: str) -> dict[str, bytes]:
     It may be more, such as a word that stands behind an `import` in a text, and it is never less
     without an error: the compiler is given nothing else.
     """
-    found: dict[str, bytes] = {}
-    open_ = [root]
-    while open_:
-        name = open_.pop()
-        if name in texts and name not in found:
-            found[name] = texts[name]
-            open_ += _imports(name, texts[name].decode(errors="replace"))
-    return found
+    imported_texts: dict[str, bytes] = {}
+    pending = [root]
+    while pending:
+        name = pending.pop()
+        if name in texts and name not in imported_texts:
+            imported_texts[name] = texts[name]
+            pending += _imports(name, texts[name].decode(errors="replace"))
+    return imported_texts
 
 
 def _imports(name: str, text: str) -> list[str]:
     """The files that a file may import, by names that need not exist."""
-    found = []
-    for package, what in _IMPORT.findall(re.sub(r"#.*", "", text)):
-        modules = re.findall(r"[.\w]+", what)
+    paths = []
+    for package, import_list in _IMPORT.findall(re.sub(r"#.*", "", text)):
+        modules = re.findall(r"[.\w]+", import_list)
         if package:  # a name that is imported from it may be a module, or not
             dot = "" if package.endswith(".") else "."
             modules = [package, *(package + dot + module for module in modules)]
@@ -81,5 +81,5 @@ def _imports(name: str, text: str) -> list[str]:
             place = PurePosixPath(name).parents[dots - 1] if dots else PurePosixPath(FOLDER)
             for part in module.lstrip(".").split("."):
                 place /= part
-                found += [f"{place}.mojo", f"{place}/__init__.mojo"]
-    return found
+                paths += [f"{place}.mojo", f"{place}/__init__.mojo"]
+    return paths

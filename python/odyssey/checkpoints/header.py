@@ -70,18 +70,20 @@ def rows(runs: list[tuple[int, int]]) -> list[ElementRun]:
     """Runs (start, length) in their order, where neighbours of one length that are equally far
     apart are one.
     """
-    made: list[ElementRun] = []
-    for at, n in runs:
-        last = made[-1] if made else None
+    merged: list[ElementRun] = []
+    for start, n in runs:
+        last = merged[-1] if merged else None
         if (
             last
             and last.length == n
-            and (last.count == 1 or at - last.start == last.count * last.step)
+            and (last.count == 1 or start - last.start == last.count * last.step)
         ):
-            made[-1] = last._replace(step=(at - last.start) // last.count, count=last.count + 1)
+            merged[-1] = last._replace(
+                step=(start - last.start) // last.count, count=last.count + 1
+            )
         else:
-            made.append(ElementRun(at, n, n, 1))
-    return made
+            merged.append(ElementRun(start, n, n, 1))
+    return merged
 
 
 class Entry(NamedTuple):
@@ -146,16 +148,16 @@ def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) ->
 
 def check_tiling(tensors: list[Entry], space: int) -> None:
     """Refuses tensors that leave gaps, overlap, or do not fill the data exactly."""
-    at = 0
+    offset = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
-        if tensor.begin != at:
+        if tensor.begin != offset:
             raise CheckpointError(
-                f"{tensor.name}: its bytes begin at {tensor.begin}, not at {at}: a gap or an "
+                f"{tensor.name}: its bytes begin at {tensor.begin}, not at {offset}: a gap or an "
                 "overlap"
             )
-        at = tensor.end
-    if at != space:
-        raise CheckpointError(f"the tensors fill {at} bytes, the file has {space} of data")
+        offset = tensor.end
+    if offset != space:
+        raise CheckpointError(f"the tensors fill {offset} bytes, the file has {space} of data")
 
 
 def check_part(tensor: Entry, whole: Any, run: Any) -> Entry:
@@ -169,20 +171,20 @@ def check_part(tensor: Entry, whole: Any, run: Any) -> Entry:
         raise CheckpointError(
             f"{tensor.name}: whole and run are whole numbers, not {ascii([whole, run])[:80]}"
         )
-    made = ElementRun(*run)
+    element_run = ElementRun(*run)
     name = tensor.key[1]
-    fits = made.count == 1 or made.length <= made.step
+    fits = element_run.count == 1 or element_run.length <= element_run.step
     if (
         not name
         or not fits
-        or made.count < 1
-        or (made.size,) != tensor.shape
-        or made.stop > math.prod(whole)
+        or element_run.count < 1
+        or (element_run.size,) != tensor.shape
+        or element_run.stop > math.prod(whole)
     ):
         raise CheckpointError(
             f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape {ascii(whole)[:80]}"
         )
-    return tensor._replace(whole=tuple(whole), run=made)
+    return tensor._replace(whole=tuple(whole), run=element_run)
 
 
 def check_parts(parts: Sequence[Entry]) -> None:
@@ -233,13 +235,13 @@ def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
     if len(forms) > TENSORS_LIMIT:
         raise OutputError(f"{len(forms)} tensors in one file are more than {TENSORS_LIMIT}")
     tensors = []
-    at = 0
+    offset = 0
     for name, (dtype, shape) in sorted(
         forms.items(), key=lambda item: (-item[1][0].itemsize, item[0])
     ):
-        end = at + math.prod(shape) * dtype.itemsize
-        tensors.append(Entry(name, _NAMES[dtype.str], shape, at, end))
-        at = end
+        end = offset + math.prod(shape) * dtype.itemsize
+        tensors.append(Entry(name, _NAMES[dtype.str], shape, offset, end))
+        offset = end
     header = encode_header(tensors)
     if len(header) - LENGTH_BYTES > HEADER_LIMIT:
         raise OutputError(

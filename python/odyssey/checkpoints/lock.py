@@ -55,9 +55,9 @@ class DirectoryLock:
         try:
             if self._file.in_place() and _holder(self._file) == self.mine:
                 return
-            now = LockFile(self.path, os.O_RDONLY)
-            holder = str(_holder(now) or "another process")
-            now.release(empty=False)
+            current_file = LockFile(self.path, os.O_RDONLY)
+            holder = str(_holder(current_file) or "another process")
+            current_file.release(empty=False)
         except OSError as problem:
             holder = f"nobody ({self.path.name}: {problem.strerror})"
         raise OutputError(
@@ -71,7 +71,7 @@ class DirectoryLock:
             self._file = None
 
     def _take(self) -> LockFile:
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while True:
             file = LockFile(self.path)
             try:
@@ -79,13 +79,14 @@ class DirectoryLock:
                     return file
                 holder = _holder(file)
                 if holder is not None and holder.attempt < self.mine.attempt:
-                    made = self._take_over()
+                    new_file = self._take_over()
                     file.release(empty=False)
-                    return made
-                if time.monotonic() > until:
-                    who = holder or "another process"
+                    return new_file
+                if time.monotonic() > deadline:
+                    holder_name = holder or "another process"
                     raise OutputError(
-                        f"[checkpoint] {self._place} is in use by {who}; wait, or give another "
+                        f"[checkpoint] {self._place} is in use by {holder_name}; wait, or give "
+                        "another "
                         "directory"
                     )
             except BaseException:
@@ -95,37 +96,37 @@ class DirectoryLock:
             time.sleep(0.05)
 
     def _try(self, file: LockFile) -> bool:
-        taken = file.take()
-        if taken is None:
+        acquired = file.take()
+        if acquired is None:
             holder = _holder(file)
-            taken = (
+            acquired = (
                 holder is None
                 or holder.dead
                 or holder == self.mine
                 or holder.attempt < self.mine.attempt
             )
-        if not taken or not file.in_place():  # it was replaced meanwhile
+        if not acquired or not file.in_place():  # it was replaced meanwhile
             return False
         file.write(self.mine._asdict(), durable=True)
         return True
 
     def _take_over(self) -> LockFile:
         """Puts a new file in the place of one that an earlier attempt still holds."""
-        made = LockFile(
+        new_file = LockFile(
             self.path.with_name(f"{NAME}.{self.mine.attempt}.{self.mine.host}.{self.mine.pid}")
         )
         try:
             with contextlib.suppress(OSError):
-                made.take()
-            made.write(self.mine._asdict(), durable=True)
-            os.rename(made.path, self.path)
+                new_file.take()
+            new_file.write(self.mine._asdict(), durable=True)
+            os.rename(new_file.path, self.path)
         except BaseException:
-            made.release()
+            new_file.release()
             with contextlib.suppress(OSError):
-                os.unlink(made.path)
+                os.unlink(new_file.path)
             raise
-        made.path = self.path
-        return made
+        new_file.path = self.path
+        return new_file
 
 
 def _holder(file: LockFile) -> Holder | None:

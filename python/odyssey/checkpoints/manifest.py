@@ -32,7 +32,7 @@ from .snapshot import SUFFIX, is_file_name
 NAME = "manifest.json"
 FORMAT = "odyssey checkpoint"
 WHOLE, PARTS = VERSIONS = (1, 2)  # of the format: whole tensors; parts of tensors
-LIMIT = 64 << 20  # bytes
+MAX_BYTES = 64 << 20
 FILES_LIMIT = 1 << 14
 KEY_FILE = "ODYSSEY_CHECKPOINT_KEY_FILE"  # names a key file where no option does
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -85,12 +85,12 @@ class Manifest(NamedTuple):
         """Returns the parts of each tensor, by (stem, name): each a tensor of a file, and its
         digest.
         """
-        found: dict[tuple[str, str], list[tuple[File, Entry, str]]] = {}
+        parts_by_tensor: dict[tuple[str, str], list[tuple[File, Entry, str]]] = {}
         for file in self.files:
             for one, digest in zip(file.tensors, file.digests, strict=True):
                 key = (file.name.removesuffix(SUFFIX), one.name) if one.run is None else one.key
-                found.setdefault(key, []).append((file, one, digest))
-        return found
+                parts_by_tensor.setdefault(key, []).append((file, one, digest))
+        return parts_by_tensor
 
     def same_content(self, other: Manifest) -> bool:
         """Returns whether the two say the same, whoever wrote them."""
@@ -124,8 +124,8 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
 
     Raises CheckpointError: they are none, or changed, or lack a MAC by `key`.
     """
-    if len(data) > LIMIT:
-        raise CheckpointError(f"{NAME} is longer than {LIMIT} bytes")
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(f"{NAME} is longer than {MAX_BYTES} bytes")
     try:
         content = parse_json(data, NAME)
     except DataError as problem:
@@ -149,17 +149,17 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
     files = content["files"]
     if type(files) is not list or not 0 < len(files) <= FILES_LIMIT:
         raise CheckpointError(f"{NAME}: files is a list of 1 to {FILES_LIMIT}")
-    made = tuple(file_of(file, version == PARTS) for file in files)
-    if len({file.name for file in made}) < len(made):
+    parsed_files = tuple(file_of(file, version == PARTS) for file in files)
+    if len({file.name for file in parsed_files}) < len(parsed_files):
         raise CheckpointError(f"{NAME} names a file twice")
-    found = Manifest(
-        content["step"], content["attempt"], content["values"], made, signed=mac is not None
+    manifest = Manifest(
+        content["step"], content["attempt"], content["values"], parsed_files, signed=mac is not None
     )
     if version == PARTS:
-        for parts in found.tensors.values():
+        for parts in manifest.tensors.values():
             check_parts([one for _, one, _ in parts])
     try:
-        body = found._body()
+        body = manifest._body()
     except ValueError:  # a number such as 1e999
         raise CheckpointError(f"{NAME} holds a number that is not finite") from None
     if data != body + _end(body, mac):
@@ -169,7 +169,7 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:  # noqa: 
             raise CheckpointError(f"{NAME} is not signed, and a key is given")
         if not hmac.compare_digest(mac, hmac.new(key, body, hashlib.sha256).hexdigest()):
             raise CheckpointError(f"{NAME} is not signed with the key that is given")
-    return found
+    return manifest
 
 
 def read_key(path: Path) -> bytes:
@@ -234,21 +234,25 @@ def file_of(entry: Any, parts: bool = True) -> File:
             f"{NAME}: {name}: {len(tensors)} tensors are more than {TENSORS_LIMIT}"
         )
     try:
-        made = tuple(_parse_tensor(one, size, parts) for one in tensors)
-        check_tiling(list(made), sum(one.nbytes for one in made))
+        parsed_tensors = tuple(_parse_tensor(one, size, parts) for one in tensors)
+        check_tiling(list(parsed_tensors), sum(one.nbytes for one in parsed_tensors))
     except CheckpointError as problem:
         raise CheckpointError(f"{NAME}: {name}: {problem}") from None
-    if len({one.name for one in made}) < len(made):
+    if len({one.name for one in parsed_tensors}) < len(parsed_tensors):
         raise CheckpointError(f"{NAME}: {name} names a tensor twice")
-    return File(name, size, entry["header_sha256"], made, tuple(one["sha256"] for one in tensors))
+    return File(
+        name, size, entry["header_sha256"], parsed_tensors, tuple(one["sha256"] for one in tensors)
+    )
 
 
 def _parse_tensor(entry: Any, size: int, part: bool) -> Entry:
     keys = _PART_KEYS if part else _TENSOR_KEYS
     if type(entry) is not dict or tuple(entry) != keys or not _is_digest(entry["sha256"]):
         raise CheckpointError(f"a tensor has the entries {' '.join(keys)}")
-    made = check_tensor(entry["name"], entry["dtype"], entry["shape"], entry["data_offsets"], size)
-    return check_part(made, entry["whole"], entry["run"]) if part else made
+    tensor = check_tensor(
+        entry["name"], entry["dtype"], entry["shape"], entry["data_offsets"], size
+    )
+    return check_part(tensor, entry["whole"], entry["run"]) if part else tensor
 
 
 def file_text(file: File) -> str:

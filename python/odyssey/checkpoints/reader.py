@@ -29,7 +29,7 @@ from .snapshot import SUFFIX, Snapshot, step_name, step_of
 
 PIECE = 1 << 20  # bytes read and hashed at a time
 # bytes from which on threads are worth starting: hashing runs at about 1 GB/s
-THREADS_FROM = 4 << 20
+THREADS_FROM_BYTES = 4 << 20
 
 
 class Stored:
@@ -60,13 +60,13 @@ class Stored:
                 self._take(start, file, tensor, run, digest, lo, out)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = self._make(self.shape, self.dtype)
-        self.read(0, whole.reshape(-1))
-        return whole if dtype is None else whole.astype(dtype, copy=False)
+        array = self._make(self.shape, self.dtype)
+        self.read(0, array.reshape(-1))
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def _take(
         self,
-        at: int,
+        data_start: int,
         file: File,
         tensor: Entry,
         run: ElementRun,
@@ -75,7 +75,7 @@ class Stored:
         out: np.ndarray,
     ) -> None:
         """Reads a part in pieces: into `out`, which begins at element lo, or past it."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         hi = lo + len(out)
         step = PIECE // self.dtype.itemsize
         buffer = np.empty(min(step, run.size), self.dtype)
@@ -84,14 +84,16 @@ class Stored:
                 spans = list(run.spans(a, min(a + step, run.size))) if len(out) else []
                 direct = len(spans) == 1 and lo <= spans[0][1] and spans[0][1] + spans[0][2] <= hi
                 piece = out[spans[0][1] - lo :][: spans[0][2]] if direct else buffer[: run.size - a]
-                _read_into(descriptor, bytes_of(piece), at + tensor.begin + a * self.dtype.itemsize)
-                found.update(piece)
+                _read_into(
+                    descriptor, bytes_of(piece), data_start + tensor.begin + a * self.dtype.itemsize
+                )
+                hasher.update(piece)
                 for i, j, n in [] if direct else spans:
                     first = max(j, lo)
                     last = min(j + n, hi)
                     if first < last:
                         out[first - lo : last - lo] = piece[i - a + first - j : i - a + last - j]
-            if not hmac.compare_digest(found.hexdigest(), digest):
+            if not hmac.compare_digest(hasher.hexdigest(), digest):
                 raise CheckpointError(f"{tensor.name} does not match its SHA-256")
 
 
@@ -115,44 +117,50 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
         "the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
     ) as directory:
         check_owner(os.fstat(directory))
-        found, digest = _manifest(directory, path, key)
+        parsed_manifest, digest = _manifest(directory, path, key)
         starts = {}
-        for file in found.files:
+        for file in parsed_manifest.files:
             with _file(directory, file.name) as (descriptor, size), _naming(file.name):
                 if size != file.size:
                     raise CheckpointError(f"it has {size} bytes, not {file.size}")
                 starts[file.name] = _check_header(descriptor, file)
         folder = Folder(directory)
     stems = [
-        file.name.removesuffix(SUFFIX) for file in found.files if found.version == manifest.WHOLE
+        file.name.removesuffix(SUFFIX)
+        for file in parsed_manifest.files
+        if parsed_manifest.version == manifest.WHOLE
     ]
     arrays: dict[str, dict[str, Any]] = {stem: {} for stem in stems}
-    for (stem, name), parts in found.tensors.items():
+    for (stem, name), parts in parsed_manifest.tensors.items():
         placed = [(starts[file.name], file, *one) for file, *one in parts]
         arrays.setdefault(stem, {})[name] = Stored(folder, placed, make)
-    return Snapshot(found.step, arrays, found.values, source=(os.path.abspath(path), digest)), found
+    return Snapshot(
+        parsed_manifest.step, arrays, parsed_manifest.values, source=(os.path.abspath(path), digest)
+    ), parsed_manifest
 
 
 def load(
     path: Path, key: bytes | None = None, follow: bool = False, whole: bool = True
 ) -> tuple[Snapshot, Manifest]:
     """Opens as `opened` does, with every byte checked, and, if `whole`, all arrays in memory."""
-    snapshot, found = opened(path, key, follow)
-    keys = list(found.tensors)
+    snapshot, parsed_manifest = opened(path, key, follow)
+    keys = list(parsed_manifest.tensors)
 
-    def act(key: tuple[str, str]) -> np.ndarray | None:
+    def read_tensor(key: tuple[str, str]) -> np.ndarray | None:
         tensor = snapshot.arrays[key[0]][key[1]]
         return np.asarray(tensor) if whole else tensor.read(0, np.empty(0, tensor.dtype))
 
     try:
-        made = in_threads(act, keys, found.nbytes)
+        arrays = in_threads(read_tensor, keys, parsed_manifest.nbytes)
     except MemoryError:
-        raise CheckpointError(f"its {found.nbytes} bytes do not fit into memory") from None
+        raise CheckpointError(
+            f"its {parsed_manifest.nbytes} bytes do not fit into memory"
+        ) from None
     if whole:
-        for (stem, name), array in zip(keys, made, strict=True):
+        for (stem, name), array in zip(keys, arrays, strict=True):
             snapshot.arrays[stem][name] = array
         snapshot.source = None
-    return snapshot, found
+    return snapshot, parsed_manifest
 
 
 def verify(path: Path, key: bytes | None = None, follow: bool = False) -> Manifest:
@@ -180,7 +188,7 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) ->
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    if nbytes >= THREADS_FROM and cores > 1:
+    if nbytes >= THREADS_FROM_BYTES and cores > 1:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(4, cores)) as pool:
@@ -197,16 +205,16 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) ->
 def _manifest(directory: int, path: Path, key: bytes | None) -> tuple[Manifest, str]:
     """The manifest, and the SHA-256 of all of its text."""
     with _file(directory, manifest.NAME) as (descriptor, size):
-        if size > manifest.LIMIT:
-            raise CheckpointError(f"{manifest.NAME} is longer than {manifest.LIMIT} bytes")
+        if size > manifest.MAX_BYTES:
+            raise CheckpointError(f"{manifest.NAME} is longer than {manifest.MAX_BYTES} bytes")
         data = bytearray(size)
         with _naming(manifest.NAME):
             _read_into(descriptor, memoryview(data), 0)
-    found = parse_manifest(bytes(data), key)
-    named = step_of(path.name)
-    if named is not None and named != found.step:
-        raise CheckpointError(f"{manifest.NAME} is that of {step_name(found.step)}")
-    return found, hashlib.sha256(data).hexdigest()
+    parsed_manifest = parse_manifest(bytes(data), key)
+    name_step = step_of(path.name)
+    if name_step is not None and name_step != parsed_manifest.step:
+        raise CheckpointError(f"{manifest.NAME} is that of {step_name(parsed_manifest.step)}")
+    return parsed_manifest, hashlib.sha256(data).hexdigest()
 
 
 def _check_header(descriptor: int, file: File) -> int:
@@ -215,22 +223,22 @@ def _check_header(descriptor: int, file: File) -> int:
     size = len(header) + sum(tensor.nbytes for tensor in file.tensors)
     if size != file.size:
         raise CheckpointError(f"header and tensors fill {size} bytes, the file has {file.size}")
-    found = bytearray(len(header))
-    _read_into(descriptor, memoryview(found), 0)
-    if found != header or hashlib.sha256(header).hexdigest() != file.header_sha256:
+    stored_header = bytearray(len(header))
+    _read_into(descriptor, memoryview(stored_header), 0)
+    if stored_header != header or hashlib.sha256(header).hexdigest() != file.header_sha256:
         raise CheckpointError("its header does not match its SHA-256")
     return len(header)
 
 
 @contextlib.contextmanager
-def _open(what: str, path: Path | str, flags: int, within: int | None = None) -> Iterator[int]:
-    """A file or directory, open; `what` is its name in messages."""
+def _open(label: str, path: Path | str, flags: int, within: int | None = None) -> Iterator[int]:
+    """A file or directory, open; `label` is its name in messages."""
     try:
         descriptor = os.open(path, flags | os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
     except FileNotFoundError as problem:
-        raise CheckpointError(f"{what} is missing") from problem
+        raise CheckpointError(f"{label} is missing") from problem
     except OSError as problem:
-        raise CheckpointError(f"{what} cannot be opened: {problem.strerror}") from problem
+        raise CheckpointError(f"{label} cannot be opened: {problem.strerror}") from problem
     try:
         yield descriptor
     finally:
@@ -247,17 +255,17 @@ def _file(directory: int, name: str) -> Iterator[tuple[int, int]]:
         yield descriptor, status.st_size
 
 
-def _read_into(descriptor: int, target: memoryview, at: int) -> None:
-    """Fills `target` from the bytes at `at`."""
-    done = 0
-    while done < len(target):
+def _read_into(descriptor: int, target: memoryview, offset: int) -> None:
+    """Fills `target` from the bytes at `offset`."""
+    filled = 0
+    while filled < len(target):
         try:
-            count = os.preadv(descriptor, [target[done:]], at + done)
+            count = os.preadv(descriptor, [target[filled:]], offset + filled)
         except OSError as problem:
             raise CheckpointError(f"it cannot be read: {problem.strerror}") from problem
         if count == 0:
-            raise CheckpointError(f"it ends {len(target) - done} bytes early")
-        done += count
+            raise CheckpointError(f"it ends {len(target) - filled} bytes early")
+        filled += count
 
 
 @contextlib.contextmanager

@@ -84,8 +84,8 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step a directory's name says; None for any other name. Each step has one name."""
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found and step_name(int(found[1])) == name else None
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def is_file_name(name: str) -> bool:

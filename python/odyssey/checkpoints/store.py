@@ -34,7 +34,7 @@ from .snapshot import (
 )
 from .writer import Aside, begin, host_name, place, remove, saying, settle, write_file
 
-LOOKS = 5  # at checkpoints that are removed or replaced while they are read
+MAX_LOOKS = 5  # at checkpoints that are removed or replaced while they are read
 
 
 class Refused(NamedTuple):
@@ -136,7 +136,9 @@ class Store:
         """
         try:
             reader.check_owner(os.stat(self.folder))
-            found = [name for name in os.listdir(self.folder) if step_of(name) is not None]
+            checkpoint_names = [
+                name for name in os.listdir(self.folder) if step_of(name) is not None
+            ]
         except FileNotFoundError:
             return []
         except CheckpointError as problem:
@@ -147,24 +149,24 @@ class Store:
             raise CheckpointError(
                 f"[checkpoint] {self._place} cannot be read: {problem.strerror}"
             ) from problem
-        return sorted(found, key=lambda name: step_of(name) or 0)
+        return sorted(checkpoint_names, key=lambda name: step_of(name) or 0)
 
     def newest(self, whole: bool = True) -> tuple[Snapshot | None, list[Refused]]:
         """The newest checkpoint whose every byte is as it was written, and those that were
         refused on the way to it; its arrays in memory if `whole`. Raises CheckpointError: the
         directory itself cannot be read.
         """
-        for look in range(LOOKS):
+        for look in range(MAX_LOOKS):
             refused: list[Refused] = []
             for name in reversed(self.names()):
                 path = self.folder / name
-                before = _identity(path)
+                identity_before = _identity(path)
                 try:
                     snapshot, _manifest = reader.load(path, self.key, False, whole)
                 except CheckpointError as problem:
-                    if before is not None and _identity(path) == before:
+                    if identity_before is not None and _identity(path) == identity_before:
                         refused.append(Refused(path, str(problem)))
-                    elif look + 1 < LOOKS:
+                    elif look + 1 < MAX_LOOKS:
                         break  # its owner is at work: there is another by now
                 else:
                     self._valid.add(name)
@@ -178,18 +180,18 @@ class Store:
         refused; in constant memory. One that its owner removes meanwhile is left out. Raises
         CheckpointError: as `names`.
         """
-        found: list[Manifest | Refused] = []
+        results: list[Manifest | Refused] = []
         for path in [self.folder / name for name in self.names()]:
-            for _ in range(LOOKS):
-                before = _identity(path)
+            for _ in range(MAX_LOOKS):
+                identity_before = _identity(path)
                 try:
-                    found.append(reader.verify(path, self.key))
+                    results.append(reader.verify(path, self.key))
                     break
                 except CheckpointError as problem:
-                    if before is not None and _identity(path) == before:
-                        found.append(Refused(path, str(problem)))
+                    if identity_before is not None and _identity(path) == identity_before:
+                        results.append(Refused(path, str(problem)))
                         break
-        return found
+        return results
 
     def load(self, path: Path | str, whole: bool = True) -> Snapshot:
         """One checkpoint, wherever it is; its arrays in memory if `whole`.
@@ -239,8 +241,8 @@ class Store:
         """
         self.wait()
         arrays = {
-            stem: {name: np.asarray(one, order="C") for name, one in some.items()}
-            for stem, some in snapshot.arrays.items()
+            stem: {name: np.asarray(one, order="C") for name, one in tensors.items()}
+            for stem, tensors in snapshot.arrays.items()
         }
         self._check(snapshot.step)
         return self._save(
@@ -257,9 +259,9 @@ class Store:
         self._check(snapshot.step)
         former = self._staged
         self._staged = {}
-        for stem, some in snapshot.arrays.items():
+        for stem, tensors in snapshot.arrays.items():
             self._staged[stem] = {}
-            for name, one in some.items():
+            for name, one in tensors.items():
                 one = np.asarray(one)
                 copy = former.get(stem, {}).get(name)
                 if copy is None or (copy.shape, copy.dtype) != (one.shape, one.dtype):
@@ -267,8 +269,10 @@ class Store:
                 np.copyto(copy, one)
                 check_finite(snapshot.step, stem, name, copy)
                 self._staged[stem][name] = copy
-        taken = Snapshot(snapshot.step, self._staged, plain_values(snapshot.step, snapshot.values))
-        self._writing = self._thread.submit(self._save, taken, marks)
+        staged_snapshot = Snapshot(
+            snapshot.step, self._staged, plain_values(snapshot.step, snapshot.values)
+        )
+        self._writing = self._thread.submit(self._save, staged_snapshot, marks)
 
     def mark(self, step: int, names: Sequence[str]) -> None:
         """Gives the checkpoint of a step further names in this directory, as links.
@@ -323,26 +327,26 @@ class Store:
         Raises OutputError, as `save`.
         """
         name = step_name(step)
-        written = False
+        is_placed = False
         aside = self._aside(step, "tmp")
-        made = Manifest(step, self.attempt, values, tuple(files), signed=self.key is not None)
+        manifest = Manifest(step, self.attempt, values, tuple(files), signed=self.key is not None)
         try:
             with saying(name, self._place):
-                encoded = sealed(made, self.key)
+                encoded = sealed(manifest, self.key)
                 for file in files:
                     if os.stat(self.folder / aside.name / file.name).st_size != file.size:
                         raise OutputError(
                             f"{file.name} is not whole; do all hosts see {self._place}?"
                         )
-                if not self._is_there(name, made):
+                if not self._is_there(name, manifest):
                     self._valid.discard(name)
                     place(self.folder, aside, encoded, self._check_fence)
-                    written = True
+                    is_placed = True
         finally:
-            if not written:
+            if not is_placed:
                 self.abandon(step)
         self._valid.add(name)
-        if written:
+        if is_placed:
             try:
                 settle(self.folder, aside)
             except OSError as problem:
@@ -370,7 +374,9 @@ class Store:
             return write_file(folder, stem, snapshot.step, pieces, False)
 
         try:
-            nbytes = sum(one.nbytes for some in snapshot.arrays.values() for one in some.values())
+            nbytes = sum(
+                one.nbytes for tensors in snapshot.arrays.values() for one in tensors.values()
+            )
             files = reader.in_threads(write, list(snapshot.arrays), nbytes)
         except BaseException:
             self.abandon(snapshot.step)
@@ -384,7 +390,7 @@ class Store:
         assert self._lock is not None
         if os.path.lexists(self._lock.path):
             return
-        what = (
+        removed_part = (
             f"the lock of {self._place}"
             if self.folder.is_dir()
             else f"{self._place}, with its checkpoints,"
@@ -394,9 +400,9 @@ class Store:
         self._lock = DirectoryLock(self.folder, self.attempt)
         former.release()
         self._valid.clear()
-        self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")
+        self.tell(f"[checkpoint] {removed_part} was removed by somebody else, and is made anew")
 
-    def _is_there(self, name: str, made: Manifest) -> bool:
+    def _is_there(self, name: str, manifest: Manifest) -> bool:
         """Returns whether a valid checkpoint of this name says the same; refuses to replace a
         later attempt's.
         """
@@ -404,14 +410,15 @@ class Store:
         if not os.path.lexists(path):
             return False
         try:
-            there = reader.verify(path, self.key)
+            existing_manifest = reader.verify(path, self.key)
         except CheckpointError:
             return False
-        if there.same_content(made):
+        if existing_manifest.same_content(manifest):
             return True
-        if there.attempt > self.attempt:
+        if existing_manifest.attempt > self.attempt:
             raise OutputError(
-                f"attempt {there.attempt} has written it, and this is attempt {self.attempt}"
+                f"attempt {existing_manifest.attempt} has written it, and this is attempt "
+                f"{self.attempt}"
             )
         return False
 
@@ -435,21 +442,21 @@ class Store:
 
     def _remove_old(self, saved: str) -> None:
         """Removes what is older than the newest `keep` valid ones; `saved` is one of them."""
-        found = 1
+        valid_count = 1
         try:
             for name in reversed(self.names()):
                 if name == saved or step_of(name) in self.kept:
                     continue
-                if found >= self.keep:
+                if valid_count >= self.keep:
                     remove(self.folder / name, self._aside(step_of(name) or 0, "old"))
                     self._valid.discard(name)
                 elif self._is_valid(name):
-                    found += 1
+                    valid_count += 1
         except (OSError, OdysseyError) as problem:
-            what = (
+            reason = (
                 f"an older one cannot be removed: {getattr(problem, 'strerror', None) or problem}"
             )
-            raise OutputError(f"[checkpoint] {saved} is saved, but {what}") from problem
+            raise OutputError(f"[checkpoint] {saved} is saved, but {reason}") from problem
 
     def _is_valid(self, name: str) -> bool:
         if name not in self._valid:
@@ -471,9 +478,9 @@ class Store:
             aside = Aside.parse(name)
             if aside is None:
                 continue
-            here = aside.host == host_name()
+            on_this_host = aside.host == host_name()
             if aside.attempt < self.attempt or (
-                here and (aside.pid == os.getpid() or gone(aside.pid))
+                on_this_host and (aside.pid == os.getpid() or gone(aside.pid))
             ):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 

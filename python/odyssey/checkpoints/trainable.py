@@ -125,9 +125,13 @@ class Tally:
         """Adds sums over some samples; what was not summed from the start on, before a
         checkpoint, is left out.
         """
-        before = self.named
-        begun = self.counted > 0
-        both = {k: before.get(k, 0.0) + v for k, v in metrics.items() if k in before or not begun}
+        previous_sums = self.named
+        has_samples = self.counted > 0
+        both = {
+            k: previous_sums.get(k, 0.0) + v
+            for k, v in metrics.items()
+            if k in previous_sums or not has_samples
+        }
         self.put(self.loss + loss, self.correct + correct, both)
         self.counted += samples
 

@@ -47,9 +47,9 @@ class Aside(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Aside | None:
-        found = _ASIDE.fullmatch(name)
+        match = _ASIDE.fullmatch(name)
         return (
-            cls(int(found[1]), found[2], int(found[3]), found[4], int(found[5])) if found else None
+            cls(int(match[1]), match[2], int(match[3]), match[4], int(match[5])) if match else None
         )
 
 
@@ -68,14 +68,14 @@ def saying(name: str, place: str) -> Iterator[None]:
     except OutputError as problem:
         raise OutputError(f"[checkpoint] {name} is not saved: {problem}") from None
     except MemoryError:
-        what = "out of memory; those before it are as they were"
-        raise OutputError(f"[checkpoint] {name} is not saved: {what}") from None
+        reason = "out of memory; those before it are as they were"
+        raise OutputError(f"[checkpoint] {name} is not saved: {reason}") from None
     except OSError as problem:
-        where = (
+        file_prefix = (
             printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
         )
         raise OutputError(
-            f"[checkpoint] {name} cannot be saved in {place}: {where}{problem.strerror}; "
+            f"[checkpoint] {name} cannot be saved in {place}: {file_prefix}{problem.strerror}; "
             "those before it are as they were"
         ) from problem
 
@@ -112,13 +112,13 @@ def write_file(
 
     Raises NumericsError, OutputError.
     """
-    given = {piece.key if parts else piece.name: piece for piece in pieces}
+    pieces_by_name = {piece.key if parts else piece.name: piece for piece in pieces}
     digests: list[str] = []
 
     def content() -> Iterator[memoryview]:
         yield memoryview(header)
         for place in places:
-            piece = given[place.name]
+            piece = pieces_by_name[place.name]
             digest = hashlib.sha256()
             for part in piece.parts(PIECE // piece.source.dtype.itemsize):
                 check_finite(step, piece.stem, piece.name, part)
@@ -133,7 +133,7 @@ def write_file(
         try:
             forms = {
                 key: (one.source.dtype, (one.run.size,) if parts else one.whole)
-                for key, one in given.items()
+                for key, one in pieces_by_name.items()
             }
             header, places = make_header(forms)
         except OutputError as problem:
@@ -141,7 +141,8 @@ def write_file(
         _write_file(folder / name, content())
     if parts:
         places = [
-            one._replace(whole=given[one.name].whole, run=given[one.name].run) for one in places
+            one._replace(whole=pieces_by_name[one.name].whole, run=pieces_by_name[one.name].run)
+            for one in places
         ]
     size = len(header) + sum(one.nbytes for one in places)
     return File(name, size, hashlib.sha256(header).hexdigest(), tuple(places), tuple(digests))
@@ -156,11 +157,11 @@ def settle(folder: Path, aside: Aside) -> None:
 
 def remove(path: Path, aside: Aside) -> None:
     """Removes a checkpoint: its name first, so that it is never seen in part."""
-    gone = path.with_name(aside.name)
+    aside_path = path.with_name(aside.name)
     with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(gone)
-    os.rename(path, gone)
-    _discard(gone)
+        shutil.rmtree(aside_path)
+    os.rename(path, aside_path)
+    _discard(aside_path)
 
 
 def _discard(path: Path) -> None:

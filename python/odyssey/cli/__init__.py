@@ -42,10 +42,10 @@ class _Commands(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            meant = near(args[0], COMMANDS)
+            suggestions = near(args[0], COMMANDS)
             hint = (
-                f"; did you mean {' or '.join(meant)}?"
-                if meant
+                f"; did you mean {' or '.join(suggestions)}?"
+                if suggestions
                 else f"; choose from {', '.join(COMMANDS)}"
             )
             context.fail(f"No such command '{printable(args[0], limit=60)}'{hint}")
@@ -108,9 +108,10 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
     except outputs.ReaderGone:
         return _end(BROKEN_PIPE, None)
     except Exception as error:
-        if isinstance(error, OSError) and (why := _unwritable(error)):
+        if isinstance(error, OSError) and (reason := _explain_write_error(error)):
             return _end(
-                OutputError.exit_code, f"error: [output] standard output cannot be written: {why}"
+                OutputError.exit_code,
+                f"error: [output] standard output cannot be written: {reason}",
             )
         if isinstance(error, FileNotFoundError) and not files.current_directory():
             return _end(USAGE, f"error: {files.NO_DIRECTORY}", on_all_ranks=True)
@@ -122,15 +123,15 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         )
 
 
-def _unwritable(error: OSError) -> str:
+def _explain_write_error(error: OSError) -> str:
     """Why standard output does not take what it was given; "" if it does, and the error is
     another's.
     """
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
     # without a buffer it is there that it fails
-    if at is None or at.tb_frame.f_code is not click.echo.__code__:
+    if traceback is None or traceback.tb_frame.f_code is not click.echo.__code__:
         try:
             sys.stdout.flush()
             return ""

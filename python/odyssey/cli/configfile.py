@@ -18,21 +18,21 @@ import click
 
 from odyssey.errors import ConfigError, DataError, near, printable
 
-LIMIT = 64 << 10  # bytes of a file
+MAX_BYTES = 64 << 10  # of a file
 LINE = 8 << 10  # characters of a line; a TOML parser takes quadratic time for one key of many parts
-TEXT = 4096  # characters of a text value, the longest path of Linux
-INTEGER = 2**63  # integers are below, and not below minus this: what the kernels can count
+MAX_TEXT = 4096  # characters of a value, the longest path of Linux
+INTEGER_BOUND = 2**63  # integers are below, and not below minus this: what the kernels can count
 
 
 def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
     """The values of a TOML file, by the names that click uses for its options.
 
-    Raises DataError: the file cannot be read, is longer than LIMIT, or not UTF-8. ConfigError: it
+    Raises DataError: the file cannot be read, is too long, or not UTF-8. ConfigError: it
     is not TOML, has a key that is no option, or a value of another type than its option's.
     """
     try:
         with open(path, "rb") as file:  # also a pipe, as a shell's <(...) gives
-            data = file.read(LIMIT + 1)
+            data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise DataError(
@@ -47,17 +47,19 @@ def parse_config(data: bytes, name: str, parameters: Sequence[click.Parameter]) 
     Errors as `read_config`.
     """
     content = _toml(data, name)
-    known = _keys(parameters)
+    options_by_key = _keys(parameters)
     values: dict[str, Any] = {}
     for key, value in content.items():
         option = key.replace("_", "-")
-        if option not in known:
-            meant = near(option, known)
+        if option not in options_by_key:
+            suggestions = near(option, options_by_key)
             hint = (
-                f"did you mean '{meant[0]}'?" if meant else f"known are {', '.join(sorted(known))}"
+                f"did you mean '{suggestions[0]}'?"
+                if suggestions
+                else f"known are {', '.join(sorted(options_by_key))}"
             )
             raise ConfigError(f"[config] {name}: unknown key '{printable(key, limit=60)}'; {hint}")
-        parameter, inverted = known[option]
+        parameter, inverted = options_by_key[option]
         if parameter.name in values:
             raise ConfigError(
                 f"[config] {name}: '{key}' is given twice, in two spellings; leave one out"
@@ -71,9 +73,9 @@ def _toml(data: bytes, name: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    if len(data) > LIMIT:
+    if len(data) > MAX_BYTES:
         raise DataError(
-            f"[config] {name} cannot be read: it is longer than {LIMIT} bytes; give --config a "
+            f"[config] {name} cannot be read: it is longer than {MAX_BYTES} bytes; give --config a "
             "TOML file"
         )
     try:
@@ -103,16 +105,16 @@ def _toml(data: bytes, name: str) -> dict[str, Any]:
 
 def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:
     """Key -> its option, and whether the key means the opposite (`no-eval`)."""
-    known = {}
+    options_by_key = {}
     for option in parameters:
         if not isinstance(option, click.Option) or option.name in ("config", "help"):
             continue
-        for spelled in option.opts:
-            if spelled.startswith("--"):
-                known[spelled[2:]] = (option, False)
-        for spelled in option.secondary_opts:
-            known[spelled[2:]] = (option, True)
-    return known
+        for spelling in option.opts:
+            if spelling.startswith("--"):
+                options_by_key[spelling[2:]] = (option, False)
+        for spelling in option.secondary_opts:
+            options_by_key[spelling[2:]] = (option, True)
+    return options_by_key
 
 
 def _value(name: str, key: str, value: Any, option: click.Option, inverted: bool) -> Any:
@@ -120,33 +122,39 @@ def _value(name: str, key: str, value: Any, option: click.Option, inverted: bool
     1.
     """
     if option.is_flag:
-        wanted = "true or false"
+        expected = "true or false"
         fits = isinstance(value, bool)
     elif isinstance(option.type, click.types.IntParamType):
-        wanted = "an integer"
+        expected = "an integer"
         fits = _integer(value)
     elif isinstance(option.type, click.types.FloatParamType):
-        wanted = "a number"
+        expected = "a number"
         fits = _integer(value) or isinstance(value, float) and math.isfinite(value)
     else:
-        wanted = "a text in quotes"
+        expected = "a text in quotes"
         fits = isinstance(value, str)
-        if fits and (len(value) > TEXT or "\0" in value):
-            what = "a NUL character" if len(value) <= TEXT else f"{len(value)} characters"
+        if fits and (len(value) > MAX_TEXT or "\0" in value):
+            fault = "a NUL character" if len(value) <= MAX_TEXT else f"{len(value)} characters"
             raise ConfigError(
-                f"[config] {name}: {key} has {what}; a text of at most {TEXT} without NUL is "
+                f"[config] {name}: {key} has {fault}; a text of at most {MAX_TEXT} without NUL is "
                 "allowed"
             )
     if not fits:
-        raise ConfigError(f"[config] {name}: {key} = {_shown(value)}; {wanted} is allowed")
+        raise ConfigError(
+            f"[config] {name}: {key} = {_shorten_value(value)}; {expected} is allowed"
+        )
     return not value if inverted else value
 
 
 def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -INTEGER <= value < INTEGER
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and -INTEGER_BOUND <= value < INTEGER_BOUND
+    )
 
 
-def _shown(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     """The value, shortened: it may be a table as long as the file."""
     if isinstance(value, int) and not _integer(value) and not isinstance(value, bool):
         return f"an integer of {value.bit_length()} bits"  # its digits could be too many to print

@@ -36,8 +36,8 @@ FAIL = "fail"
 MIB = 1 << 20
 GIB = 1 << 30
 RANK_MEMORY = 160 * MIB  # of a rank that trains LeNet-5 on MNIST: measured 122
-SECONDS = 60.0  # that a probe may take
-LIMITS = {"nofile": "-n", "nproc": "-u", "fsize": "-f", "as": "-v"}  # of ulimit
+PROBE_TIMEOUT_S = 60.0
+ULIMIT_OPTIONS = {"nofile": "-n", "nproc": "-u", "fsize": "-f", "as": "-v"}
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
@@ -78,26 +78,28 @@ def examine(plan: RunPlan) -> list[Check]:
     if started is not None and started.size > 1:
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
     with ThreadPoolExecutor(16) as pool:
-        alone = pool.submit(probe, [sys.executable]).result  # first: others wait for it
+        probe_answer = pool.submit(probe, [sys.executable]).result  # first: others wait for it
         checks: list[Callable[[], Check | list[Check]]] = [
             python,
             packages,
             distributions,
             kernels,
-            lambda: mpi(alone()),
-            lambda: launching(shutil.which("mpirun"), alone),
+            lambda: mpi(probe_answer()),
+            lambda: launching(shutil.which("mpirun"), probe_answer),
             lambda: cores(plan.ranks, plan.threads),
-            lambda: shared_memory(plan.ranks, machine.shared_memory(), library(alone())),
+            lambda: shared_memory(plan.ranks, machine.shared_memory(), library(probe_answer())),
             lambda: memory(plan.ranks, memory_limit(), _available()),
             lambda: run_directory(plan.run_dir),
             cache,
             gpus,
-            lambda: limits(plan.ranks, {name: machine.limit(name.upper()) for name in LIMITS}),
+            lambda: limits(
+                plan.ranks, {name: machine.limit(name.upper()) for name in ULIMIT_OPTIONS}
+            ),
             lambda: user(os.geteuid(), root_user.working()),
             *[lambda host=host: reach(host) for host in plan.hosts],
         ]
-        found = [one.result() for one in [pool.submit(check) for check in checks]]
-    return [check for one in found for check in (one if isinstance(one, list) else [one])]
+        results = [one.result() for one in [pool.submit(check) for check in checks]]
+    return [check for one in results for check in (one if isinstance(one, list) else [one])]
 
 
 def python() -> Check:
@@ -105,9 +107,9 @@ def python() -> Check:
 
 
 def packages(names: Sequence[str] = ("odyssey", "numpy", "mpi4py", "safetensors", "max")) -> Check:
-    found = {name: preflight.version(name) for name in names}
-    text = ", ".join(f"{name} {number}" for name, number in found.items())
-    missing = [name for name, number in found.items() if number == "none"]
+    versions = {name: preflight.version(name) for name in names}
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
+    missing = [name for name, number in versions.items() if number == "none"]
     if missing == ["max"] and os.environ.get("ODYSSEY_KERNELS"):
         missing = []  # kernels that were compiled elsewhere need no compiler
     if missing:
@@ -123,10 +125,10 @@ def distributions() -> list[Check]:
     from importlib import metadata
 
     try:
-        other = metadata.version("odyssey")
+        version = metadata.version("odyssey")
     except metadata.PackageNotFoundError:
         return []
-    text = f"odyssey {other} is installed, another project or an old name; this is {DISTRIBUTION}"
+    text = f"odyssey {version} is installed, another project or an old name; this is {DISTRIBUTION}"
     advice = f"pip uninstall odyssey, then {REINSTALL}"
     return [Check("name", WARN, text, advice)]
 
@@ -139,18 +141,18 @@ def kernels() -> list[Check]:
     try:
         runtime = build.runtime_libraries()
     except BuildError as problem:
-        return [Check("compiler", FAIL, _first(problem), install_packages(["max"]))]
+        return [Check("compiler", FAIL, _first_line(problem), install_packages(["max"]))]
     compiler = Check("compiler", OK, f"mojo {build.compiler_version()}, {runtime[0].parent}")
-    named = os.environ.get("ODYSSEY_KERNELS")
+    kernels_path = os.environ.get("ODYSSEY_KERNELS")
     try:
-        path = build.library_path() if named else build.cached()
+        path = build.library_path() if kernels_path else build.cached()
         if path is not None and folder.is_folder(path.parent):
-            whole = folder.read(path.parent)
-            folder.verify(path.parent, whole, whole.files)
+            manifest = folder.read(path.parent)
+            folder.verify(path.parent, manifest, manifest.files)
     except OdysseyError as problem:
-        said, _, advice = _first(problem).rpartition("; ")
-        return [compiler, Check("kernels", FAIL, said or advice, advice)]
-    cpu = "named by ODYSSEY_KERNELS" if named else f"for {build.host_cpu()}"
+        reason, _, advice = _first_line(problem).rpartition("; ")
+        return [compiler, Check("kernels", FAIL, reason or advice, advice)]
+    cpu = "named by ODYSSEY_KERNELS" if kernels_path else f"for {build.host_cpu()}"
     if path is None:
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
             advice = (
@@ -165,9 +167,9 @@ def kernels() -> list[Check]:
         return [compiler, Check("kernels", WARN, f"not compiled yet {cpu}", advice)]
     # in another process: a wrong library may end it
     load = "from odyssey.core import native; native.library()"
-    done = _run([sys.executable, "-c", load], {"ODYSSEY_KERNELS": str(path)})
-    if done.returncode:
-        if named:
+    result = _run([sys.executable, "-c", load], {"ODYSSEY_KERNELS": str(path)})
+    if result.returncode:
+        if kernels_path:
             advice = "set ODYSSEY_KERNELS to another folder, or unset it"
         elif build.SHIPPED in path.parents:
             advice = REINSTALL
@@ -176,7 +178,10 @@ def kernels() -> list[Check]:
                 "set ODYSSEY_CACHE_DIR to another directory: the next run compiles the "
                 "kernels there"
             )
-        return [compiler, Check("kernels", FAIL, f"{path} cannot be loaded: {_last(done)}", advice)]
+        return [
+            compiler,
+            Check("kernels", FAIL, f"{path} cannot be loaded: {_last_line(result)}", advice),
+        ]
     return [compiler, Check("kernels", OK, f"{cpu}, {path}")]
 
 
@@ -184,17 +189,17 @@ def gpus() -> Check:
     """The GPUs, by kind, and whether their driver is one that takes the kernels."""
     from ..build import gpus as of_machine
 
-    found = of_machine.found()
-    if not found:
+    gpu_models = of_machine.found()
+    if not gpu_models:
         return Check("gpus", OK, "none: CPU workers are used")
-    kinds = collections.Counter(f"{gpu.name} ({gpu.accelerator})" for gpu in found)
+    kinds = collections.Counter(f"{gpu.name} ({gpu.accelerator})" for gpu in gpu_models)
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
-    driver = found[0].driver
+    driver = gpu_models[0].driver
     if driver.partition(".")[0].isdecimal() and int(driver.partition(".")[0]) < of_machine.DRIVER:
         return Check(
             "gpus", WARN, f"{text}, driver {driver}", f"install driver {of_machine.DRIVER} or newer"
         )
-    return _gpu_kernels(text, found[0].accelerator)
+    return _gpu_kernels(text, gpu_models[0].accelerator)
 
 
 def _gpu_kernels(text: str, accelerator: str) -> Check:
@@ -213,7 +218,7 @@ def _gpu_kernels(text: str, accelerator: str) -> Check:
             )
         path = build.cached(accelerator)
     except OdysseyError as problem:
-        return Check("gpus", WARN, f"{text}; {_first(problem)}", "else CPU workers are used")
+        return Check("gpus", WARN, f"{text}; {_first_line(problem)}", "else CPU workers are used")
     if path is None:
         advice = (
             f"the first run that uses one does it; `odyssey build --target {accelerator}` "
@@ -233,64 +238,71 @@ class Probed(NamedTuple):
 def probe(words: Sequence[str]) -> Probed:
     """Starts `words -m odyssey.cli.doctor` and reads what each process says."""
     try:
-        done = _run([*words, "-m", "odyssey.cli.doctor"])
+        result = _run([*words, "-m", "odyssey.cli.doctor"])
     except OSError as problem:
         return Probed([], f"{words[0]} cannot be started: {problem.strerror}")
     except subprocess.TimeoutExpired:
-        return Probed([], f"no answer after {SECONDS:g} s")
-    said = _answers(done.stdout)
-    return Probed(said) if said and done.returncode == 0 else Probed(said, _last(done))
+        return Probed([], f"no answer after {PROBE_TIMEOUT_S:g} s")
+    answers = _answers(result.stdout)
+    return (
+        Probed(answers)
+        if answers and result.returncode == 0
+        else Probed(answers, _last_line(result))
+    )
 
 
-def library(found: Probed) -> str:
+def library(probed: Probed) -> str:
     """The MPI library of mpi4py, from a probe of one process; "no MPI" where there is none."""
-    return str(found.said[0].get("MPI")) if found.said else "no MPI"
+    return str(probed.said[0].get("MPI")) if probed.said else "no MPI"
 
 
-def mpi(found: Probed) -> Check:
+def mpi(probed: Probed) -> Check:
     """Returns what mpi4py uses, from a probe of one process."""
-    if found.problem or not found.said:
+    if probed.problem or not probed.said:
         advice = "pip install mpi4py mpich, or load your site's MPI"
-        return Check("mpi", FAIL, f"cannot be loaded: {found.problem}", advice)
-    level = found.said[0].get("level")
+        return Check("mpi", FAIL, f"cannot be loaded: {probed.problem}", advice)
+    level = probed.said[0].get("level")
     weak = level in THREAD_LEVELS[:2]
     advice = "load an MPI that was built for several threads" if weak else ""
-    return Check("mpi", WARN if weak else OK, f"{library(found)}, threads {level}", advice)
+    return Check("mpi", WARN if weak else OK, f"{library(probed)}, threads {level}", advice)
 
 
-def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
+def launching(mpirun: str | None, probe_one_process: Callable[[], Probed]) -> Check:
     """Returns whether that launcher starts ranks of the MPI library that mpi4py uses: else each
-    is a world of its own, or none starts. `alone`: the probe of one process.
+    is a world of its own, or none starts. `probe_one_process`: probes one process.
     """
     beside = Path(sys.executable).parent / "mpirun"
     instead = f"use {beside}" if beside.exists() else "pip install mpich, or load your site's MPI"
     if mpirun is None:
         return Check("mpirun", FAIL, "there is none on the PATH", instead)
     count = 2
-    found = probe([mpirun, "-n", str(count), sys.executable])
-    sizes = [one.get("size") for one in found.said]
-    if not found.problem and sizes == [count] * count:
+    probed = probe([mpirun, "-n", str(count), sys.executable])
+    sizes = [one.get("size") for one in probed.said]
+    if not probed.problem and sizes == [count] * count:
         return Check("mpirun", OK, f"{mpirun}: {count} ranks see each other")
     kind = maker(mpirun)
-    ours = library(alone())
+    ours = library(probe_one_process())
     if set(sizes) == {1}:
-        what = f"{mpirun} starts {count} processes and each is a world of one"
+        finding = f"{mpirun} starts {count} processes and each is a world of one"
     else:
-        what = f"{mpirun} -n {count}: {found.problem or 'not all ranks came'}"
+        finding = f"{mpirun} -n {count}: {probed.problem or 'not all ranks came'}"
     if kind and not ours.startswith(kind):
-        what += f" (it is of {kind}, mpi4py uses {ours})"
+        finding += f" (it is of {kind}, mpi4py uses {ours})"
     return Check(
-        "mpirun", FAIL, what, instead if str(beside) != mpirun else "pip install mpi4py mpich again"
+        "mpirun",
+        FAIL,
+        finding,
+        instead if str(beside) != mpirun else "pip install mpi4py mpich again",
     )
 
 
 def maker(mpirun: str) -> str:
     """ "MPICH" or "Open MPI", whose launcher it is; "" where it does not say."""
-    said = ""
+    output = ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        said = _run([mpirun, "--version"]).stdout
+        output = _run([mpirun, "--version"]).stdout
     makers = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH"}
-    return next((name for word, name in makers.items() if word in said), "")
+    return next((name for word, name in makers.items() if word in output), "")
 
 
 def reach(host: str) -> Check:
@@ -303,24 +315,26 @@ def reach(host: str) -> Check:
     remote = shlex.join([sys.executable, "-m", "odyssey.cli.doctor", "--versions"])
     options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "StrictHostKeyChecking=yes"]
     try:
-        done = _run(["ssh", *options, "--", host, remote])
+        result = _run(["ssh", *options, "--", host, remote])
     except OSError:
         return Check(name, FAIL, "there is no ssh", "install an ssh client")
     except subprocess.TimeoutExpired:
-        return Check(name, FAIL, f"no answer after {SECONDS:g} s", f"check `ssh {host} true`")
-    said = _answers(done.stdout)
-    if done.returncode == 255:
+        return Check(
+            name, FAIL, f"no answer after {PROBE_TIMEOUT_S:g} s", f"check `ssh {host} true`"
+        )
+    answers = _answers(result.stdout)
+    if result.returncode == 255:
         advice = (
             f"`ssh {host} true` must work without a question: a key, and the host in known_hosts"
         )
-        return Check(name, FAIL, f"ssh does not get there: {_last(done)}", advice)
-    if done.returncode or not said:
-        text = f"{sys.executable} with odyssey does not run there: {_last(done)}"
+        return Check(name, FAIL, f"ssh does not get there: {_last_line(result)}", advice)
+    if result.returncode or not answers:
+        text = f"{sys.executable} with odyssey does not run there: {_last_line(result)}"
         return Check(name, FAIL, text, "install the same environment at the same place")
-    here = {key: value for key, value in preflight.versions().items() if key != "MPI"}
-    for key, value in here.items():
-        if said[-1].get(key) != value:
-            theirs = printable(str(said[-1].get(key)), limit=40)
+    local_versions = {key: value for key, value in preflight.versions().items() if key != "MPI"}
+    for key, value in local_versions.items():
+        if answers[-1].get(key) != value:
+            theirs = printable(str(answers[-1].get(key)), limit=40)
             return Check(
                 name, FAIL, f"{key} {theirs} there, {value} here", "install the same versions"
             )
@@ -330,11 +344,13 @@ def reach(host: str) -> Check:
 def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
     mask = preflight._mask() if mask is None else mask
     count = mask.bit_count() or os.cpu_count() or 1
-    each = threads or max(1, count // ranks)
-    said = preflight.crowded([preflight.RankPlace(0, each, mask)] * ranks)
-    if said:
-        return Check("cores", WARN, *said[0].split("; ", 1))
-    return Check("cores", OK, f"{count} for {ranks} ranks x {each} thread{'s' * (each > 1)}")
+    rank_threads = threads or max(1, count // ranks)
+    warnings = preflight.crowded([preflight.RankPlace(0, rank_threads, mask)] * ranks)
+    if warnings:
+        return Check("cores", WARN, *warnings[0].split("; ", 1))
+    return Check(
+        "cores", OK, f"{count} for {ranks} ranks x {rank_threads} thread{'s' * (rank_threads > 1)}"
+    )
 
 
 def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
@@ -410,8 +426,8 @@ def run_directory(path: Path | None) -> Check:
     while not os.path.lexists(place):
         place = place.parent
     try:
-        found = os.stat(place)
-        if not stat.S_ISDIR(found.st_mode):
+        info = os.stat(place)
+        if not stat.S_ISDIR(info.st_mode):
             return Check(name, FAIL, f"{place} is no directory", "name another")
         free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
     except OSError as problem:
@@ -420,7 +436,7 @@ def run_directory(path: Path | None) -> Check:
         return Check(
             name, FAIL, f"{place} cannot be written to", "name another, or change its permissions"
         )
-    foreign = found.st_uid != os.geteuid() and found.st_mode & stat.S_IWOTH
+    foreign = info.st_uid != os.geteuid() and info.st_mode & stat.S_IWOTH
     if foreign and place == Path(os.path.abspath(path)):
         return Check(
             name,
@@ -437,7 +453,7 @@ def run_directory(path: Path | None) -> Check:
     try:
         warnings = preflight.check_space(free, largest, str(place))
     except OdysseyError as problem:
-        return Check(name, FAIL, _first(problem))
+        return Check(name, FAIL, _first_line(problem))
     if warnings:
         return Check(name, WARN, warnings[0])
     return Check(name, OK, f"{text}, a checkpoint takes {largest / MIB:,.1f} MiB")
@@ -458,83 +474,90 @@ def cache() -> Check:
     """Returns whether the kernels' cache can be written to."""
     from ..build import library as build
 
-    where = place = build.cache_dir()
+    directory = place = build.cache_dir()
     while not place.exists() and place != place.parent:
         place = place.parent
     if not os.access(place, os.W_OK | os.X_OK):
         advice = "set ODYSSEY_CACHE_DIR; else a folder in /tmp is used"
-        return Check("cache", WARN, f"{where} cannot be written to", advice)
-    return Check("cache", OK, str(where))
+        return Check("cache", WARN, f"{directory} cannot be written to", advice)
+    return Check("cache", OK, str(directory))
 
 
-def limits(ranks: int, found: Mapping[str, float]) -> Check:
+def limits(ranks: int, limit_by_name: Mapping[str, float]) -> Check:
     """Limits of the shell (infinite: none): too low ones end a run in the middle."""
     need = {"nofile": 64 + 16 * ranks, "nproc": 256 + 16 * ranks, "fsize": GIB, "as": 16 * GIB}
     text = ", ".join(
-        f"{name} {'unlimited' if math.isinf(value) else value}" for name, value in found.items()
+        f"{name} {'unlimited' if math.isinf(value) else value}"
+        for name, value in limit_by_name.items()
     )
-    low = [name for name, value in found.items() if value < need[name]]
+    low = [name for name, value in limit_by_name.items() if value < need[name]]
     if low:
         return Check(
             "limits",
             WARN,
             text,
-            "raise " + " and ".join(f"`ulimit {LIMITS[name]}`" for name in low),
+            "raise " + " and ".join(f"`ulimit {ULIMIT_OPTIONS[name]}`" for name in low),
         )
     return Check("limits", OK, text)
 
 
-def user(uid: int, others: Sequence[int]) -> Check:
-    """`others`: ids of people who have a process here.
+def user(uid: int, other_ids: Sequence[int]) -> Check:
+    """`other_ids`: of people who have a process here.
 
     Root among them is refused by `odyssey launch`.
     """
     if uid:
         return Check("user", OK, f"user {uid}")
-    if others:
+    if other_ids:
         advice = "train as an ordinary user (`odyssey launch` wants --allow-root)"
-        return Check("user", WARN, f"root, and user {others[0]} works on this machine too", advice)
+        return Check(
+            "user", WARN, f"root, and user {other_ids[0]} works on this machine too", advice
+        )
     return Check("user", OK, "root, and nobody else works here")
 
 
 def _run(
-    words: Sequence[str], more: Mapping[str, str] | None = None
+    words: Sequence[str], extra: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     # of an outer job
     foreign = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "HYDI_")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    how = {
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(foreign)
+    }
+    options = {
         "stdin": subprocess.DEVNULL,
         "capture_output": True,
         "text": True,
         "errors": "replace",
-        "timeout": SECONDS,
+        "timeout": PROBE_TIMEOUT_S,
     }
-    return subprocess.run(list(words), env={**own, **launcher.OPEN_MPI, **(more or {})}, **how)
+    return subprocess.run(
+        list(words), env={**environment, **launcher.OPEN_MPI, **(extra or {})}, **options
+    )
 
 
 def _answers(text: str) -> list[dict[str, Any]]:
     """The lines of JSON among what processes printed."""
-    found = []
+    answers = []
     for line in text.splitlines():
         if line.startswith('{"'):
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-    return found
+                answers.append(json.loads(line))
+    return answers
 
 
-def _last(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" =-")]
-    return printable(lines[-1].strip(), limit=200) if lines else f"exit code {done.returncode}"
+def _last_line(result: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip(" =-")]
+    return printable(lines[-1].strip(), limit=200) if lines else f"exit code {result.returncode}"
 
 
-def _first(problem: BaseException) -> str:
+def _first_line(problem: BaseException) -> str:
     return printable(str(problem).split("\n", 1)[0].partition("] ")[2] or str(problem), limit=300)
 
 
 def _answer(arguments: Sequence[str]) -> None:
     """Returns what the probe prints: one line, in one write."""
-    said: dict[str, Any] = {"host": socket.gethostname()}
+    answer: dict[str, Any] = {"host": socket.gethostname()}
     if "--versions" not in arguments:
         from ..comm import mpi as backend
 
@@ -545,11 +568,11 @@ def _answer(arguments: Sequence[str]) -> None:
             backend.MPI.THREAD_FUNNELED,
             backend.MPI.THREAD_SERIALIZED,
         )
-        said["level"] = THREAD_LEVELS[levels.index(level) if level in levels else 3]
-        said["size"] = world.Get_size()
-        said["rank"] = world.Get_rank()
-    said.update(preflight.versions())
-    sys.stdout.write(json.dumps(said) + "\n")
+        answer["level"] = THREAD_LEVELS[levels.index(level) if level in levels else 3]
+        answer["size"] = world.Get_size()
+        answer["rank"] = world.Get_rank()
+    answer.update(preflight.versions())
+    sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 

@@ -46,16 +46,16 @@ def command(
     from ..launch import DistributedLauncher, LaunchConfig
 
     if backend not in (*BACKENDS, "ray"):
-        why = (
+        reason = (
             f"is another framework; {FRAMEWORKS[backend]}"
             if backend in FRAMEWORKS
             else "is unknown"
         )
         raise ConfigError(
-            f"[train] --backend {backend} {why}; choose from {', '.join((*BACKENDS, 'ray'))}"
+            f"[train] --backend {backend} {reason}; choose from {', '.join((*BACKENDS, 'ray'))}"
         )
-    each = gpus_per_node or num_gpus
-    launch = f"`odyssey launch -n {num_nodes * each} --hosts h1:{each},h2:{each} {script}`"
+    slots = gpus_per_node or num_gpus
+    launch = f"`odyssey launch -n {num_nodes * slots} --hosts h1:{slots},h2:{slots} {script}`"
     if address is not None or backend == "ray":
         raise ConfigError(
             "[train] Ray starts ranks from a Python program: ray.init(address=...) and "
@@ -66,9 +66,9 @@ def command(
         raise ConfigError(
             f"[train] --num-nodes {num_nodes} does not say which machines; name them: {launch}, "
             "or have SLURM "
-            f"find some: `odyssey slurm -N {num_nodes} --ntasks-per-node {each} {script} > job.sh`"
+            f"find some: `odyssey slurm -N {num_nodes} --ntasks-per-node {slots} {script} > job.sh`"
         )
     config = LaunchConfig(
-        nproc_per_node=each, nnodes=num_nodes, backend=BACKENDS[backend], max_restarts=3
+        nproc_per_node=slots, nnodes=num_nodes, backend=BACKENDS[backend], max_restarts=3
     )
     sys.exit(DistributedLauncher(config).launch(script, *arguments))

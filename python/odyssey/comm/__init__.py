@@ -28,7 +28,7 @@ from . import base
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
 
-__getattr__, _, _more = attach(  # what a back end of another folder is made of
+__getattr__, _, _back_end_names = attach(  # what a back end of another folder is made of
     __name__,
     {
         "comm.base": "base",
@@ -41,7 +41,16 @@ __getattr__, _, _more = attach(  # what a back end of another folder is made of
         "comm.staged": "Met Staged",
     },
 )
-__all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "adopt", "world", *_more]
+__all__ = [
+    "DTYPES",
+    "Communicator",
+    "ReduceOp",
+    "Request",
+    "bfloat16",
+    "adopt",
+    "world",
+    *_back_end_names,
+]
 
 ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be found out
 
@@ -74,23 +83,23 @@ def world(backend: str = "auto") -> Communicator:
         if mocked is not None:
             return mocked
         if "auto" not in _worlds:
-            picked, why = _pick()
+            picked, reason = _pick()
             if picked in ("mpi", "gloo") and not os.environ.get(ASKED):
-                picked, why = nearer(world(picked), why)
+                picked, reason = nearer(world(picked), reason)
             _worlds["auto"] = world(picked)
-            _worlds["auto"].why += f"; {why}"
+            _worlds["auto"].why += f"; {reason}"
         return _worlds["auto"]
     if backend not in _worlds:
         _open(backend, Communicator() if backend == "local" else _connect(backend))
     return _worlds[backend]
 
 
-def _open(backend: str, made: Communicator) -> None:
-    _worlds[backend] = made
-    made._is_world = True
-    hooks.worlds.append(made)
+def _open(backend: str, comm: Communicator) -> None:
+    _worlds[backend] = comm
+    comm._is_world = True
+    hooks.worlds.append(comm)
     for hook in hooks.on_world:
-        hook(made)
+        hook(comm)
 
 
 def adopt(over: Communicator, why: str) -> Communicator:
@@ -119,30 +128,32 @@ def met() -> Communicator | None:
 
 def _pick() -> tuple[str, str]:
     """(backend, why) that "auto" stands for here."""
-    asked = os.environ.get(ASKED)
-    if asked:
-        if asked not in BACKENDS[1:]:
+    requested = os.environ.get(ASKED)
+    if requested:
+        if requested not in BACKENDS[1:]:
             raise ConfigError(
-                f"[comm] {ASKED}={asked}; choose from {', '.join(BACKENDS[1:])}, or leave it out"
+                f"[comm] {ASKED}={requested}; choose from {', '.join(BACKENDS[1:])}, or leave it "
+                "out"
             )
-        return asked, f"{ASKED} asks for it"
-    return _found()
+        return requested, f"{ASKED} asks for it"
+    return _detect_backend()
 
 
-def _found() -> tuple[str, str]:
+def _detect_backend() -> tuple[str, str]:
     """(backend, why) of what the environment says."""
-    found = launcher.launched()
-    if found is not None and found.size > 1:
-        return "mpi", f"{found.launcher} started {found.size} processes"
-    met = launcher.rendezvous()
-    if found is None and met is not None and met.size > 1:
-        why = f"WORLD_SIZE is {met.size} and there is no MPI launcher"
+    launch = launcher.launched()
+    if launch is not None and launch.size > 1:
+        return "mpi", f"{launch.launcher} started {launch.size} processes"
+    rendezvous = launcher.rendezvous()
+    if launch is None and rendezvous is not None and rendezvous.size > 1:
+        reason = f"WORLD_SIZE is {rendezvous.size} and there is no MPI launcher"
         for name in registry.provided("backends"):
-            return name, why
+            return name, reason
         raise ConfigError(
-            f"[comm] {why}, and no back end of this installation meets by MASTER_ADDR; use mpirun"
+            f"[comm] {reason}, and no back end of this installation meets by MASTER_ADDR; use "
+            "mpirun"
         )
-    return "local", "no launcher" if found is None else f"{found.launcher} started one"
+    return "local", "no launcher" if launch is None else f"{launch.launcher} started one"
 
 
 def nearer(over: Communicator, why: str) -> tuple[str, str]:
@@ -164,12 +175,12 @@ def nearer(over: Communicator, why: str) -> tuple[str, str]:
 
 def _connect(backend: str) -> Communicator:
     if backend == "shm":
-        over = world("gloo" if "gloo" in (_found()[0], *_worlds) else "mpi")
+        over = world("gloo" if "gloo" in (_detect_backend()[0], *_worlds) else "mpi")
         return importlib.import_module(".shm", __name__).ShmCommunicator(over)
     if backend not in _OVER_MPI:
         return registry.load("backends", backend).connect()
-    found = launcher.launched()
-    limits.before_mpi(found)
+    launch = launcher.launched()
+    limits.before_mpi(launch)
     try:
         importlib.import_module(".mpi", __name__)
     except (ImportError, RuntimeError) as e:
@@ -177,17 +188,17 @@ def _connect(backend: str) -> Communicator:
             f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
         ) from e
     comm = importlib.import_module(_OVER_MPI[backend], __name__).connect()
-    if found is not None and found.size > 1 and comm.size == 1:
-        how = (
+    if launch is not None and launch.size > 1 and comm.size == 1:
+        advice = (
             "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of "
             "this environment"
-            if found.mpi
+            if launch.mpi
             else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or "
             "--mpi=pmix (Open MPI), or "
             "mpirun inside the job (and for one process alone, unset SLURM_STEP_NUM_TASKS)"
         )
         raise ConfigError(
-            f"[comm] the launcher started {found.size} processes but each sees a world of one: "
-            f"{how}"
+            f"[comm] the launcher started {launch.size} processes but each sees a world of one: "
+            f"{advice}"
         )
     return comm

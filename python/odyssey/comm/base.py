@@ -121,7 +121,7 @@ class Communicator:
         """
         root = self._check_root("broadcast", root)
         if self.rank != root or not isinstance(array, np.ndarray):
-            self._written("broadcast", array)
+            self._check_writable("broadcast", array)
         elif not array.flags.c_contiguous:
             raise ShapeError(
                 "[comm] broadcast of an array that is not C-contiguous; give a contiguous one"
@@ -166,7 +166,7 @@ class Communicator:
         """Row r of the (size, ...) array of `root`, on rank r. The others give None."""
         root = self._check_root("scatter", root)
         if out is not None:
-            self._written("scatter", out)
+            self._check_writable("scatter", out)
         send = None
         if self.rank == root:
             if array is None:
@@ -199,11 +199,11 @@ class Communicator:
         lengths = self.all_gather(np.array([len(array)], np.int64)).ravel().tolist()
         ends = list(itertools.accumulate(lengths))
         row = math.prod(array.shape[1:])
-        whole = np.empty((ends[-1], *array.shape[1:]), array.dtype)
-        whole[ends[self.rank] - len(array) : ends[self.rank]] = array
+        gathered = np.empty((ends[-1], *array.shape[1:]), array.dtype)
+        gathered[ends[self.rank] - len(array) : ends[self.rank]] = array
         ranges = [((end - n) * row, end * row) for n, end in zip(lengths, ends, strict=True)]
-        self.all_gather_v(whole.reshape(-1), ranges)
-        return np.split(whole, ends[:-1])
+        self.all_gather_v(gathered.reshape(-1), ranges)
+        return np.split(gathered, ends[:-1])
 
     def reduce_scatter(
         self,
@@ -267,8 +267,8 @@ class Communicator:
         ranks make theirs in the same order. Raises ShapeError: as `all_to_all_v`; or `send`
         would have to be copied, and later values would not be sent.
         """
-        apart = isinstance(send, np.ndarray) and send.flags.c_contiguous
-        if not apart or (
+        is_contiguous = isinstance(send, np.ndarray) and send.flags.c_contiguous
+        if not is_contiguous or (
             send.size and isinstance(receive, np.ndarray) and np.may_share_memory(send, receive)
         ):
             raise ShapeError(
@@ -308,7 +308,7 @@ class Communicator:
         dtype or number of elements; it is lost.
         """
         self._check_peer("recv", "source", self.rank if source is None else source, tag)
-        self._written("recv", out)
+        self._check_writable("recv", out)
         envelope = self._envelope("recv", out, source, tag)
         if source == self.rank:
             me = self.ranks[self.rank]
@@ -330,8 +330,8 @@ class Communicator:
             ):
                 allowed = "an integer from 0, or None" if name == "color" else "an integer"
                 raise ConfigError(f"[comm] {name} is {value!r}; it must be {allowed}")
-        mine = np.array([-1 if color is None else color, key], np.int64)
-        everyone = self.all_gather(mine)
+        color_and_key = np.array([-1 if color is None else color, key], np.int64)
+        everyone = self.all_gather(color_and_key)
         if color is None:
             return None
         members = [(int(k), p) for p, (c, k) in enumerate(everyone) if c == color]
@@ -492,8 +492,8 @@ class Communicator:
 
     def _envelope(self, kind: str, array: np.ndarray, peer: int | None, tag: int) -> Header:
         """Returns what a receiver sees of a message: (dtype code, elements) in its tail."""
-        who = "any rank" if peer is None else f"rank {self.ranks[peer]}"
-        way = f"{'to' if kind == 'send' else 'from'} {who} tag {tag}"
+        peer_name = "any rank" if peer is None else f"rank {self.ranks[peer]}"
+        way = f"{'to' if kind == 'send' else 'from'} {peer_name} tag {tag}"
         _, text = describe(
             kind, (NAMES[array.dtype], array.shape, -1, None, way), *caller_location(3)
         )
@@ -508,7 +508,7 @@ class Communicator:
             )
         return array
 
-    def _written(
+    def _check_writable(
         self,
         kind: str,
         array: Any,
@@ -543,7 +543,7 @@ class Communicator:
         """(send, out): out made or checked, and the two the same or apart."""
         if out is None:
             return send, np.empty(shape, send.dtype)
-        self._written(kind, out, send.dtype, shape)
+        self._check_writable(kind, out, send.dtype, shape)
         if out is not send and np.may_share_memory(out, send):
             if (
                 out.size == send.size
@@ -623,15 +623,15 @@ class Communicator:
     ) -> Call:
         kind = "all_to_all_v"
         send = self._read(kind, send)
-        self._written(kind, receive, send.dtype, receive.shape)
+        self._check_writable(kind, receive, send.dtype, receive.shape)
         if send.size and np.may_share_memory(send, receive):
             send = send.copy()
         counts = []
-        for name, array, given in (
+        for name, array, rank_counts in (
             ("send", send, send_counts),
             ("receive", receive, receive_counts),
         ):
-            numbers = tuple(int(n) for n in given)
+            numbers = tuple(int(n) for n in rank_counts)
             if len(numbers) != self.size or min(numbers) < 0 or sum(numbers) > array.size:
                 raise ShapeError(
                     f"[comm] {kind}: {name}_counts are {list(numbers)} for {array.size} "
@@ -644,7 +644,7 @@ class Communicator:
         return Call(kind, *flat, None, -1, described, *counts, finish=lambda: None)
 
     def _all_gather_v(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Call:
-        self._written("all_gather_v", array)
+        self._check_writable("all_gather_v", array)
         pieces = tuple((int(a), int(b)) for a, b in ranges)
         ends = sorted(pieces)
         if (

@@ -38,12 +38,12 @@ AGREED = Met(), Met(blocking=True)
 @functools.lru_cache(64)
 def distances(size: int) -> tuple[tuple[int, ...], ...]:
     """How far the ranks are, in each round, that a rank of a group of `size` sends its word to."""
-    found = []
+    rounds = []
     step = 1
     while step < size:
-        found.append(tuple(i * step for i in range(1, RADIX) if i * step < size))
+        rounds.append(tuple(i * step for i in range(1, RADIX) if i * step < size))
         step *= RADIX
-    return tuple(found)
+    return tuple(rounds)
 
 
 class Agreement:
@@ -115,8 +115,8 @@ class Heads:
         self.size = size
         self._comm = comm
         rounds = distances(size)
-        self._said = np.zeros((len(rounds), WORD + _PIECE.size), np.uint8)
-        self._mine = [memoryview(said)[:WORD] for said in self._said]
+        self._send_buffers = np.zeros((len(rounds), WORD + _PIECE.size), np.uint8)
+        self._sent_words = [memoryview(buffer)[:WORD] for buffer in self._send_buffers]
         self._came: list[list[memoryview]] = []
         self._receives: list[list[Any]] = []
         self._sends: list[list[Any]] = []
@@ -127,17 +127,17 @@ class Heads:
                 [comm.Recv_init(a, (rank - d) % size, k) for a, d in zip(came, far, strict=True)]
             )
             self._sends.append(
-                [comm.Send_init(self._said[k, :WORD], (rank + d) % size, k) for d in far]
+                [comm.Send_init(self._send_buffers[k, :WORD], (rank + d) % size, k) for d in far]
             )
         self._words = [[word[:WORD] for word in came] for came in self._came]
         self.first = [request for receives in self._receives for request in receives] + self._sends[
             0
         ]
-        self._alone = self.first[: -len(self._sends[0])]
+        self._all_receives = self.first[: -len(self._sends[0])]
         self.requests = [*self.first, *(request for sends in self._sends[1:] for request in sends)]
         self._long: list[Any] = []  # sends that are not persistent: words with a piece
         self.begun = 0
-        self._done = 0
+        self._rounds_done = 0
         self.over = True
         # None: all that was heard is the same as this rank's
         self.agreement: Agreement | None = None
@@ -150,7 +150,7 @@ class Heads:
         self._header = header
         self.sequence = sequence
         self.begun = 1
-        self._done = 0
+        self._rounds_done = 0
         self.over = False
         self.agreement = self.texts = None
         if header.balance or header.kind == "scatter":
@@ -158,11 +158,11 @@ class Heads:
             self._say(0)
             if self.agreement.piece is not None:
                 self._send_long(0)
-                return self._alone
+                return self._all_receives
             return self.first
-        for mine in self._mine:
+        for sent_word in self._sent_words:
             _WORD.pack_into(
-                mine,
+                sent_word,
                 0,
                 sequence << 8 | (0 if header.blocking else _PATIENT),
                 header.signature,
@@ -174,8 +174,8 @@ class Heads:
     def _say(self, k: int) -> None:
         """Has the words of the rounds from k on say what is known now."""
         word = self.agreement.word()[:WORD]
-        for mine in self._mine[k:]:
-            mine[:] = word
+        for sent_word in self._sent_words[k:]:
+            sent_word[:] = word
 
     def _send_long(self, k: int) -> None:
         word = np.frombuffer(self.agreement.word(), np.uint8)
@@ -188,7 +188,7 @@ class Heads:
         words have come and are gone.
         """
         last = len(self._receives) - 1
-        while (k := self._done) <= last:
+        while (k := self._rounds_done) <= last:
             if k == self.begun:
                 if k >= limit:
                     return False
@@ -200,11 +200,11 @@ class Heads:
             receives = self.requests if k == last else self._receives[k]
             if not receives[0].Testall(receives):
                 return False
-            self._done += 1
-            mine = self._mine[k]
+            self._rounds_done += 1
+            sent_word = self._sent_words[k]
             if self.agreement is None:
                 for word in self._words[k]:
-                    if word != mine:
+                    if word != sent_word:
                         self.agreement = Agreement(self._header, self.sequence, self.size)
                         break
                 else:
@@ -223,15 +223,17 @@ class Heads:
 
     def heard(self) -> set[int]:
         """Ranks of which it is known that they have come to the call."""
-        step = RADIX**self._done
-        known = {(self.rank - i) % self.size for i in range(step)}
-        if self._done < len(self._receives):
+        step = RADIX**self._rounds_done
+        ranks = {(self.rank - i) % self.size for i in range(step)}
+        if self._rounds_done < len(self._receives):
             for d, request in zip(
-                distances(self.size)[self._done], self._receives[self._done], strict=True
+                distances(self.size)[self._rounds_done],
+                self._receives[self._rounds_done],
+                strict=True,
             ):
                 if request.Test():
-                    known.update((self.rank - d - i) % self.size for i in range(step))
-        return known
+                    ranks.update((self.rank - d - i) % self.size for i in range(step))
+        return ranks
 
     def finish(self) -> None:
         """All words have come.
@@ -240,10 +242,10 @@ class Heads:
         """
         self.over = True
         if self.agreement is not None and self.agreement.different:
-            mine = np.zeros(header_bytes(self.size), np.uint8)
-            pack(self._header._replace(sequence=self.sequence), mine)
-            heads = np.zeros((self.size, len(mine)), np.uint8)
-            self.texts = heads, self._comm.Iallgather(mine, heads)
+            packed_header = np.zeros(header_bytes(self.size), np.uint8)
+            pack(self._header._replace(sequence=self.sequence), packed_header)
+            heads = np.zeros((self.size, len(packed_header)), np.uint8)
+            self.texts = heads, self._comm.Iallgather(packed_header, heads)
 
 
 class Roll:
@@ -258,13 +260,13 @@ class Roll:
         self.needed = len(distances(size)) > 1
         # calls that each has begun, as far as it is known
         self._came = [0] * size
-        self._told = [0] * size
+        self._calls_told = [0] * size
         self._notes: list[tuple[np.ndarray, Any]] = []
 
-    def _tell(self, to: int, begun: int, asked: int = 0) -> None:
-        self._told[to] = begun
+    def _tell(self, to: int, calls_begun: int, calls_awaited: int = 0) -> None:
+        self._calls_told[to] = calls_begun
         self._notes = [(note, request) for note, request in self._notes if not request.Test()]
-        note = np.array([self._rank, begun, asked], np.int64)
+        note = np.array([self._rank, calls_begun, calls_awaited], np.int64)
         self._notes.append((note, self._comm.Isend(note, to, _NOTE)))
 
     def listen(self, begun: int) -> None:
@@ -272,18 +274,20 @@ class Roll:
         while self.needed and (message := self._comm.Improbe(tag=_NOTE)) is not None:
             note = np.zeros(3, np.int64)
             message.Recv(note)
-            other, theirs, asked = note.tolist()
-            self._came[other] = max(self._came[other], theirs)
-            if self._told[other] < asked <= begun:
-                self._tell(other, begun)
+            sender, theirs, calls_awaited = note.tolist()
+            self._came[sender] = max(self._came[sender], theirs)
+            if self._calls_told[sender] < calls_awaited <= begun:
+                self._tell(sender, begun)
 
     def missing(self, heads: Heads, begun: int) -> list[int]:
         """Ranks of which it is not known that they have come to a call."""
-        others = [p for p in range(heads.size) if p != self._rank]
+        other_ranks = [p for p in range(heads.size) if p != self._rank]
         if self.needed:
-            for p in others:
-                if self._told[p] <= heads.sequence:
+            for p in other_ranks:
+                if self._calls_told[p] <= heads.sequence:
                     self._tell(p, begun, heads.sequence + 1)
             self.listen(begun)
-        heard = heads.heard()
-        return [p for p in others if p not in heard and self._came[p] <= heads.sequence]
+        arrived_ranks = heads.heard()
+        return [
+            p for p in other_ranks if p not in arrived_ranks and self._came[p] <= heads.sequence
+        ]

@@ -63,10 +63,10 @@ class ReduceOp(str, enum.Enum):
         """
         if isinstance(op, ReduceOp):
             return op
-        found = _OPERATIONS.get(op) if isinstance(op, str) else None
-        if found is None:
+        operation = _OPERATIONS.get(op) if isinstance(op, str) else None
+        if operation is None:
             raise ConfigError(f"[comm] operation {op!r}; it must be sum, mean, max, min or prod")
-        return found
+        return operation
 
 
 _OPERATIONS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp}
@@ -194,7 +194,7 @@ class Call:
         the flat `out` that come from each, times `unit`; for all kinds that move numbers and
         do not combine them.
         """
-        given, taken = (
+        send_size, out_size = (
             None if array is None else array.size * unit for array in (self.send, self.out)
         )
         if self.kind == "all_to_all_v":
@@ -204,28 +204,28 @@ class Call:
         if self.kind == "all_gather_v":
             ranges = [(a * unit, b * unit) for a, b in self.ranges]
             return [ranges[rank]] * size, ranges
-        return _routes(self.kind, given, taken, self.root, rank, size)
+        return _routes(self.kind, send_size, out_size, self.root, rank, size)
 
 
 @functools.lru_cache(1024)
 def _routes(
-    kind: str, given: int | None, taken: int | None, root: int, rank: int, size: int
+    kind: str, send_size: int | None, out_size: int | None, root: int, rank: int, size: int
 ) -> tuple[Sequence[Run], Sequence[Run]]:
     of_root = kind in ("broadcast", "scatter")
     gives = takes = [(0, 0)] * size
-    if given is not None and not (of_root and rank != root):
+    if send_size is not None and not (of_root and rank != root):
         gives = (
-            runs([given // size] * size)
+            runs([send_size // size] * size)
             if kind in ("scatter", "all_to_all")
-            else [(0, given)] * size
+            else [(0, send_size)] * size
         )
         if kind == "gather":
-            gives = [(0, given * (p == root)) for p in range(size)]
-    if taken is not None:
+            gives = [(0, send_size * (p == root)) for p in range(size)]
+    if out_size is not None:
         takes = (
-            [(0, taken * (p == root)) for p in range(size)]
+            [(0, out_size * (p == root)) for p in range(size)]
             if of_root
-            else runs([taken // size] * size)
+            else runs([out_size // size] * size)
         )
     return gives, takes
 
@@ -262,8 +262,8 @@ def balance(rank: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> int:
     gives: so counts are compared in time proportional to the ranks, not to the pairs. Tuples
     of integers have the same hash everywhere.
     """
-    given = sum(hash((rank, p, n)) for p, n in enumerate(gives))
-    return (given - sum(hash((p, rank, n)) for p, n in enumerate(takes))) % 2**64
+    send_hash = sum(hash((rank, p, n)) for p, n in enumerate(gives))
+    return (send_hash - sum(hash((p, rank, n)) for p, n in enumerate(takes))) % 2**64
 
 
 def header_bytes(size: int) -> int:
@@ -318,11 +318,11 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
     ranks, for the message.
     """
     first = headers[0]
-    for p, other in enumerate(headers):
-        if (other.sequence, other.signature) != (first.sequence, first.signature):
+    for p, header in enumerate(headers):
+        if (header.sequence, header.signature) != (first.sequence, first.signature):
             return (
                 f"[comm] rank {ranks[0]} calls {first.text}, but rank {ranks[p]} calls "
-                f"{other.text}; "
+                f"{header.text}; "
                 "all ranks of a group must make the same calls in the same order (this was call "
                 f"{first.sequence})"
             )
@@ -339,13 +339,14 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
                         f"expects {wants} in {receiver.text}; both must give the same count"
                     )
     if first.kind == "scatter":
-        given = headers[first.root]
-        for p, other in enumerate(headers):
-            if other.tail[0] >= 0 and other.tail != given.tail:
+        root_header = headers[first.root]
+        for p, header in enumerate(headers):
+            if header.tail[0] >= 0 and header.tail != root_header.tail:
                 return (
-                    f"[comm] rank {ranks[first.root]} scatters pieces of {_piece(given.tail)} in "
-                    f"{given.text}, but "
-                    f"rank {ranks[p]} expects {_piece(other.tail)} in {other.text}; give the "
+                    f"[comm] rank {ranks[first.root]} scatters pieces of "
+                    f"{_piece(root_header.tail)} in "
+                    f"{root_header.text}, but "
+                    f"rank {ranks[p]} expects {_piece(header.tail)} in {header.text}; give the "
                     "same shape and dtype"
                 )
     return None
@@ -371,19 +372,19 @@ def caller_location(depth: int) -> tuple[str, int]:
     if made.at is not None:
         return made.at
     frame: Any = sys._getframe(depth)
-    own = None
+    fallback = None
     while frame is not None:
         file = frame.f_code.co_filename
         owner = _owners.get(file) or _owner_of(file)
         if owner == _USER:
             return file, frame.f_lineno
-        if owner != _COMM and own is None:
-            own = frame
+        if owner != _COMM and fallback is None:
+            fallback = frame
         if owner == _PROGRAM:
             break
         frame = frame.f_back
-    own = own or sys._getframe(depth)
-    return own.f_code.co_filename, own.f_lineno
+    fallback = fallback or sys._getframe(depth)
+    return fallback.f_code.co_filename, fallback.f_lineno
 
 
 #: Whose code a file is: a user's; that of comm; the rest of the package and the standard library,
@@ -415,12 +416,16 @@ def describe(kind: str, described: tuple, path: str, line: int) -> tuple[int, st
     digest = hashlib.blake2b(repr((kind, described)).encode(), digest_size=8).digest()
     words = [kind]
     if described:
-        dtype, shape, root, op, more = described
+        dtype, shape, root, op, details = described
         words += [str(dtype)] if dtype else []
         words += [str(shape).replace(" ", "")] if shape is not None else []
         words += [str(op)] if op else []
         words += [f"root {root}"] if root >= 0 else []
-        words += [more if isinstance(more, str) else str(more).replace(" ", "")] if more else []
+        words += (
+            [details if isinstance(details, str) else str(details).replace(" ", "")]
+            if details
+            else []
+        )
     call = " ".join(words)
     file = "/".join(path.split(os.sep)[-2:])
     site = f" at {file[-60:]}:{line}"

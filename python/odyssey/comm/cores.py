@@ -79,7 +79,7 @@ def _groups(controller: str, root: str | os.PathLike[str]) -> list[tuple[str, in
     """
     # paths by version
     paths = {}
-    found = []
+    folders = []
     for line in _read(root, "proc/self/cgroup").splitlines():  # number:controllers:path, proc(5)
         if line.count(":") < 2:
             continue
@@ -90,9 +90,9 @@ def _groups(controller: str, root: str | os.PathLike[str]) -> list[tuple[str, in
             paths[1] = path
     # ... root mount-point ... - type source options
     for line in _read(root, "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split()
-        (kind, _, options) = after.split(maxsplit=2)
+        mount_text, _, filesystem_text = line.partition(" - ")
+        fields = mount_text.split()
+        (kind, _, options) = filesystem_text.split(maxsplit=2)
         version = {"cgroup2": 2, "cgroup": 1}.get(kind)
         if version not in paths or (version == 1 and controller not in options.split(",")):
             continue
@@ -101,7 +101,7 @@ def _groups(controller: str, root: str | os.PathLike[str]) -> list[tuple[str, in
         inside = os.path.relpath(paths[version], fields[3])
         # in a container the path may be the host's, which is not there: then the mount is the own
         # group
-        there = not inside.startswith("..") and os.path.isdir(os.path.join(mount, inside))
-        names = inside.split(os.sep) if there and inside != os.curdir else []
-        found += [(os.path.join(mount, *names[:n]), version) for n in range(len(names), -1, -1)]
-    return found
+        path_exists = not inside.startswith("..") and os.path.isdir(os.path.join(mount, inside))
+        names = inside.split(os.sep) if path_exists and inside != os.curdir else []
+        folders += [(os.path.join(mount, *names[:n]), version) for n in range(len(names), -1, -1)]
+    return folders

@@ -165,11 +165,11 @@ def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[G
     """
     failed = ""
     slot.note("probe of MPI with device memory")
-    after = (comm.rank + 1) % comm.size
-    before = (comm.rank - 1) % comm.size
+    next_rank = (comm.rank + 1) % comm.size
+    previous_rank = (comm.rank - 1) % comm.size
     for link, gpu in zip(links, gpus, strict=True):
         for size in PROBE:
-            failed = failed or _probe(link, gpu, size, comm.rank, before, after)
+            failed = failed or _probe(link, gpu, size, comm.rank, previous_rank, next_rank)
             failures = comm.all_gather(np.array([bool(failed)]).view(np.uint8)).reshape(-1)
             if failures.any():
                 rank = comm.ranks[int(failures.argmax())]
@@ -177,24 +177,26 @@ def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[G
     return ""
 
 
-def _probe(link: DeviceTransport, gpu: Gpu, size: int, rank: int, before: int, after: int) -> str:
+def _probe(
+    link: DeviceTransport, gpu: Gpu, size: int, rank: int, previous_rank: int, next_rank: int
+) -> str:
     def pattern(rank: int) -> np.ndarray:
         return np.random.default_rng(rank + 1).integers(0, 256, size, np.uint8)
 
-    there = [gpu.allocate(size) for _ in range(2)]
+    buffers = [gpu.allocate(size) for _ in range(2)]
     sent = pattern(rank)
-    came = np.zeros(size, np.uint8)
+    received = np.zeros(size, np.uint8)
     try:
-        gpu.upload(there[0], sent)
-        gpu.clear(there[1], size)
-        link.exchange([(after, there[0], size)], [(before, there[1], size)])
-        gpu.download(came, there[1])
+        gpu.upload(buffers[0], sent)
+        gpu.clear(buffers[1], size)
+        link.exchange([(next_rank, buffers[0], size)], [(previous_rank, buffers[1], size)])
+        gpu.download(received, buffers[1])
         gpu.synchronize()
     # mpi4py's errors are RuntimeErrors
     except (CollectiveError, DeviceError, RuntimeError) as error:
         return " ".join(str(error).split())
     finally:
-        for at in there:
-            gpu.free(at)
-    wrong = int((came != pattern(before)).sum())
+        for buffer in buffers:
+            gpu.free(buffer)
+    wrong = int((received != pattern(previous_rank)).sum())
     return f"{wrong} of {size} bytes are wrong" if wrong else ""

@@ -57,7 +57,7 @@ class Exits:
         # of what is probed and then received: one thread at a time
         self._hearing = threading.Lock()
         self._alarm = world._data.Dup()
-        self._asked: set[int] = set()
+        self._asked_ranks: set[int] = set()
         self._over: set[int] = set()
         self._notes: list[Any] = []
         if self.size > 1:
@@ -72,8 +72,8 @@ class Exits:
         time.
         """
         with self._hearing:
-            if rank != self.rank and rank not in self._asked:
-                self._asked.add(rank)
+            if rank != self.rank and rank not in self._asked_ranks:
+                self._asked_ranks.add(rank)
                 self._tell(rank, _ASK)
             while (message := self._alarm.Improbe(tag=_ENDED)) is not None:
                 says = np.zeros(1, np.int64)
@@ -88,22 +88,22 @@ class Exits:
     def _leave(self, process: int) -> None:
         if os.getpid() != process or self._finalized():
             return
-        code, why = exits.leaving()
+        code, reason = exits.leaving()
         # Others may be late with a call of this rank, but they come; with one that fails they are
         # not waited for long.
         until = time.monotonic() + (ALONE_S if code else deadline())
         for comm in self.open():
-            known = comm._broken is not None
-            if not known:
+            was_broken = comm._broken is not None
+            if not was_broken:
                 self._wait_for_last(comm, until)
             if comm._broken is not None or comm.unfinished():
                 sys.stdout.flush()
-                if not known:
+                if not was_broken:
                     first = next((r.describe() for r in comm.unfinished()), "")
                     if code:
                         exits.end(
                             code,
-                            f"{why}, while {first} is unfinished; all are ended",
+                            f"{reason}, while {first} is unfinished; all are ended",
                             world=self.owner(),
                         )
                     text = str(comm._broken or f"[comm] ends while {first} is unfinished")
@@ -115,7 +115,7 @@ class Exits:
                 time.sleep(0.5)
                 self._abort(CollectiveError.exit_code)
         slot.phase("end")
-        exits.record(code, why)
+        exits.record(code, reason)
         nap = 1e-5
         patience = time.monotonic() + ALONE_S
         note = np.zeros(1, np.uint8)
@@ -129,7 +129,9 @@ class Exits:
                 if not code:  # a rank that fails ends all itself, if the others do not do the same
                     self._answer()
                 elif time.monotonic() > patience:
-                    exits.end(code, f"{why}, and others go on; all are ended", world=self.owner())
+                    exits.end(
+                        code, f"{reason}, and others go on; all are ended", world=self.owner()
+                    )
                 time.sleep(nap)
                 nap = min(1.5 * nap, 5e-3)
 
@@ -152,15 +154,19 @@ class Exits:
         """Waits for the calls of a group that are under way, as long as others may still come to
         them.
         """
-        shown = None
-        while (left := [r for r in comm.unfinished() if not r.test()]) and (
-            now := time.monotonic()
+        shown_request = None
+        while (pending := [r for r in comm.unfinished() if not r.test()]) and (
+            checked_at := time.monotonic()
         ) <= until:
             comm._progress()
-            if left[0] is not shown:  # the watcher is to see that this rank waits, and in what
-                shown = left[0]
-                slot.enter(shown._number(), shown.describe(), shown._waited_for())
-            if until - now > LAST_S and any(map(self.ended, comm.ranks)):
-                until = now + LAST_S
+            if (
+                pending[0] is not shown_request
+            ):  # the watcher is to see that this rank waits, and in what
+                shown_request = pending[0]
+                slot.enter(
+                    shown_request._number(), shown_request.describe(), shown_request._waited_for()
+                )
+            if until - checked_at > LAST_S and any(map(self.ended, comm.ranks)):
+                until = checked_at + LAST_S
             time.sleep(1e-3)
         slot.leave()

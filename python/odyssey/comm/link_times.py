@@ -28,8 +28,8 @@ class Links:
 
     def came(self, rank: int, size: int, ns: int) -> None:
         """Counts data of a rank that took so long."""
-        bytes_, before = self.seen.get(rank, (0.0, 0.0))
-        self.seen[rank] = bytes_ + size, before + ns
+        bytes_, total_ns = self.seen.get(rank, (0.0, 0.0))
+        self.seen[rank] = bytes_ + size, total_ns + ns
 
     def judge(self, now: int) -> None:
         """A call is complete: tells the status slot of the slowest link, if it is much slower
@@ -40,8 +40,10 @@ class Links:
         self._next = now + EVERY_NS
         worst = max(self.seen, key=lambda p: self.seen[p][1] / self.seen[p][0])
         size, ns = self.seen[worst]
-        rest, quick = (sum(of[i] for p, of in self.seen.items() if p != worst) for i in (0, 1))
-        times = ns * rest / (size * max(quick, 1.0))
+        other_bytes, other_ns = (
+            sum(of[i] for p, of in self.seen.items() if p != worst) for i in (0, 1)
+        )
+        times = ns * other_bytes / (size * max(other_ns, 1.0))
         slow = ns >= SLOW_NS and times >= TIMES
         slot.link(*(worst, int(size), int(ns), int(min(times, 999))) if slow else (0, 0, 0, 0))
         self.seen = {p: (size / 2, ns / 2) for p, (size, ns) in self.seen.items()}

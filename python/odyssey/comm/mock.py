@@ -156,18 +156,18 @@ class _Patient(Waiting):
                 self._take()
                 if self._complete:
                     return
-                gone = sorted(world.ended & {self._comm.ranks[p] for p in self._late()})
-                left = until - time.monotonic()
+                ended_ranks = sorted(world.ended & {self._comm.ranks[p] for p in self._late()})
+                remaining_s = until - time.monotonic()
                 if world.aborted is not None:
                     self._give_up(
                         f"[comm] {self._text}: all ranks were ended with code {world.aborted}"
                     )
-                elif gone:
-                    self._give_up(self._ended(gone))
-                elif left <= 0:
+                elif ended_ranks:
+                    self._give_up(self._ended(ended_ranks))
+                elif remaining_s <= 0:
                     self._give_up(self._timed_out(timeout))
                 else:
-                    world.changed.wait(left)
+                    world.changed.wait(remaining_s)
 
 
 class _Met(_Patient):

@@ -26,7 +26,7 @@ import numpy as np
 # where there is no UCX device, and is passed over. A user's own choice is kept.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
-_begun = time.time_ns()
+_import_started = time.time_ns()
 from mpi4py import rc  # noqa: E402
 
 # What mpi4py would do when MPI is imported is done here, after a look at the library: it would
@@ -70,7 +70,7 @@ from .staged import Headed, Met, Staged  # noqa: E402
 # threads wait in groups of their own, and move on what others receive
 _receiving = threading.RLock()
 # ns; between these MPI started, and its launcher made a file for it (run/start_watcher.py)
-STARTED = _begun, _started
+STARTED = _import_started, _started
 
 _OPS = {
     ReduceOp.SUM: MPI.SUM,
@@ -133,8 +133,10 @@ class _Repeated(Headed):
         # their headers differ.
         tag = 1 + comm._repeats % (MEMORY_TAG - DATA_TAG - 1)
         comm._repeats += 1
-        dtype, shape, root, op, more = call.described
-        text = f"again {tag}" if more is None else f"again {tag} of {str(more).replace(' ', '')}"
+        dtype, shape, root, op, details = call.described
+        text = (
+            f"again {tag}" if details is None else f"again {tag} of {str(details).replace(' ', '')}"
+        )
         call.described = (dtype, shape, root, op, text)
         me = comm.rank
         size = comm.size
@@ -149,7 +151,7 @@ class _Repeated(Headed):
             else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
         )
         word = _WORDS[call.out.dtype.itemsize]
-        others = [p for p in range(size) if p != me]
+        other_ranks = [p for p in range(size) if p != me]
         self._messages: list[Any] = []
         # receives and sends of each, if there are any
         self._rounds: list[tuple[list[Any], list[Any]]] = []
@@ -166,10 +168,10 @@ class _Repeated(Headed):
         ):
             self._messages += [
                 make([array[slice(*runs[p])], word], p, DATA_TAG + tag)
-                for p in others
+                for p in other_ranks
                 if runs[p][0] < runs[p][1]
             ]
-        came = [p for p in others if takes[p][0] < takes[p][1]]  # first among the messages
+        came = [p for p in other_ranks if takes[p][0] < takes[p][1]]  # first among the messages
         self._far = [
             (m, comm.ranks[p], (takes[p][1] - takes[p][0]) * call.out.itemsize)
             for m, p in zip(self._messages, came, strict=False)
@@ -182,11 +184,14 @@ class _Repeated(Headed):
         How long they take says nothing of a link: they wait for other ranks.
         """
         comm = self._comm
-        for now in gather_rounds(comm.rank, self.call.ranges):
+        for gather_round in gather_rounds(comm.rank, self.call.ranges):
             receives = [
-                comm._head.Recv_init(self._pieces(m.runs), m.peer, tag) for m in now.receives
+                comm._head.Recv_init(self._pieces(m.runs), m.peer, tag)
+                for m in gather_round.receives
             ]
-            sends = [comm._head.Send_init(self._pieces(m.runs), m.peer, tag) for m in now.sends]
+            sends = [
+                comm._head.Send_init(self._pieces(m.runs), m.peer, tag) for m in gather_round.sends
+            ]
             self._rounds.append((receives, sends))
         self._messages = [request for receives, _ in self._rounds for request in receives]
         self._messages += [request for _, sends in self._rounds for request in sends]
@@ -211,8 +216,8 @@ class _Repeated(Headed):
         (`listen`).
         """
         if self._begun_rounds < len(self._rounds):
-            met = self._comm._met(self._heads, self._header)
-            if met is None or met.headers:
+            outcome = self._comm._poll_outcome(self._heads, self._header)
+            if outcome is None or outcome.headers:
                 return False
         while self._begun_rounds < len(self._rounds):
             receives, _ = self._rounds[self._begun_rounds - 1]
@@ -268,15 +273,15 @@ class _Repeated(Headed):
             return True
         if not self.posted:
             with self._comm._lock:
-                met = self._comm._met(self._heads, self._header)
-            if met is None:
+                outcome = self._comm._poll_outcome(self._heads, self._header)
+            if outcome is None:
                 if self._comm._broken is None:
                     return False
                 self._fail(self._comm._broken)
                 return True
-            if met.headers:
-                wrong = mismatch(met.headers, self._comm.ranks) or ""
-                self._fail(self._comm._different(wrong, met.headers))
+            if outcome.headers:
+                wrong = mismatch(outcome.headers, self._comm.ranks) or ""
+                self._fail(self._comm._different(wrong, outcome.headers))
                 return True  # it stays among the active: its messages are under way for ever
             self.posted = True
             if self._header.balance:  # counts are compared the first time: they stay what they are
@@ -285,12 +290,12 @@ class _Repeated(Headed):
             self._due = self._far
         if self._rounds:  # which another thread may be passing on
             with self._comm._lock:
-                done = self.pass_on() and MPI.Request.Testall(self._messages)
+                is_complete = self.pass_on() and MPI.Request.Testall(self._messages)
         else:
-            done = MPI.Request.Testall(self._messages)
+            is_complete = MPI.Request.Testall(self._messages)
         if self._far:
-            self._look_at_links(done)
-        if done:
+            self._look_at_links(is_complete)
+        if is_complete:
             self._complete = True
             self._comm._active.discard(self)
         return self._complete
@@ -298,19 +303,19 @@ class _Repeated(Headed):
     def _late(self) -> list[int]:
         return [] if self.posted else self._comm._missing(self._heads)
 
-    def _look_at_links(self, done: bool) -> None:
+    def _look_at_links(self, is_complete: bool) -> None:
         """Counts how long data from other machines have taken."""
-        now = time.monotonic_ns()
+        time_ns = time.monotonic_ns()
         links = self._comm._links
         due = []
         for far in self._due:
-            if done or far[0].Test():
-                links.came(far[1], far[2], now - self._since)
+            if is_complete or far[0].Test():
+                links.came(far[1], far[2], time_ns - self._since)
             else:
                 due.append(far)
         self._due = due
-        if done:
-            links.judge(now)
+        if is_complete:
+            links.judge(time_ns)
 
     def free(self) -> None:
         """Gives the requests back; not while they are under way."""
@@ -406,29 +411,29 @@ class MPICommunicator(Staged):
                 until.finish()
             return
         for heads in tuple(self._meeting):
-            done = heads.advance(limit)
+            finished = heads.advance(limit)
             limit = heads.begun
-            if done and heads is self._meeting[0]:
+            if finished and heads is self._meeting[0]:
                 self._meeting.popleft().finish()
                 limit = sys.maxsize
             if heads is until:
                 break
 
-    def _met(self, heads: Heads, mine: Header) -> Met | None:
+    def _poll_outcome(self, heads: Heads, local_header: Header) -> Met | None:
         if not heads.over:
             self._move_on(heads)
             if not heads.over:
                 return None
         if heads.texts is None:
             return heads.met()
-        found, request = heads.texts
-        return Met(unpack(found, mine)) if request.Test() else None
+        packed_headers, request = heads.texts
+        return Met(unpack(packed_headers, local_header)) if request.Test() else None
 
-    def _headers(self, heads: Heads, mine: Header) -> Met | None:
-        met = self._met(heads, mine)
-        if met is not None:
+    def _headers(self, heads: Heads, local_header: Header) -> Met | None:
+        outcome = self._poll_outcome(heads, local_header)
+        if outcome is not None:
             self._heads.append(heads)
-        return met
+        return outcome
 
     def listen(self) -> None:
         """Moves calls on, and tells who asks which this rank has begun; unless another thread is
@@ -621,11 +626,11 @@ class _Received(Message):
     __slots__ = ("_out", "_envelope", "_mine", "_request", "_line", "_tag", "_wrong")
 
     def __init__(
-        self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, mine: Header
+        self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, local_header: Header
     ) -> None:
-        super().__init__(comm, mine, source)
+        super().__init__(comm, local_header, source)
         self._out = out
-        self._mine = mine
+        self._mine = local_header
         self._tag = 2 * tag
         self._wrong = None
         self._envelope = np.zeros(envelope_bytes(), np.uint8)
@@ -679,20 +684,20 @@ class _FromAny(Message):
     __slots__ = ("_found", "_more")
 
     def __init__(
-        self, comm: MPICommunicator, out: np.ndarray, source: None, tag: int, mine: Header
+        self, comm: MPICommunicator, out: np.ndarray, source: None, tag: int, local_header: Header
     ) -> None:
-        super().__init__(comm, mine, source)
+        super().__init__(comm, local_header, source)
         self._found = None
-        self._more = (out, tag, mine)
+        self._more = (out, tag, local_header)
 
     def test(self) -> bool:
         with _receiving:
             if self._found is None:
                 status = MPI.Status()
-                (out, tag, mine) = self._more
+                (out, tag, local_header) = self._more
                 if self._comm._data.Iprobe(MPI.ANY_SOURCE, 2 * tag + 1, status):
                     self.source = status.Get_source()
-                    self._found = _Received(self._comm, out, self.source, tag, mine)
+                    self._found = _Received(self._comm, out, self.source, tag, local_header)
             if not self._complete and self._found is not None:
                 self._follow(self._found)
         return self._complete
@@ -708,12 +713,12 @@ class _Memory(Waiting):
         super().__init__(comm, f"an exchange of device memory with rank {names}")
         self._requests = [
             *(
-                data.Irecv([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG)
-                for p, at, n in receives
+                data.Irecv([MPI.memory.fromaddress(address, n), MPI.BYTE], p, MEMORY_TAG)
+                for p, address, n in receives
             ),
             *(
-                data.Isend([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG)
-                for p, at, n in sends
+                data.Isend([MPI.memory.fromaddress(address, n), MPI.BYTE], p, MEMORY_TAG)
+                for p, address, n in sends
             ),
         ]
 

@@ -91,8 +91,10 @@ class Nccl:
 
     def words(self, result: int) -> str:
         """Returns what NCCL says about a result, in one line."""
-        said = [self._lib.ncclGetErrorString(result), self._lib.ncclGetLastError(None)]
-        return " ".join("; ".join(text.decode(errors="replace") for text in said if text).split())
+        messages = [self._lib.ncclGetErrorString(result), self._lib.ncclGetLastError(None)]
+        return " ".join(
+            "; ".join(text.decode(errors="replace") for text in messages if text).split()
+        )
 
 
 @functools.cache
@@ -101,17 +103,17 @@ def library() -> Nccl:
     tried = []
     for path in _candidates():
         try:
-            found = Nccl(path)
+            nccl = Nccl(path)
         except (OSError, AttributeError) as error:
             tried.append(" ".join(str(error).split()))
             continue
-        if found.version < OLDEST:
+        if nccl.version < OLDEST:
             raise ConfigError(
-                f"[comm] backend nccl: {path} is NCCL {spelled(found.version)}, and "
+                f"[comm] backend nccl: {path} is NCCL {spelled(nccl.version)}, and "
                 f"{spelled(OLDEST)} is the oldest "
                 "that will do; pip install -U nvidia-nccl-cu12, or use backend mpi"
             )
-        return found
+        return nccl
     raise ConfigError(
         f"[comm] backend nccl finds no NCCL ({'; '.join(tried)}); pip install nvidia-nccl-cu12 "
         "(or -cu13), set "
@@ -120,9 +122,9 @@ def library() -> Nccl:
 
 
 def _candidates() -> list[str]:
-    named = os.environ.get(LIBRARY)
-    if named:
-        return [named]
+    library_path = os.environ.get(LIBRARY)
+    if library_path:
+        return [library_path]
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []
     files = [f / part / "lib" / "libnccl.so.2" for f in folders for part in ("nccl", "cu13")]
@@ -160,8 +162,10 @@ class NcclTransport(DeviceTransport):
             comm._sequence, f"connecting ranks {slot.ranges(comm.ranks)} by NCCL", comm._mark
         )
         try:
-            at = ctypes.addressof(handle)
-            self._lib.call("CommInitRank", at, comm.size, unique, comm.rank, error=DeviceError)
+            handle_address = ctypes.addressof(handle)
+            self._lib.call(
+                "CommInitRank", handle_address, comm.size, unique, comm.rank, error=DeviceError
+            )
         finally:
             slot.leave()
         self._handle: int | None = handle.value
@@ -192,9 +196,9 @@ class NcclTransport(DeviceTransport):
     def done(self) -> bool:
         if self._driver.ready(self._event):
             return True
-        now = time.monotonic()
-        if self._handle is not None and now >= self._looked + LOOK_S:
-            self._looked = now
+        checked_at = time.monotonic()
+        if self._handle is not None and checked_at >= self._looked + LOOK_S:
+            self._looked = checked_at
             result = ctypes.c_int()
             self._lib.call("CommGetAsyncError", self._handle, ctypes.addressof(result))
             if result.value:  # what was started cannot end
@@ -213,13 +217,14 @@ def check_apart(comm: Communicator, number: int) -> None:
     collective call.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    mine = np.array([machine(), zlib.crc32(visible.encode()), number], np.int64)
-    seen: dict[tuple[int, ...], int] = {}
-    for p, place in enumerate(comm.all_gather(mine).tolist()):
-        other = seen.setdefault(tuple(place), p)
-        if other != p:
+    local_gpu = np.array([machine(), zlib.crc32(visible.encode()), number], np.int64)
+    rank_by_gpu: dict[tuple[int, ...], int] = {}
+    for p, place in enumerate(comm.all_gather(local_gpu).tolist()):
+        first_rank = rank_by_gpu.setdefault(tuple(place), p)
+        if first_rank != p:
             raise ConfigError(
-                f"[comm] backend nccl: ranks {comm.ranks[other]} and {comm.ranks[p]} share GPU "
+                f"[comm] backend nccl: ranks {comm.ranks[first_rank]} and {comm.ranks[p]} share "
+                "GPU "
                 f"{place[2]} of one "
                 "machine, which NCCL does not allow; start at most one rank per GPU, or use "
                 "backend mpi"
@@ -247,8 +252,8 @@ def connect() -> Communicator:
     """
     from . import nearer, world
 
-    found = launcher.launched()
-    if found is None or found.size == 1:
+    launch = launcher.launched()
+    if launch is None or launch.size == 1:
         raise ConfigError(
             "[comm] backend nccl connects several ranks, and this one is alone; use backend "
             "local (or auto)"
@@ -270,19 +275,19 @@ def connect() -> Communicator:
         raise ConfigError(
             f"[comm] backend nccl: rank {versions.index(0)} cannot use it; see what it says"
         )
-    for rank, other in enumerate(versions):
-        if other != versions[0]:
+    for rank, rank_version in enumerate(versions):
+        if rank_version != versions[0]:
             raise ConfigError(
-                f"[comm] backend nccl: rank {rank} has NCCL {spelled(other)}, rank 0 "
+                f"[comm] backend nccl: rank {rank} has NCCL {spelled(rank_version)}, rank 0 "
                 f"{spelled(versions[0])}; "
                 "install the same on all machines"
             )
     check_apart(mpi, mpi.local_rank % count)
     ordinary = world(nearer(mpi, "")[0])
-    made = ordinary._part(tuple(range(ordinary.size)))
-    made.name = "nccl"
-    made._mark = ordinary._mark
-    made.why = (
-        f"nccl: {made.size} ranks, NCCL {spelled(version)} between their GPUs; else {ordinary.why}"
+    comm = ordinary._part(tuple(range(ordinary.size)))
+    comm.name = "nccl"
+    comm._mark = ordinary._mark
+    comm.why = (
+        f"nccl: {comm.size} ranks, NCCL {spelled(version)} between their GPUs; else {ordinary.why}"
     )
-    return made
+    return comm

@@ -114,11 +114,11 @@ class Waiting(Request):
         """
         if self._spins and not self._comm._crowded:
             test = self.test
-            begun = time.monotonic_ns()
+            spin_start = time.monotonic_ns()
             for _ in range(self._spins):
                 if test():
                     break
-            slot.waited(time.monotonic_ns() - begun)
+            slot.waited(time.monotonic_ns() - spin_start)
             if self._complete:
                 return
         slot.enter(self._number(), self._text, self._waited_for())
@@ -138,28 +138,28 @@ class Waiting(Request):
     def _test_on(self) -> None:
         """Tests until complete, giving the core away and then sleeping in between."""
         test = self.test
-        start = begun = time.monotonic()
+        start = patience_start = time.monotonic()
         timeout = self._comm.timeout or deadline()
         patience = 0.0
         look = start + _LOOK_S
         nap = 20e-6
         while not test():
             self._comm._progress()
-            now = time.monotonic()
+            tested_at = time.monotonic()
             if patience != self._patience():
-                begun = now
+                patience_start = tested_at
                 patience = self._patience()
                 nap = 20e-6
-            if now - begun < patience:
+            if tested_at - patience_start < patience:
                 os.sched_yield()
                 continue
-            if now - start > (allowed := self._allowed(timeout, start)):
+            if tested_at - start > (allowed := self._allowed(timeout, start)):
                 self._give_up(self._timed_out(allowed))
                 return
-            if now > look:
-                look = now + (_AGAIN_S if self._look() else 0.25)
+            if tested_at > look:
+                look = tested_at + (_AGAIN_S if self._look() else 0.25)
             time.sleep(nap)
-            nap = min(1.5 * nap, 200e-6 if now - start < 0.1 else 1e-3)
+            nap = min(1.5 * nap, 200e-6 if tested_at - start < 0.1 else 1e-3)
 
     def _allowed(self, timeout: float, start: float) -> float:
         """Seconds that the wait since `start` may take, as far as anybody has said by now."""
@@ -181,9 +181,10 @@ class Waiting(Request):
         late = [str(self._comm.ranks[p]) for p in self._late()]
         if not late:
             return "all ranks came, but the data did not"
-        what = f"rank{'s' * (len(late) > 1)} {', '.join(late)} did not come"
+        problem = f"rank{'s' * (len(late) > 1)} {', '.join(late)} did not come"
         return (
-            f"{what}; see what they do instead, or set a longer timeout (ODYSSEY_TIMEOUT=SECONDS)"
+            f"{problem}; see what they do instead, or set a longer timeout "
+            "(ODYSSEY_TIMEOUT=SECONDS)"
         )
 
     def _look(self) -> bool:
@@ -192,11 +193,11 @@ class Waiting(Request):
         Whether to look again soon.
         """
         late = self._late()
-        gone = self._comm._gone(late) if late else ()
-        self._suspect += bool(gone)
+        ended_ranks = self._comm._gone(late) if late else ()
+        self._suspect += bool(ended_ranks)
         if self._suspect > self._looks:
-            self._give_up(self._ended([self._comm.ranks[p] for p in gone]))
-        return bool(gone)
+            self._give_up(self._ended([self._comm.ranks[p] for p in ended_ranks]))
+        return bool(ended_ranks)
 
     def _timed_out(self, seconds: float) -> str:
         return f"[comm] waited {seconds:g} s in {self._text}: {self._absent()}"
@@ -314,8 +315,8 @@ class Received(Request):
 
     def _block(self) -> None:
         self._line.receives.remove(self)
-        what = f"rank {self._rank} waits for itself in {self._envelope.text}"
-        self._fail(CollectiveError(f"[comm] {what}: nothing was sent before; send first"))
+        problem = f"rank {self._rank} waits for itself in {self._envelope.text}"
+        self._fail(CollectiveError(f"[comm] {problem}: nothing was sent before; send first"))
 
     def describe(self) -> str:
         return self._envelope.text

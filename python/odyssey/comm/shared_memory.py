@@ -26,15 +26,15 @@ class _Files:
     """Files without a name, as a window: no end of a rank leaves any behind."""
 
     def __init__(self, over: Communicator, processes: np.ndarray, size: int) -> None:
-        found = files(over, processes, size)
-        if found is None:
+        arrays = files(over, processes, size)
+        if arrays is None:
             raise ConfigError(
                 f"[comm] the processes of the {over.size} ranks cannot share memory: each must "
                 "see the others in "
                 "/proc; use backend 'gloo'"
             )
-        self.addresses = [array.ctypes.data for array in found]
-        self._arrays = found
+        self.addresses = [array.ctypes.data for array in arrays]
+        self._arrays = arrays
 
     def free(self) -> None:
         self._arrays.clear()
@@ -53,8 +53,8 @@ def window(over: Communicator, processes: np.ndarray, size: int) -> tuple[Any, l
             "/dev/shm has "
             f"{free >> 20} MiB left; make it larger (docker run --shm-size), or use backend 'mpi'"
         )
-    made = over.window(size) if over._exits is not None else _Files(over, processes, size)
-    return made, [up(address, LINE) for address in made.addresses]
+    memory = over.window(size) if over._exits is not None else _Files(over, processes, size)
+    return memory, [up(address, LINE) for address in memory.addresses]
 
 
 def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarray] | None:
@@ -65,14 +65,14 @@ def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarr
     mean. processes: (pid, `process_space()`) of each rank.
     """
     handle = -1
-    mine = [os.getpid(), -1, 0]
+    place = [os.getpid(), -1, 0]
     try:
         handle = os.memfd_create("odyssey")
         os.ftruncate(handle, up(max(size, 1), PAGE))
-        mine[1:] = handle, os.fstat(handle).st_ino
+        place[1:] = handle, os.fstat(handle).st_ino
     except (AttributeError, OSError, OverflowError):
         pass
-    places = comm.all_gather(np.array(mine))
+    places = comm.all_gather(np.array(place))
     maps: list[mmap.mmap] = []
     try:
         for (process, number, inode), (_, space) in zip(

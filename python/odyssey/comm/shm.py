@@ -127,9 +127,9 @@ class ShmCommunicator(SteppedCommunicator):
         """
         if not hasattr(os, "sched_getaffinity"):
             return cores()
-        mine = np.zeros(2048, np.uint8)
-        mine[[core for core in os.sched_getaffinity(0) if core < len(mine)]] = 1
-        return int(self._over.all_reduce(mine, "max").sum())
+        core_mask = np.zeros(2048, np.uint8)
+        core_mask[[core for core in os.sched_getaffinity(0) if core < len(core_mask)]] = 1
+        return int(self._over.all_reduce(core_mask, "max").sum())
 
     def _lay_out(self) -> None:
         """Makes the window, clears the heads of the segments and waits until all have."""
@@ -140,19 +140,23 @@ class ShmCommunicator(SteppedCommunicator):
         bases = self._window(slots + 2 * SLOT + 2 * result)
         native.memory(bases[self.rank], _ENVELOPES)[:] = 0
 
-        def at(rank: int, offset: int, size: int) -> np.ndarray:
+        def memory_at(rank: int, offset: int, size: int) -> np.ndarray:
             return native.memory(bases[rank] + offset, size)
 
         self._bases = np.array(bases, np.int64)
-        self._heads = [at(r, 0, 2 * LINE).view(np.int64).reshape(2, -1) for r in range(self.size)]
+        self._heads = [
+            memory_at(r, 0, 2 * LINE).view(np.int64).reshape(2, -1) for r in range(self.size)
+        ]
         self._envelopes = [
             [
-                at(r, _ENVELOPES + i * envelope, envelope)[: header_bytes(self.size)]
+                memory_at(r, _ENVELOPES + i * envelope, envelope)[: header_bytes(self.size)]
                 for i in range(2)
             ]
             for r in range(self.size)
         ]
-        self._slots = [[at(r, slots + i * SLOT, SLOT) for i in range(2)] for r in range(self.size)]
+        self._slots = [
+            [memory_at(r, slots + i * SLOT, SLOT) for i in range(2)] for r in range(self.size)
+        ]
         self._slot_addresses = [
             [bases[r] + slots + i * SLOT for r in range(self.size)] for i in range(2)
         ]
@@ -183,10 +187,10 @@ class ShmCommunicator(SteppedCommunicator):
         """
         size = int(nbytes)
         self._run(Call("group", described=("", None, -1, None, f"shared {size} bytes")), True)
-        found = shared_memory.files(self, self._processes, size)
-        if found is None:  # a window, which lives as long as the group
-            found = [native.memory(base, size) for base in self._window(size)]
-        return found
+        arrays = shared_memory.files(self, self._processes, size)
+        if arrays is None:  # a window, which lives as long as the group
+            arrays = [native.memory(base, size) for base in self._window(size)]
+        return arrays
 
     def _window(self, size: int) -> list[int]:
         window, addresses = shared_memory.window(self._over, self._processes, size)
@@ -228,12 +232,12 @@ class ShmCommunicator(SteppedCommunicator):
         flags = out.flags
         if not (flags.c_contiguous and flags.writeable):
             return super().all_reduce(array, op, out, wait=wait)
-        known = self._signatures.get(shape)
-        signature, text = self._signature(shape) if known is None else known
+        cached_signature = self._signatures.get(shape)
+        signature, text = self._signature(shape) if cached_signature is None else cached_signature
         sequence = self._sequence
         self._sequence = sequence + 1
         slot.quick(sequence, self._mark[0], text)
-        begun = time.monotonic_ns()
+        time_ns = time.monotonic_ns()
         state = self._library.shared_all_reduce_at_once(
             self._team_address,
             self._job_address,
@@ -246,9 +250,9 @@ class ShmCommunicator(SteppedCommunicator):
         )
         if state != DONE:
             return self._go_on(array, out, sequence, state)
-        begun = time.monotonic_ns() - begun
-        if begun > WAITED_NS:
-            slot.waited(begun)
+        time_ns = time.monotonic_ns() - time_ns
+        if time_ns > WAITED_NS:
+            slot.waited(time_ns)
         return out
 
     def _signature(self, shape: tuple[int, ...]) -> tuple[int, str]:
@@ -269,8 +273,8 @@ class ShmCommunicator(SteppedCommunicator):
         """
         call = self._reduce("all_reduce", array, "sum", out)
         call.blocking = True
-        named = describe(call.kind, call.described, *caller_location(1))
-        call.header = Header(sequence, *named, (), call.kind, -1, True)
+        signature_and_text = describe(call.kind, call.described, *caller_location(1))
+        call.header = Header(sequence, *signature_and_text, (), call.kind, -1, True)
         job = native.Job.from_buffer_copy(self._job)
         pending = _Pending(self, call)
         pending.steps = self._all_reduce_steps(call, job, state)
@@ -372,11 +376,12 @@ class ShmCommunicator(SteppedCommunicator):
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
         """Returns the ranks that have said that they end, or whose processes are gone."""
-        said = self._over._gone(ranks)
+        announced_ranks = self._over._gone(ranks)
         return [
             p
             for p in ranks
-            if p in said or (p != self.rank and process_ended(*self._processes[p].tolist()))
+            if p in announced_ranks
+            or (p != self.rank and process_ended(*self._processes[p].tolist()))
         ]
 
 
@@ -411,16 +416,18 @@ class _Pending(Collective):
         comm._attended = True
         try:
             while not self._complete:
-                alone = not _messages and all(other._attended for other in tuple(_active))
-                if not alone:
+                others_attended = not _messages and all(
+                    active_comm._attended for active_comm in tuple(_active)
+                )
+                if not others_attended:
                     _move()
-                if comm._advance(SLICE_NS if alone else SHORT_NS):
+                if comm._advance(SLICE_NS if others_attended else SHORT_NS):
                     continue
-                now = time.monotonic()
-                if now - start > (allowed := self._allowed(timeout, start)):
+                checked_at = time.monotonic()
+                if checked_at - start > (allowed := self._allowed(timeout, start)):
                     self._give_up(self._timed_out(allowed))
-                elif now > look:
-                    look = now + 0.25
+                elif checked_at > look:
+                    look = checked_at + 0.25
                     self._look()
         finally:
             comm._attended = False

@@ -118,7 +118,7 @@ class SteppedCommunicator(Communicator):
         """Bytes of a slot for each rank, where a rank has something else for each."""
         return SLOT // self.size // LINE * LINE
 
-    def _put(self, send: np.ndarray, gives: Sequence[tuple[int, int]], a: int) -> None:
+    def _fill_slot(self, send: np.ndarray, gives: Sequence[tuple[int, int]], a: int) -> None:
         """A share of bytes gives[p], from their a-th, into my slot's part for rank p."""
         slot = self._slots[self.rank][self._next]
         share = self._share
@@ -139,14 +139,14 @@ class SteppedCommunicator(Communicator):
         if call.kind == "all_to_all_v":
             longest = max(header.tail[0] for header in headers) * call.out.itemsize
         share = self._share
-        at = self.rank * share
+        slot_offset = self.rank * share
         for a in _pieces(longest, share) if longest or call.kind != "all_to_all_v" else ():
-            self._put(send, gives, a)
+            self._fill_slot(send, gives, a)
             yield from self._meet(call)
             last = self._last
             for (lo, hi), slots in zip(wants, self._slots, strict=True):
                 part = received[lo + a : min(hi, lo + a + share)]
-                part[:] = slots[last][at : at + part.size]
+                part[:] = slots[last][slot_offset : slot_offset + part.size]
 
     _scatter_steps = _all_to_all_steps = _all_to_all_v_steps = _swap
 
@@ -156,15 +156,15 @@ class SteppedCommunicator(Communicator):
         send = _bytes(call.send)
         gives = runs([width] * self.size)
         for a in _pieces(width, self._share):
-            self._put(send, gives, a)
+            self._fill_slot(send, gives, a)
             yield from self._meet(call)
             count = min(self._share, width - a) // item
             if count:
-                at = self.rank * self._share
-                buffers = np.array(self._slot_addresses[self._last], np.int64) + at
-                how = _TYPES[call.send.dtype], _OPS[call.op]
+                slot_offset = self.rank * self._share
+                buffers = np.array(self._slot_addresses[self._last], np.int64) + slot_offset
+                dtype_and_op = _TYPES[call.send.dtype], _OPS[call.op]
                 self._library.shared_reduce(
-                    call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *how
+                    call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *dtype_and_op
                 )
 
     def _copy_to_all(self, call: Call) -> Steps:

@@ -67,36 +67,36 @@ class Staged(Communicator):
         """Data of calls in other groups: a rank that waits there may be one that this one's wait
         is for.
         """
-        for other in tuple(_active):
+        for comm in tuple(_active):
             # else another thread is at it
-            if other is not self and other._lock.acquire(blocking=False):
+            if comm is not self and comm._lock.acquire(blocking=False):
                 try:
-                    other._post_all()
+                    comm._post_all()
                 finally:
-                    other._lock.release()
+                    comm._lock.release()
 
-    def _post_all(self, mine: _Staged | None = None) -> None:
+    def _post_all(self, awaited: _Staged | None = None) -> None:
         """Posts the data of the calls whose headers are there; that of a call that a thread
-        waits for by that thread (`mine`): if two threads had one another's in the library,
+        waits for by that thread (`awaited`): if two threads had one another's in the library,
         each would hold up what other ranks wait for.
         """
         with self._lock:
             while self._queue:
                 head = self._queue[0]
-                if head.call.header.blocking and head is not mine:
+                if head.call.header.blocking and head is not awaited:
                     return
-                met = self._headers(head.handle, head.call.header)
-                if met is None:
+                outcome = self._headers(head.handle, head.call.header)
+                if outcome is None:
                     return
                 self._queue.popleft()
-                wrong = met.headers and mismatch(met.headers, self.ranks)
+                wrong = outcome.headers and mismatch(outcome.headers, self.ranks)
                 if wrong:
-                    head._fail(self._different(wrong, met.headers))
+                    head._fail(self._different(wrong, outcome.headers))
                     continue
                 call = head.call
                 if call.kind == "scatter":
-                    call.place(met.piece)
-                blocking = self._crowded and met.blocking
+                    call.place(outcome.piece)
+                blocking = self._crowded and outcome.blocking
                 if blocking:
                     slot.enter(call.header.sequence, call.header.text, self._mark)
                 try:
@@ -124,7 +124,7 @@ class Staged(Communicator):
         """Starts the exchange of headers; returns a handle."""
         raise NotImplementedError
 
-    def _headers(self, handle: Any, mine: Header) -> Met | None:
+    def _headers(self, handle: Any, local_header: Header) -> Met | None:
         """Returns what the headers of all ranks came to when they have come, None before; called
         until then.
         """

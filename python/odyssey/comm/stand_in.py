@@ -65,9 +65,11 @@ class StandIn(Communicator):
         self.per_node = per_node
         self.said = said
         self.machines = [p // per_node for p in self.ranks]  # of each rank
-        here = [p for p, machine in enumerate(self.machines) if machine == self.machines[rank]]
-        self.local_rank = here.index(rank)
-        self.local_size = len(here)
+        local_ranks = [
+            p for p, machine in enumerate(self.machines) if machine == self.machines[rank]
+        ]
+        self.local_rank = local_ranks.index(rank)
+        self.local_size = len(local_ranks)
         self.why = f"stand-in: rank {self.ranks[rank]} alone"
         if size > 1 and (hasattr(of, "shared") if of else per_node >= size):
             self.shared = self._shared
@@ -95,7 +97,9 @@ class StandIn(Communicator):
     def _started(self) -> None:
         self.traffic.calls += 1
         if not hasattr(self, "shared"):
-            for distance in (d for some in distances(self.size) for d in some):
+            for distance in (
+                d for round_distances in distances(self.size) for d in round_distances
+            ):
                 self._count((self.rank + distance) % self.size, WORD)
 
     def _begin(self, call: Call) -> Request:

@@ -39,17 +39,17 @@ _MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 _CIFAR_RECORD = 1 + 3 * 32 * 32
-FINGERPRINT = 1 << 22  # bytes that a fingerprint is of, about 10 ms
+FINGERPRINT_BYTES = 1 << 22  # that a fingerprint is of, about 10 ms
 
 
 def digest(*parts: np.ndarray | str) -> str:
     """16 hexadecimal digits of the SHA-256 of arrays and texts."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
-        found.update(
+        hasher.update(
             part.encode() + b"\0" if isinstance(part, str) else np.ascontiguousarray(part).tobytes()
         )
-    return found.hexdigest()[:16]
+    return hasher.hexdigest()[:16]
 
 
 def outside(numbers: np.ndarray, count: int) -> int | None:
@@ -64,9 +64,9 @@ def described(dataset: Any) -> str:
     shape = getattr(dataset, "sample_shape", None)
     classes = getattr(dataset, "classes", None)
     parts = [f"{len(dataset)} samples"] + [f"of {shape}"] * (shape is not None)
-    what = f", classes={reprlib.repr(classes)}" if classes else ""
+    classes_text = f", classes={reprlib.repr(classes)}" if classes else ""
     name = f"{dataset.name}, " if isinstance(getattr(dataset, "name", None), str) else ""
-    return f"{type(dataset).__name__}({name}{' '.join(parts)}{what})"
+    return f"{type(dataset).__name__}({name}{' '.join(parts)}{classes_text})"
 
 
 class Described:
@@ -87,10 +87,10 @@ class Gathered(Described):
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that stand for the samples; of many, those at even distances,
-        FINGERPRINT bytes.
+        FINGERPRINT_BYTES.
         """
         size = sum(leaf.nbytes for leaf in leaves(self.gather(np.zeros(1, np.int64))))
-        count = min(len(self), 10_000, max(3, FINGERPRINT // size))
+        count = min(len(self), 10_000, max(3, FINGERPRINT_BYTES // size))
         return digest(*leaves(self.gather(np.linspace(0, len(self) - 1, count).astype(np.int64))))
 
 
@@ -139,9 +139,9 @@ class ArrayDataset(Gathered):
             _check_labels(self.labels, len(self), self.classes, self.name)
         for field, values in (("scale", self.scale), ("shift", self.shift)):
             if values.dtype != np.float32 or values.shape != (self._channels,):
-                found = f"{values.dtype} {values.shape}"
-                wanted = f"float32 ({self._channels},)"
-                raise DataError(f"{self.name}: {field} is {found}; {wanted} expected")
+                actual = f"{values.dtype} {values.shape}"
+                expected = f"float32 ({self._channels},)"
+                raise DataError(f"{self.name}: {field} is {actual}; {expected} expected")
 
     @functools.cached_property
     def normalised(self) -> bool:
@@ -362,7 +362,7 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
     folder has them all.
     """
     info = DATASETS[name]
-    wanted = info.train_files if train else info.test_files
+    file_names = info.train_files if train else info.test_files
     if data_dir is None and name != "mnist":
         raise DataError(
             f"{name} does not come with odyssey; get "
@@ -375,11 +375,11 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
             f"--data-dir {printable(str(root), limit=200)} is not a folder; give that of "
             f"{name}'s files"
         )
-    tried = [[_in_folder(root / folder, file) for file in wanted] for folder in info.folders]
-    best = min(tried, key=lambda found: found.count(None))  # the first of the most telling
+    tried = [[_in_folder(root / folder, file) for file in file_names] for folder in info.folders]
+    best = min(tried, key=lambda paths: paths.count(None))  # the first of the most telling
     if None not in best:
         return best
-    missing = ", ".join(file for file, path in zip(wanted, best, strict=True) if path is None)
+    missing = ", ".join(file for file, path in zip(file_names, best, strict=True) if path is None)
     if data_dir is None:
         raise DataError(
             f"{missing} is missing from the installation; {REINSTALL}, or use --data-dir"
@@ -419,7 +419,7 @@ def _read_idx_pair(name: str, files: list[Path]) -> tuple[np.ndarray, np.ndarray
             f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; they "
             "must belong together"
         )
-    _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _RIGHT)
+    _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _FILE_ADVICE)
     if name == "fashion-mnist":
         _refuse_mnist(files[1], labels)
     return images, labels
@@ -447,47 +447,47 @@ def _read_records(path: Path) -> np.ndarray:
     """
     try:
         with path.open("rb") as file:
-            held = os.fstat(file.fileno()).st_size
-            if not held or held % _CIFAR_RECORD:  # before anything is allocated
+            file_size = os.fstat(file.fileno()).st_size
+            if not file_size or file_size % _CIFAR_RECORD:  # before anything is allocated
                 raise DataError(
-                    f"{path} holds {held} bytes; a non-zero multiple of {_CIFAR_RECORD} "
+                    f"{path} holds {file_size} bytes; a non-zero multiple of {_CIFAR_RECORD} "
                     "expected; get the file again"
                 )
-            content = file.read(held)
-            if len(content) != held:
+            content = file.read(file_size)
+            if len(content) != file_size:
                 raise DataError(f"{path} has become shorter while it was read; get the file again")
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path") from None
     except MemoryError:
         raise DataError(
-            f"{path} ({held} bytes) does not fit into memory; use a machine with more"
+            f"{path} ({file_size} bytes) does not fit into memory; use a machine with more"
         ) from None
     records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
-    _check_labels(records[:, 0], len(records), DATASETS["cifar10"].classes, str(path), _RIGHT)
+    _check_labels(records[:, 0], len(records), DATASETS["cifar10"].classes, str(path), _FILE_ADVICE)
     return records
 
 
-def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
+def _as_tree(tree: Any, count: int | None, role: str, name: str) -> Any:
     """A tree of C-contiguous float32 and int32 arrays of `count` samples (None: of as many as
     the first has).
     """
     if not leaves(tree):
         raise DataError(
-            f"{name}: the {what} are an empty {type(tree).__name__}; give at least one array"
+            f"{name}: the {role} are an empty {type(tree).__name__}; give at least one array"
         )
 
-    def converted(given: Any) -> np.ndarray:
+    def convert_leaf(leaf: Any) -> np.ndarray:
         nonlocal count
-        array = np.asarray(given)
+        array = np.asarray(leaf)
         count = len(array) if count is None and array.ndim else count
         if array.ndim < 1 or len(array) != count or array.size == 0:
             raise DataError(
-                f"{name}: an array of the {what} has the shape {array.shape}; "
+                f"{name}: an array of the {role} has the shape {array.shape}; "
                 f"({count or 'samples'}, ...) expected, "
                 "with at least one number per sample"
             )
         if array.dtype.kind == "f":
-            array = _as_floats(array, name, what)
+            array = _as_floats(array, name, role)
         elif array.dtype.kind in "iub":
             limits = np.iinfo(np.int32)
             if (
@@ -495,17 +495,17 @@ def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
                 and not limits.min <= array.min() <= array.max() <= limits.max
             ):
                 raise DataError(
-                    f"{name}: the {what} hold integers from {array.min()} to {array.max()}; "
+                    f"{name}: the {role} hold integers from {array.min()} to {array.max()}; "
                     "those of int32 are allowed"
                 )
             array = array.astype(np.int32, copy=False)
         else:
             raise DataError(
-                f"{name}: the {what} are {array.dtype}; floats, integers and booleans are allowed"
+                f"{name}: the {role} are {array.dtype}; floats, integers and booleans are allowed"
             )
         return np.ascontiguousarray(array)
 
-    return mapped(converted, tree)
+    return mapped(convert_leaf, tree)
 
 
 def _as_images(images: np.ndarray, name: str) -> np.ndarray:
@@ -520,7 +520,7 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(images)
 
 
-def _as_floats(array: np.ndarray, name: str, what: str) -> np.ndarray:
+def _as_floats(array: np.ndarray, name: str, role: str) -> np.ndarray:
     """An array as float32.
 
     Raises DataError: NaN, infinity, or a double that is too large for float32.
@@ -531,9 +531,10 @@ def _as_floats(array: np.ndarray, name: str, what: str) -> np.ndarray:
         # array of flags.
         if np.isfinite(array.sum(dtype=np.float64)):
             return array
-    at = tuple(int(axis) for axis in np.argwhere(~np.isfinite(array))[0])
+    index = tuple(int(axis) for axis in np.argwhere(~np.isfinite(array))[0])
     raise DataError(
-        f"{name}: sample {at[0]} of the {what} holds {array[at]} at index {at}; finite float32 "
+        f"{name}: sample {index[0]} of the {role} holds {array[index]} at index {index}; finite "
+        "float32 "
         "expected; clean it "
         "with np.nan_to_num, or leave the sample out"
     )
@@ -558,7 +559,7 @@ def _check_images(images: np.ndarray, name: str) -> None:
         )
 
 
-_RIGHT = "check that it is the right file"
+_FILE_ADVICE = "check that it is the right file"
 
 
 def _check_labels(

@@ -78,19 +78,19 @@ def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndar
     it at every start. The copy is mapped: all ranks of a machine share its pages. One without
     the digest is replaced; where none can be kept it works without.
     """
-    kept = cache / f"{sha256}.idx"
+    cached_path = cache / f"{sha256}.idx"
     with contextlib.suppress(DataError, OSError, ValueError):
-        return _mapped(kept, ndim, sha256)
+        return _mapped(cached_path, ndim, sha256)
     values = read_idx(path, ndim=ndim, sha256=sha256)
     # another rank has kept it meanwhile: it stays
     with contextlib.suppress(DataError, OSError, ValueError):
-        return _mapped(kept, ndim, sha256)
+        return _mapped(cached_path, ndim, sha256)
     with contextlib.suppress(OSError, OdysseyError):
         private_directory(cache)
         header = bytes((0, 0, _UINT8, values.ndim)) + b"".join(
             n.to_bytes(4, "big") for n in values.shape
         )
-        write_whole(kept, lambda file: (file.write(header), file.write(values)))
+        write_whole(cached_path, lambda file: (file.write(header), file.write(values)))
     return values
 
 
@@ -103,12 +103,12 @@ def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         header, shape = _read_header(file, path, ndim)
-        held = status.st_size
-        _check_length(path, header, shape, held)
+        file_size = status.st_size
+        _check_length(path, header, shape, file_size)
         if status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022:
-            data = mmap.mmap(file.fileno(), held, access=mmap.ACCESS_READ)
+            data = mmap.mmap(file.fileno(), file_size, access=mmap.ACCESS_READ)
         else:  # other users could change or shorten it after its digest was looked at
-            data = header + file.read(held)
+            data = header + file.read(file_size)
         values = np.frombuffer(data, np.uint8, offset=len(header))
     _check_digest(path, header, values, sha256)
     return values.reshape(shape)
@@ -118,17 +118,18 @@ def _read(
     stream: BinaryIO | gzip.GzipFile,
     path: Path,
     packed: bool,
-    held: int,
+    file_size: int,
     ndim: int | None,
     sha256: str | None,
 ) -> np.ndarray:
     header, shape = _read_header(stream, path, ndim)
     expected = len(header) + math.prod(shape)
     if not packed:
-        _check_length(path, header, shape, held)
-    elif expected > held * _MAX_INFLATION:
+        _check_length(path, header, shape, file_size)
+    elif expected > file_size * _MAX_INFLATION:
         raise DataError(
-            f"{path}: the header claims {_by(shape)} = {expected} bytes, more than {held} bytes "
+            f"{path}: the header claims {_by(shape)} = {expected} bytes, more than {file_size} "
+            "bytes "
             "of gzip can hold; "
             "get the file again"
         )
@@ -164,9 +165,9 @@ def _read_header(
         )
     allowed = range(1, _MAX_NDIM + 1) if ndim is None else (ndim,)
     if magic[3] not in allowed:
-        wanted = f"1 to {_MAX_NDIM}" if ndim is None else str(ndim)
+        expected = f"1 to {_MAX_NDIM}" if ndim is None else str(ndim)
         raise DataError(
-            f"{path} has {magic[3]} dimensions; {wanted} expected; check that images and labels "
+            f"{path} has {magic[3]} dimensions; {expected} expected; check that images and labels "
             "are not swapped"
         )
     sizes = stream.read(4 * magic[3])
@@ -176,7 +177,9 @@ def _read_header(
             "found; "
             "get the file again"
         )
-    shape = tuple(int.from_bytes(sizes[at : at + 4], "big") for at in range(0, len(sizes), 4))
+    shape = tuple(
+        int.from_bytes(sizes[start : start + 4], "big") for start in range(0, len(sizes), 4)
+    )
     if 0 in shape:
         raise DataError(
             f"{path} has the size {_by(shape)}; every dimension must be at least 1; get the file "
@@ -196,12 +199,12 @@ def _check_digest(path: Path, header: bytes, values: np.ndarray, sha256: str) ->
         )
 
 
-def _check_length(path: Path, header: bytes, shape: tuple[int, ...], found: int | str) -> None:
+def _check_length(path: Path, header: bytes, shape: tuple[int, ...], actual: int | str) -> None:
     expected = len(header) + math.prod(shape)
-    if found != expected:
+    if actual != expected:
         raise DataError(
             f"{path} is not as long as its header says ({_by(shape)}): {expected} bytes "
-            f"expected, {found} found; "
+            f"expected, {actual} found; "
             "get the file again"
         )
 

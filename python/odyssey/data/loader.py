@@ -112,13 +112,13 @@ class DataLoader:
             )
 
     def __repr__(self) -> str:
-        how = (
+        order = (
             f"sampler={type(self.sampler).__name__}"
             if self.sampler is not None
             else f"shuffle={self.shuffle}"
         )
         return (
-            f"DataLoader({described(self.dataset)}, batch_size={self.batch_size}, {how}, "
+            f"DataLoader({described(self.dataset)}, batch_size={self.batch_size}, {order}, "
             f"{len(self)} batches)"
         )
 
@@ -141,23 +141,23 @@ class DataLoader:
         """Batch number `batch` (from 0) of `epoch`, with the `join` - 1 that follow, made now;
         nothing else changes. Raises ConfigError: there is no such batch.
         """
-        before = self.next_epoch
+        previous_epoch = self.next_epoch
         first = self._first
         try:
             self.start_at(epoch, batch)
             self._begin_epoch()
             pieces = itertools.islice(self._cut(self._order(epoch), batch), join)
-            made = next(
+            joined_batch = next(
                 self._batches(_joined(enumerate(pieces, batch), join), epoch, None, lambda: False),
                 None,
             )
-            if made is None:
+            if joined_batch is None:
                 raise ConfigError(
                     f"[data] there is no batch {batch} in epoch {epoch}; {len(self)} are there"
                 )
-            return made
+            return joined_batch
         finally:
-            self.start_at(before, first)
+            self.start_at(previous_epoch, first)
 
     def start_at(self, epoch: int, batch: int) -> None:
         """Make the next iteration begin at batch number `batch` (from 0) of `epoch`; ConfigError
@@ -213,17 +213,17 @@ class DataLoader:
         """The same, prepared by processes, each of which has at most two batches before it."""
         team = self._workers or workers.Workers(self._reader, self._worker_count)
         self._workers = None
-        asked: collections.deque[Any] = collections.deque()
+        pending: collections.deque[Any] = collections.deque()
         try:
             for count in itertools.count():
-                while len(asked) < 2 * len(team) and (following := next(cut, None)) is not None:
+                while len(pending) < 2 * len(team) and (following := next(cut, None)) is not None:
                     index, numbers = following
                     lo, hi = run = (0, len(numbers)) if part is None else part(len(numbers))
-                    team.ask(count + len(asked), epoch, numbers[lo:hi])
-                    asked.append((numbers, epoch, index, run))
-                if not asked or stopped():
+                    team.ask(count + len(pending), epoch, numbers[lo:hi])
+                    pending.append((numbers, epoch, index, run))
+                if not pending or stopped():
                     return
-                yield self._reader.batch(team.get(count), *asked.popleft())
+                yield self._reader.batch(team.get(count), *pending.popleft())
         finally:
             if team.idle:
                 self._workers = team
@@ -263,19 +263,19 @@ class DataLoader:
         """Pieces of batch_size from number `first` on, made when asked for."""
         size = self.batch_size
         stop = len(order) // size * size if self.drop_last else len(order)
-        return (order[at : at + size] for at in range(first * size, stop, size))
+        return (order[start : start + size] for start in range(first * size, stop, size))
 
 
 def _permuted(count: int, seed: int, epoch: int) -> Callable[[], np.ndarray]:
     """Begins to compute an epoch's permutation on a thread; what it returns gives it."""
-    made: list[np.ndarray] = []
-    compute = lambda: made.append(permutation(count, seed, epoch))  # noqa: E731
+    results: list[np.ndarray] = []
+    compute = lambda: results.append(permutation(count, seed, epoch))  # noqa: E731
     thread = threading.Thread(target=compute, name="odyssey-order", daemon=True)
     thread.start()
 
     def wait() -> np.ndarray:
         thread.join()
-        return made[0]
+        return results[0]
 
     return wait
 
@@ -297,15 +297,15 @@ def _joined(cut: Pieces, k: int) -> Pieces:
 
 
 def _prefetched(
-    made: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch: int
+    make_batches: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch: int
 ) -> Iterator[Batch]:
-    """The batches of `made`, which is told how to know that nobody wants more, made at most
+    """The batches of `make_batches`, which is told how to know that nobody wants more, at most
     `prefetch` ahead.
     """
     ready: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
     slots = threading.Semaphore(prefetch)
     stop = threading.Event()
-    batches = made(stop.is_set)
+    batches = make_batches(stop.is_set)
 
     def produce() -> None:
         try:

@@ -36,9 +36,9 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of a tree in their order."""
-    found: list[Any] = []
-    mapped(found.append, tree)
-    return found
+    tree_leaves: list[Any] = []
+    mapped(tree_leaves.append, tree)
+    return tree_leaves
 
 
 def places(tree: Any, name: str = "") -> list[tuple[str, Any]]:

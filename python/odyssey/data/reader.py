@@ -54,8 +54,8 @@ class Batch:
         """Gives two trees of arrays (B, ...): samples, of images float32 and normalised, and
         targets.
         """
-        whole = self.whole()
-        return iter(whole.dataset.gather(whole.indices))
+        batch = self.whole()
+        return iter(batch.dataset.gather(batch.indices))
 
     @property
     def inputs(self) -> Tree:
@@ -121,8 +121,8 @@ class Reader:
             if hasattr(self.dataset, "gather"):
                 with self._lock:
                     return self.dataset.gather(numbers)
-            where = f"when sample {{}} of {self.name} was read, epoch {epoch}"
-            both = self._each(self._sample, numbers, self.name, where, stopped)
+            error_note = f"when sample {{}} of {self.name} was read, epoch {epoch}"
+            both = self._stack_samples(self._sample, numbers, self.name, error_note, stopped)
             return self._as_seen(both) if self.transforms and both is not None else both
         draw = transforms.Draw(self.seed, epoch, numbers, count - 1)
         transform = self.transforms[count - 1]
@@ -130,51 +130,57 @@ class Reader:
         if both is None:
             return None
         if isinstance(transform, transforms.Mixup):
-            others = self.read(
+            partner_samples = self.read(
                 transform.partners(draw, len(self.dataset)), epoch, stopped, count - 1
             )
-            return None if others is None else transform.mixed(both, others, self.classes, draw)
+            return (
+                None
+                if partner_samples is None
+                else transform.mixed(both, partner_samples, self.classes, draw)
+            )
         if isinstance(transform, transforms.Vectorized):
             return transform.batch(both[0], draw), both[1]
 
-        def made(at: int, number: int) -> Any:
-            x, y = (mapped(lambda a: a[at], t) for t in both)
-            rng = draw.generator(at)
+        def transform_sample(position: int, number: int) -> Any:
+            x, y = (mapped(lambda a: a[position], t) for t in both)
+            rng = draw.generator(position)
             return (
                 transform((x, y), rng)
                 if isinstance(transform, transforms.Paired)
                 else (transform(x, rng), y)
             )
 
-        where = f"in the transform of sample {{}} of {self.name}, epoch {epoch}"
-        return self._each(made, numbers, f"{self.name} after its transform", where, stopped)
+        error_note = f"in the transform of sample {{}} of {self.name}, epoch {epoch}"
+        return self._stack_samples(
+            transform_sample, numbers, f"{self.name} after its transform", error_note, stopped
+        )
 
-    def _sample(self, at: int, number: int) -> Any:
+    def _sample(self, position: int, number: int) -> Any:
         with self._lock:
             return self.dataset[number]
 
     @staticmethod
-    def _each(
+    def _stack_samples(
         make: Callable[[int, int], Any],
         numbers: np.ndarray,
         name: str,
-        where: str,
+        error_note: str,
         stopped: Callable[[], bool],
     ) -> tuple[Tree, Tree] | None:
-        """Returns what make(place, number) gives for each of the samples, stacked; `where` is
+        """What make(position, number) gives for each of the samples, stacked; `error_note` is
         added to its errors.
         """
         stack = Stack(name)
-        for at, number in enumerate(numbers.tolist()):
+        for position, number in enumerate(numbers.tolist()):
             if stopped():
                 return None
             try:
-                made = make(at, number)
+                sample = make(position, number)
             except Exception as error:
                 if hasattr(error, "add_note"):  # since Python 3.11
-                    error.add_note(f"({where.format(number)})")
+                    error.add_note(f"({error_note.format(number)})")
                 raise
-            stack.add(number, made, len(numbers))
+            stack.add(number, sample, len(numbers))
         return stack.both
 
     def _as_seen(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -195,19 +201,22 @@ class Reader:
             if hasattr(self.dataset, key)
         }
 
-    def dataset_of(self, both: tuple[Tree, Tree], numbers: np.ndarray, what: str) -> ArrayDataset:
-        """A checked data set of samples that were read; `what` batch they are."""
-        name = f"{self.name}, {what}"
+    def dataset_of(
+        self, both: tuple[Tree, Tree], numbers: np.ndarray, subject: str
+    ) -> ArrayDataset:
+        """A checked data set of samples that were read; `subject` says which batch they are."""
+        name = f"{self.name}, {subject}"
         (inputs, labels) = both
         scaling = {}
         classified = (
             isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
         )
         if classified:
-            most = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
-            if (wrong := outside(labels, most + 1)) is not None:
+            max_label = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
+            if (wrong := outside(labels, max_label + 1)) is not None:
                 raise DataError(
-                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are "
+                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {max_label} "
+                    "are "
                     "allowed; correct it"
                 )
         if (
@@ -220,7 +229,7 @@ class Reader:
         try:
             return arrays(inputs, labels, classes=classes, name=name, **scaling)
         except DataError:
-            for what, tree in zip(_PARTS, both, strict=True):
+            for subject, tree in zip(_PARTS, both, strict=True):
                 for place, leaf in places(tree):
                     if wrong := [
                         n
@@ -228,7 +237,7 @@ class Reader:
                         if not np.isfinite(a).all()
                     ]:
                         raise DataError(
-                            f"{self.name}: {what} {wrong[0]}{place} holds NaN or infinity"
+                            f"{self.name}: {subject} {wrong[0]}{place} holds NaN or infinity"
                             f"{' after its transform' * bool(self.transforms)}; clean it, or "
                             "leave the sample out"
                         ) from None
@@ -257,13 +266,13 @@ class Reader:
         """A batch with all its samples, of which those that it has, `both`, are not read again."""
         numbers = batch.numbers
         (lo, hi) = batch.run
-        before, after = (
+        head, tail = (
             self.read(part, batch.epoch) if len(part) else None
             for part in (numbers[:lo], numbers[hi:])
         )
-        parts = [tuple(part) for part in (before, both, after) if part is not None]
-        whole = mapped(lambda *arrays: np.concatenate(arrays), *parts)
-        return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
+        parts = [tuple(part) for part in (head, both, tail) if part is not None]
+        all_samples = mapped(lambda *arrays: np.concatenate(arrays), *parts)
+        return self.batch(all_samples, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
 def array(leaf: Any, what: str) -> np.ndarray:
@@ -271,11 +280,11 @@ def array(leaf: Any, what: str) -> np.ndarray:
     uint8 (C, H, W). Raises DataError: it is no array of numbers.
     """
     try:
-        made = np.asarray(leaf)
+        values = np.asarray(leaf)
         if hasattr(leaf, "getbands"):  # a picture of Pillow
-            made = made[None] if made.ndim == 2 else made.transpose(2, 0, 1)
-        if made.dtype.kind not in "biuf":
-            raise TypeError(f"of {made.dtype}")
+            values = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+        if values.dtype.kind not in "biuf":
+            raise TypeError(f"of {values.dtype}")
     # PyTorch's own: a tensor that has a gradient
     except (TypeError, ValueError, RuntimeError) as problem:
         raise DataError(
@@ -283,10 +292,10 @@ def array(leaf: Any, what: str) -> np.ndarray:
             "numbers, and tuples or "
             "dicts of them are allowed"
         ) from None
-    if made.dtype.kind == "f":
+    if values.dtype.kind == "f":
         with np.errstate(over="ignore"):  # infinity, which is reported as such
-            return made.astype(np.float32, copy=False)
-    return made.astype(np.int64) if made.ndim == 0 and made.dtype.kind in "iu" else made
+            return values.astype(np.float32, copy=False)
+    return values.astype(np.int64) if values.ndim == 0 and values.dtype.kind in "iu" else values
 
 
 class Stack:
@@ -309,27 +318,33 @@ class Stack:
             else None
         )
         if pair is None:
-            raise DataError(f"{self.name}: sample {number} is {_brief(sample)}; {_EXPECTED}")
-        made = tuple(
-            mapped(lambda leaf, what=what: array(leaf, f"{self.name}: {what} {number}"), part)
-            for what, part in zip(_PARTS, pair, strict=True)
+            raise DataError(
+                f"{self.name}: sample {number} is {_describe_sample(sample)}; {_EXPECTED}"
+            )
+        pair_arrays = tuple(
+            mapped(
+                lambda leaf, part_name=part_name: array(leaf, f"{self.name}: {part_name} {number}"),
+                part,
+            )
+            for part_name, part in zip(_PARTS, pair, strict=True)
         )
-        form = mapped(lambda leaf: (leaf.shape, leaf.dtype), made)
+        form = mapped(lambda leaf: (leaf.shape, leaf.dtype), pair_arrays)
         if self.both is None:
             self._form = form
-            self.both = mapped(lambda a: np.empty((room, *a.shape), a.dtype), made)
+            self.both = mapped(lambda a: np.empty((room, *a.shape), a.dtype), pair_arrays)
             self._to = leaves(self.both)
         elif form != self._form:
-            for what, one, first in zip(_PARTS, made, self.both, strict=True):
-                mine = _shown(one)
-                theirs = _shown(mapped(lambda a: a[0], first))
-                if mine != theirs:
+            for part_name, one, first in zip(_PARTS, pair_arrays, self.both, strict=True):
+                actual = _describe_tree(one)
+                expected = _describe_tree(mapped(lambda a: a[0], first))
+                if actual != expected:
                     raise DataError(
-                        f"{self.name}: {what} {number} is {mine}, an earlier one is {theirs}; "
+                        f"{self.name}: {part_name} {number} is {actual}, an earlier one is "
+                        f"{expected}; "
                         "all samples must have the same shape and dtype"
                     )
-        for to, leaf in zip(self._to, leaves(made), strict=True):
-            to[self._count] = leaf
+        for target_array, leaf in zip(self._to, leaves(pair_arrays), strict=True):
+            target_array[self._count] = leaf
         self._count += 1
 
 
@@ -341,11 +356,11 @@ _EXPECTED = (
 )
 
 
-def _shown(tree: Tree) -> str:
+def _describe_tree(tree: Tree) -> str:
     return ", ".join(f"{place} {a.dtype} {a.shape}".lstrip() for place, a in places(tree))
 
 
-def _brief(sample: Any) -> str:
+def _describe_sample(sample: Any) -> str:
     if isinstance(sample, dict):
         return f"a dict with {', '.join(map(repr, sample))}"
     parts = (

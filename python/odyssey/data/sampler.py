@@ -114,8 +114,12 @@ class DistributedSampler:
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:
-        share, rest = divmod(self.dataset_size, self.num_replicas)
-        return share if self.drop_last else share + (rest > 0 if self.pad else self.rank < rest)
+        share, remainder = divmod(self.dataset_size, self.num_replicas)
+        return (
+            share
+            if self.drop_last
+            else share + (remainder > 0 if self.pad else self.rank < remainder)
+        )
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

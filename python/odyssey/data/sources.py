@@ -59,16 +59,16 @@ class ImageFolder(Described):
         self.classes = sorted(d.name for d in root.iterdir() if d.is_dir() and d.name[0] != ".")
         self.files: list[tuple[str, int]] = []
         for number, name in enumerate(self.classes):
-            found = sorted(
+            paths = sorted(
                 p for p in (root / name).iterdir() if p.name[0] != "." and p.name not in LITTER
             )
-            wrong = next((p for p in found if p.suffix.lower() not in PICTURES), None)
-            if wrong or not found:
+            wrong = next((p for p in paths if p.suffix.lower() not in PICTURES), None)
+            if wrong or not paths:
                 raise DataError(
                     f"{wrong or root / name} {'is no picture' if wrong else 'is empty'}; move it "
                     "elsewhere"
                 )
-            self.files += [(str(p), number) for p in found]
+            self.files += [(str(p), number) for p in paths]
         if not self.files:
             raise DataError(f"{root} has no folders with pictures; a folder per class is expected")
         self.scale = 1 / (255 * np.asarray(std, np.float64))
@@ -106,14 +106,14 @@ class ImageFolder(Described):
         """16 hexadecimal digits that stand for names, classes and sizes of the files; sizes of
         at most 10,000.
         """
-        some = {
+        sampled_paths = {
             self.files[i][0]
             for i in np.linspace(0, len(self) - 1, min(len(self), 10_000)).astype(np.int64)
         }
         try:
             lines = [
                 f"{self.classes[k]}/{os.path.basename(path)} "
-                f"{os.path.getsize(path) if path in some else ''}"
+                f"{os.path.getsize(path) if path in sampled_paths else ''}"
                 for path, k in self.files
             ]
         except OSError as problem:
@@ -130,10 +130,12 @@ class ImageFolder(Described):
                 if self._cut:
                     # a JPEG is decoded at the next larger size that is cheap
                     image.draft("RGB", self._size)
-                made = image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+                rgb_image = (
+                    image if image.mode == "RGB" else image.convert("RGB")
+                )  # which would copy
                 if self._cut:
-                    made = ImageOps.fit(made, self._size, Image.Resampling.BILINEAR)
-                return np.ascontiguousarray(np.asarray(made).transpose(2, 0, 1))
+                    rgb_image = ImageOps.fit(rgb_image, self._size, Image.Resampling.BILINEAR)
+                return np.ascontiguousarray(np.asarray(rgb_image).transpose(2, 0, 1))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(
                 f"{path} cannot be read as an image ({problem}); replace it, or move it elsewhere"
@@ -207,12 +209,12 @@ class RowFile:
         """Rows first to first + n - 1, (n, ...)."""
         if self._file is None:
             self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this is used
-        found = os.pread(self._file.fileno(), n * self._bytes, self.offset + first * self._bytes)
-        if len(found) != n * self._bytes:
+        content = os.pread(self._file.fileno(), n * self._bytes, self.offset + first * self._bytes)
+        if len(content) != n * self._bytes:
             raise DataError(
                 f"{self.path} has become shorter while it was in use; leave it unchanged"
             )
-        return np.frombuffer(found, self.dtype).reshape(n, *self.row)
+        return np.frombuffer(content, self.dtype).reshape(n, *self.row)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_file": None}
@@ -302,9 +304,9 @@ class Tokens(Gathered):
         ]
         rows = np.array(pieces).reshape(-1, t + 1)
         if rows.size and (rows.min() < 0 or rows.max() >= self.classes):
-            at = np.flatnonzero((rows < 0).any(1) | (rows >= self.classes).any(1))[0]
+            row = np.flatnonzero((rows < 0).any(1) | (rows >= self.classes).any(1))[0]
             raise DataError(
-                f"[data] sample {indices[at]} has the token {rows[at].max()}; 0 to "
+                f"[data] sample {indices[row]} has the token {rows[row].max()}; 0 to "
                 f"{self.classes - 1} are allowed"
             )
         return rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32)
@@ -330,19 +332,19 @@ def text(
     tokenizer: a tokenizer.json of the package tokenizers. train: True: the first nine tenths of the
         text, False: the rest, None: all; the vocabulary is that of all.
     """
-    written = _read(path)
+    content = _read(path)
     if (
         Path(path) == _SHAKESPEARE
-        and hashlib.sha256(written.encode()).hexdigest() != _SHAKESPEARE_SHA256
+        and hashlib.sha256(content.encode()).hexdigest() != _SHAKESPEARE_SHA256
     ):
         raise DataError(f"{path} was altered; {REINSTALL}")
     if tokenizer is None:
-        vocabulary = Vocabulary(sorted(set(written)))
+        vocabulary = Vocabulary(sorted(set(content)))
     else:
         vocabulary = Vocabulary((), _read(tokenizer), str(tokenizer))
-    ids = vocabulary.encode(written)
+    ids = vocabulary.encode(content)
     edge = len(ids) * 9 // 10
-    characters = len(written) / max(len(ids), 1)
+    characters = len(content) / max(len(ids), 1)
     ids = ids if train is None else ids[:edge] if train else ids[edge:]
     return Tokens(ids, length, len(vocabulary), vocabulary, characters)
 
@@ -352,8 +354,8 @@ def _read(path: str | Path) -> str:
         content = Path(path).read_bytes()
         return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
     except (OSError, EOFError, UnicodeDecodeError) as problem:
-        why = getattr(problem, "strerror", None) or problem
-        raise DataError(f"{path} cannot be read as text ({why}); give a file in UTF-8") from None
+        reason = getattr(problem, "strerror", None) or problem
+        raise DataError(f"{path} cannot be read as text ({reason}); give a file in UTF-8") from None
 
 
 def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:
@@ -400,8 +402,8 @@ class columns(Described):  # noqa: N801
         """
         if not isinstance(self.rows, (list, tuple)):
             return str(getattr(self.rows, "_fingerprint", ""))
-        some = np.linspace(0, len(self) - 1, min(len(self), 100)).astype(np.int64).tolist()
-        return digest(*(np.asarray(leaf) for i in some for leaf in leaves(self[i])))
+        row_numbers = np.linspace(0, len(self) - 1, min(len(self), 100)).astype(np.int64).tolist()
+        return digest(*(np.asarray(leaf) for i in row_numbers for leaf in leaves(self[i])))
 
 
 class Subset(Described):
@@ -436,8 +438,8 @@ def fingerprint(dataset: Any) -> str | None:
     """Returns what stands for the samples of a data set, by its own method `fingerprint`; None:
     it has none.
     """
-    own = getattr(dataset, "fingerprint", None)
-    return str(own()) or None if callable(own) else None
+    method = getattr(dataset, "fingerprint", None)
+    return str(method()) or None if callable(method) else None
 
 
 def _parts(samples: int, fraction: float = 0.1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -494,33 +496,35 @@ def opened(
         return text(path, length=length, train=train)
     ending = "" if name == "image-folder" else f".{name}"
     parts = path / f"train{ending}", path / f"test{ending}"
-    whole = not parts[0].exists()
-    here = path if whole else parts[0 if train else 1]
+    needs_split = not parts[0].exists()
+    part_path = path if needs_split else parts[0 if train else 1]
     if name == "csv":
         dropped = [] if drop_columns is None else [name.strip() for name in drop_columns.split(",")]
-        how = {"normalize": normalize, "drop_columns": dropped, "fill": fill}
-        if not whole and not train and like is None:
-            like = csv(parts[0], target, words=False, **how).columns
+        options = {"normalize": normalize, "drop_columns": dropped, "fill": fill}
+        if not needs_split and not train and like is None:
+            like = csv(parts[0], target, words=False, **options).columns
         if like is not None:
-            how = {"like": like}
-        table = Table(here)
-        training = _parts(len(table.lines))[0] if whole else slice(None)
-        found: Any = csv(table, target, words=whole, training=training, **how)
+            options = {"like": like}
+        table = Table(part_path)
+        training = _parts(len(table.lines))[0] if needs_split else slice(None)
+        dataset: Any = csv(table, target, words=needs_split, training=training, **options)
     else:
-        found = npz(here) if name == "npz" else ImageFolder(here, size)
+        dataset = npz(part_path) if name == "npz" else ImageFolder(part_path, size)
         # numbers (N,), for an output (N, 1)
-        if name == "npz" and not found.classes and np.ndim(found.labels) == 1:
-            found = dataclasses.replace(found, labels=found.labels[:, None])
+        if name == "npz" and not dataset.classes and np.ndim(dataset.labels) == 1:
+            dataset = dataclasses.replace(dataset, labels=dataset.labels[:, None])
         # bytes are pixels, as a folder's are
-        if name == "npz" and found.normalised and found.images.dtype == np.uint8:
-            scale = np.full_like(found.scale, 1 / 127.5)
-            found = dataclasses.replace(found, scale=scale, shift=np.full_like(scale, -1))
-    if whole:
-        return split(found)[0 if train else 1]
+        if name == "npz" and dataset.normalised and dataset.images.dtype == np.uint8:
+            scale = np.full_like(dataset.scale, 1 / 127.5)
+            dataset = dataclasses.replace(dataset, scale=scale, shift=np.full_like(scale, -1))
+    if needs_split:
+        return split(dataset)[0 if train else 1]
     if (
         name == "image-folder"
         and not train
-        and found.classes != ImageFolder(parts[0], size).classes
+        and dataset.classes != ImageFolder(parts[0], size).classes
     ):
-        raise DataError(f"{here} has other folders than {parts[0]}; the classes must be the same")
-    return found
+        raise DataError(
+            f"{part_path} has other folders than {parts[0]}; the classes must be the same"
+        )
+    return dataset

@@ -23,7 +23,7 @@ from odyssey.data.datasets import ArrayDataset, arrays
 from odyssey.errors import ConfigError, DataError, printable
 
 MISSING = ("", "na", "n/a", "nan", "null")  # fields that say that a number is missing, in any case
-MOST = 256  # different texts of a column
+MAX_CATEGORIES = 256  # of a column of texts
 LARGE = 100.0  # a column of larger numbers is warned of
 
 
@@ -36,17 +36,17 @@ class Table:
     def __init__(self, path: str | Path) -> None:
         self.path = "standard input" if str(path) == "-" else printable(str(path), limit=200)
         try:
-            how = {"newline": "", "encoding": "utf-8-sig"}
+            open_options = {"newline": "", "encoding": "utf-8-sig"}
             with (
                 contextlib.nullcontext(sys.stdin)
                 if str(path) == "-"
-                else Path(path).open(**how) as file
+                else Path(path).open(**open_options) as file
             ):
                 self.header, self.lines = _parsed(file)
         except (OSError, UnicodeDecodeError, tables.Error) as problem:
-            why = getattr(problem, "strerror", None) or problem
+            reason = getattr(problem, "strerror", None) or problem
             raise DataError(
-                f"{self.path} cannot be read as a table ({why}); give a CSV file in UTF-8"
+                f"{self.path} cannot be read as a table ({reason}); give a CSV file in UTF-8"
             ) from None
         header = self.header
         if not self.lines:
@@ -73,8 +73,8 @@ class Table:
             raise DataError(
                 f"{self.path} has no column {name!r}; its columns are {', '.join(self.header)}"
             )
-        at = self.header.index(name)
-        return [line[at].strip() for _, line in self.lines]
+        index = self.header.index(name)
+        return [line[index].strip() for _, line in self.lines]
 
     def place(self, row: int, name: str) -> str:
         """Where a field stands, for messages."""
@@ -129,8 +129,10 @@ def _is_text(fields: Sequence[str]) -> bool:
     """Returns whether a column is of words: no field that is there is a number, with a decimal
     comma or without.
     """
-    found = [field for field in fields if field]
-    return bool(found) and all(_number(field.replace(",", "")) is None for field in found)
+    filled_fields = [field for field in fields if field]
+    return bool(filled_fields) and all(
+        _number(field.replace(",", "")) is None for field in filled_fields
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,34 +167,37 @@ class Columns:
         number = None if fill in (None, "mean") else _number(str(fill))
         if fill not in (None, "mean") and (number is None or not math.isfinite(number)):
             raise ConfigError(f"[data] fill is {fill!r}; give 'mean' or a finite number")
-        found = cls(tuple(names), {}, {}, {}, {})
+        learnt_columns = cls(tuple(names), {}, {}, {}, {})
         for name in names:
             fields = table.column(name)
             if _is_text(fields):
-                found.categories[name] = sorted({field for field in fields if field})
-                if len(found.categories[name]) > MOST:
-                    count = f"{len(found.categories[name]):,} different texts"
+                learnt_columns.categories[name] = sorted({field for field in fields if field})
+                if len(learnt_columns.categories[name]) > MAX_CATEGORIES:
+                    count = f"{len(learnt_columns.categories[name]):,} different texts"
                     raise DataError(
-                        f"{table.path}, column {name}: {count}, and at most {MOST} become "
+                        f"{table.path}, column {name}: {count}, and at most {MAX_CATEGORIES} "
+                        "become "
                         "categories; leave the column "
                         f"out (--drop-columns {shlex.quote(name)}, drop_columns=)"
                     )
-                found.fill.update({name: 0.0} if fill is not None else {})
+                learnt_columns.fill.update({name: 0.0} if fill is not None else {})
                 continue
             if fill is not None:
                 values = np.array([_number(field) for field in fields], np.float64)[training]
-                known = values[np.isfinite(values)]
-                if number is None and not known.size:
+                finite_values = values[np.isfinite(values)]
+                if number is None and not finite_values.size:
                     raise DataError(
                         f"{table.path}, column {name} has no number to fill with; leave the "
                         "column out"
                     )
-                found.fill[name] = float(known.mean()) if number is None else number
+                learnt_columns.fill[name] = (
+                    float(finite_values.mean()) if number is None else number
+                )
             if normalize:
-                values = table.numbers(name, found.fill.get(name))[training]
-                found.mean[name] = float(values.mean())
-                found.std[name] = float(values.std()) or 1.0
-        return found
+                values = table.numbers(name, learnt_columns.fill.get(name))[training]
+                learnt_columns.mean[name] = float(values.mean())
+                learnt_columns.std[name] = float(values.std()) or 1.0
+        return learnt_columns
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -207,11 +212,11 @@ class Columns:
     @property
     def features(self) -> list[str]:
         """The name of each number of a sample: "area", "city=Paris"."""
-        each = (
+        names_per_column = (
             [f"{n}={c}" for c in self.categories[n]] if n in self.categories else [n]
             for n in self.names
         )
-        return [name for names in each for name in names]
+        return [name for names in names_per_column for name in names]
 
     @property
     def scaling(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -239,25 +244,27 @@ class Columns:
                 parts.append((values - self.mean.get(name, 0.0)) / self.std.get(name, 1.0))
                 continue
             fields = table.column(name)
-            known = self.categories[name]
+            categories = self.categories[name]
             wrong = next(
                 (
                     i
                     for i, f in enumerate(fields)
-                    if f not in known and (f or name not in self.fill)
+                    if f not in categories and (f or name not in self.fill)
                 ),
                 None,
             )
             if wrong is not None:
-                shown = ", ".join(known[:8]) + ", ..." * (len(known) > 8)
-                what = f"{fields[wrong]!r} is unknown" if fields[wrong] else "a text is missing"
+                examples = ", ".join(categories[:8]) + ", ..." * (len(categories) > 8)
+                fault = f"{fields[wrong]!r} is unknown" if fields[wrong] else "a text is missing"
                 raise DataError(
-                    f"{table.place(wrong, name)}: {what}; the training had {shown}; correct it, "
+                    f"{table.place(wrong, name)}: {fault}; the training had {examples}; correct "
+                    "it, "
                     "leave the line out, or "
                     "train with it"
                 )
             parts += [
-                np.array([field == category for field in fields], np.float64) for category in known
+                np.array([field == category for field in fields], np.float64)
+                for category in categories
             ]
         with np.errstate(over="ignore"):  # infinity, which a data set refuses
             return np.stack(parts, 1).astype(np.float32)
@@ -293,19 +300,19 @@ def csv(
     """
     table = path if isinstance(path, Table) else Table(path)
     header = table.header
-    wanted = (
+    target_names = (
         [header[-1]] if target is None else [target] if isinstance(target, str) else list(target)
     )
-    fields = [table.column(name) for name in wanted][0]
+    fields = [table.column(name) for name in target_names][0]
     for name in drop_columns:
         table.column(name)  # which refuses one that is not there
-        if name in wanted:
+        if name in target_names:
             raise ConfigError(
                 f"[data] drop_columns names {name!r}, which is the target; leave it out"
             )
     columns = getattr(like, "columns", like)
     if columns is None:
-        names = [name for name in header if name not in (*wanted, *drop_columns)]
+        names = [name for name in header if name not in (*target_names, *drop_columns)]
         if not names:
             raise DataError(f"{table.path} has no column besides the target; samples need one")
         columns = Columns.learnt(table, names, training, fill, normalize)
@@ -314,20 +321,20 @@ def csv(
             "[data] normalize, drop_columns and fill are those of like=; leave them out"
         )
     x = columns.samples(table)
-    found = ()
+    class_names = ()
     name = Path(table.path).name
-    if len(wanted) > 1:
-        made = arrays(
-            x, np.stack([table.numbers(name, target=True) for name in wanted], 1), name=name
+    if len(target_names) > 1:
+        dataset = arrays(
+            x, np.stack([table.numbers(name, target=True) for name in target_names], 1), name=name
         )
     elif classes and all(field.isdecimal() for field in fields):
-        made = arrays(x, np.array([int(field) for field in fields]), name=name)
+        dataset = arrays(x, np.array([int(field) for field in fields]), name=name)
     elif classes and words and all(field and _number(field) is None for field in fields):
-        found, labels = np.unique(fields, return_inverse=True)
-        made = arrays(x, labels, classes=len(found), name=name)
+        class_names, labels = np.unique(fields, return_inverse=True)
+        dataset = arrays(x, labels, classes=len(class_names), name=name)
     else:
-        made = arrays(x, table.numbers(wanted[0], target=True)[:, None], name=name)
-    return dataclasses.replace(made, columns=columns, class_names=tuple(map(str, found)))
+        dataset = arrays(x, table.numbers(target_names[0], target=True)[:, None], name=name)
+    return dataclasses.replace(dataset, columns=columns, class_names=tuple(map(str, class_names)))
 
 
 def notes(data: Any) -> list[str]:
@@ -338,18 +345,19 @@ def notes(data: Any) -> list[str]:
     if not isinstance(columns, Columns):
         return []
     lines = [
-        f"column {name} is text, and becomes {len(known)} numbers: "
-        f"{', '.join(known[:4])}{', ...' * (len(known) > 4)}"
-        for name, known in columns.categories.items()
+        f"column {name} is text, and becomes {len(categories)} numbers: "
+        f"{', '.join(categories[:4])}{', ...' * (len(categories) > 4)}"
+        for name, categories in columns.categories.items()
     ]
     sizes = np.sqrt(np.mean(np.square(data.images, dtype=np.float64), 0))
     large = int(np.argmax(sizes))
     if sizes[large] > LARGE:
         count = int((sizes > LARGE).sum())
-        which = f"column {columns.features[large]}" + f" and {count - 1} more" * (count > 1)
-        what = (
-            f"{which}: numbers of about {sizes[large]:,.0f}, and above {LARGE:g} training is "
+        column_label = f"column {columns.features[large]}" + f" and {count - 1} more" * (count > 1)
+        warning = (
+            f"{column_label}: numbers of about {sizes[large]:,.0f}, and above {LARGE:g} training "
+            "is "
             "slow or fails"
         )
-        lines.append(f"{what}; give --normalize")
+        lines.append(f"{warning}; give --normalize")
     return lines

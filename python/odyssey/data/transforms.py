@@ -49,7 +49,7 @@ class Draw:
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-class _Alone(Draw):
+class _SampleDraw(Draw):
     """The numbers of one sample, out of a generator that somebody else has made."""
 
     def __init__(self, rng: np.random.Generator) -> None:
@@ -69,10 +69,10 @@ class Vectorized:
 
     def __call__(self, sample: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """One image (C, H, W); for use within a transform of one's own."""
-        return self.batch(np.asarray(sample)[None], _Alone(rng))[0]
+        return self.batch(np.asarray(sample)[None], _SampleDraw(rng))[0]
 
 
-def _images(images: Tree, who: str) -> np.ndarray:
+def _images(images: Tree, transform_name: str) -> np.ndarray:
     if isinstance(images, np.ndarray) and images.ndim == 3:
         images = images[:, None]
     if not isinstance(images, np.ndarray) or images.ndim != 4:
@@ -81,7 +81,7 @@ def _images(images: Tree, who: str) -> np.ndarray:
             f"an array {shape}" if isinstance(images, np.ndarray) else f"a {type(images).__name__}"
         )
         raise DataError(
-            f"[data] {who}: a sample is {kind}; images (C, H, W) and (H, W) are allowed"
+            f"[data] {transform_name}: a sample is {kind}; images (C, H, W) and (H, W) are allowed"
         )
     return images
 
@@ -116,10 +116,10 @@ class RandomCrop(Vectorized):
             )
         padded = np.full((n, channels, h + 2 * p, w + 2 * p), self.fill, images.dtype)
         padded[:, :, p : p + h, p : p + w] = images
-        top = draw.below(0, h + 2 * p - height + 1)
-        left = draw.below(1, w + 2 * p - width + 1)
+        top_rows = draw.below(0, h + 2 * p - height + 1)
+        left_columns = draw.below(1, w + 2 * p - width + 1)
         out = np.empty((n, channels, height, width), images.dtype)
-        for i, (y, x) in enumerate(zip(top.tolist(), left.tolist(), strict=True)):
+        for i, (y, x) in enumerate(zip(top_rows.tolist(), left_columns.tolist(), strict=True)):
             out[i] = padded[i, :, y : y + height, x : x + width]
         return out
 
@@ -152,9 +152,9 @@ class Cutout(Vectorized):
         images = _images(images, "Cutout")
         out = images.copy()
         inside = draw.uniform(2)[:, None, None] < self.p
-        for which, axis in ((0, 2), (1, 3)):
+        for number, axis in ((0, 2), (1, 3)):
             length = images.shape[axis]
-            first = draw.below(which, length)[:, None] - self.size // 2
+            first = draw.below(number, length)[:, None] - self.size // 2
             near = (np.arange(length) >= first) & (np.arange(length) < first + self.size)
             inside = inside & (near[:, :, None] if axis == 2 else near[:, None, :])
         np.copyto(out, np.asarray(self.fill, out.dtype), where=inside[:, None])
@@ -218,7 +218,10 @@ class Mixup:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Samples and targets (B, ...) as float32, mixed with the others'."""
         m = np.array(
-            [draw.generator(at).beta(self.alpha, self.alpha) for at in range(len(draw.numbers))],
+            [
+                draw.generator(position).beta(self.alpha, self.alpha)
+                for position in range(len(draw.numbers))
+            ],
             np.float32,
         )
 
@@ -246,9 +249,11 @@ class Mixup:
         return np.eye(classes, dtype=np.float32)[values]
 
 
-def _probability(who: str, p: float) -> float:
+def _probability(transform_name: str, p: float) -> float:
     if not 0 <= p <= 1:
-        raise ConfigError(f"[data] {who}: p is {p}; a probability from 0 to 1 is allowed")
+        raise ConfigError(
+            f"[data] {transform_name}: p is {p}; a probability from 0 to 1 is allowed"
+        )
     return p
 
 
@@ -256,18 +261,18 @@ def as_list(transform: Any) -> list[Any]:
     """Returns what `transform=` of a loader was given, as a list of transforms; ConfigError for
     what is none.
     """
-    given = (
+    transforms = (
         []
         if transform is None
         else list(transform)
         if isinstance(transform, list | tuple)
         else [transform]
     )
-    for one in given:
+    for one in transforms:
         if not (callable(one) or isinstance(one, Mixup)) or isinstance(one, type):
             raise ConfigError(
                 f"[data] transform {one!r} is no transform; a function of (sample, rng), one of "
                 "data.transforms, or a "
                 "list of them is allowed"
             )
-    return given
+    return transforms

@@ -27,12 +27,12 @@ class Vocabulary(list[str]):
         self, words: Iterable[str] = (), tokenizer: str = "", name: str = "the tokenizer"
     ) -> None:
         self.tokenizer = tokenizer
-        self._made = None
+        self._tokenizer = None
         if tokenizer:
-            self._made = _tokenizer(tokenizer, name)
-            known = self._made.get_vocab()
-            words = [""] * (max(known.values()) + 1)
-            for word, number in known.items():
+            self._tokenizer = _tokenizer(tokenizer, name)
+            ids_by_word = self._tokenizer.get_vocab()
+            words = [""] * (max(ids_by_word.values()) + 1)
+            for word, number in ids_by_word.items():
                 words[number] = word
         super().__init__(words)
 
@@ -41,12 +41,12 @@ class Vocabulary(list[str]):
 
         Raises DataError for a character that is not in the vocabulary.
         """
-        if self._made is not None:
-            return np.array(self._made.encode(text).ids, np.int32)
+        if self._tokenizer is not None:
+            return np.array(self._tokenizer.encode(text).ids, np.int32)
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        known = np.frombuffer("".join(self).encode("utf-32-le"), np.uint32)  # sorted
-        ids = np.searchsorted(known, points)
-        if (wrong := np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != points)).size:
+        alphabet = np.frombuffer("".join(self).encode("utf-32-le"), np.uint32)  # sorted
+        ids = np.searchsorted(alphabet, points)
+        if (wrong := np.flatnonzero(alphabet[np.minimum(ids, len(alphabet) - 1)] != points)).size:
             raise DataError(
                 f"[data] character {wrong[0]} of the text is {text[wrong[0]]!r}, which is not "
                 f"among the {len(self)} of "
@@ -58,7 +58,9 @@ class Vocabulary(list[str]):
         """The text of ids."""
         numbers = [int(i) for i in ids]
         return (
-            "".join(self[i] for i in numbers) if self._made is None else self._made.decode(numbers)
+            "".join(self[i] for i in numbers)
+            if self._tokenizer is None
+            else self._tokenizer.decode(numbers)
         )
 
     @property

@@ -60,22 +60,24 @@ class Workers:
         from multiprocessing.reduction import ForkingPickler
 
         self.name = reader.name
-        what = (
+        request = (
             f"[data] num_workers={count} sends the data set ({self.name}) and its transforms "
             "to other processes"
         )
         try:
-            about = dict(spawn.get_preparation_data("odyssey data worker"), authkey=None)
+            preparation = dict(spawn.get_preparation_data("odyssey data worker"), authkey=None)
             payload = bytes(ForkingPickler.dumps(reader))
         except Exception as problem:
             raise ConfigError(
-                f"{what}, which cannot be done: {problem}; define functions and classes at the "
+                f"{request}, which cannot be done: {problem}; define functions and classes at the "
                 "top of a module (no "
                 "lambda, nothing that is open), or use num_workers=0"
             ) from None
         if _MAIN not in payload:  # then the program need not be imported again
-            about = {key: value for key, value in about.items() if not key.startswith("init_main")}
-        del about["authkey"]
+            preparation = {
+                key: value for key, value in preparation.items() if not key.startswith("init_main")
+            }
+        del preparation["authkey"]
         self._sent = [0] * count
         self._received = [0] * count
         self._links = []
@@ -84,23 +86,27 @@ class Workers:
         for _ in range(count):
             self._start()
         for link in self._links:
-            link.send(about)
+            link.send(preparation)
             link.send_bytes(payload)
 
     def _start(self) -> None:
         from multiprocessing.connection import Connection
 
-        here, there = socket.socketpair()
-        with there:
+        parent_socket, worker_socket = socket.socketpair()
+        with worker_socket:
             environment = {
                 key: value for key, value in os.environ.items() if not key.startswith(_RANKS)
             }
             environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
-            words = [sys.executable, "-c", _CODE.format(path=sys.path, socket=there.fileno())]
+            words = [
+                sys.executable,
+                "-c",
+                _CODE.format(path=sys.path, socket=worker_socket.fileno()),
+            ]
             process = subprocess.Popen(
-                words, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
+                words, pass_fds=[worker_socket.fileno()], stdin=subprocess.DEVNULL, env=environment
             )
-        self._links.append(Connection(here.detach()))
+        self._links.append(Connection(parent_socket.detach()))
         self._processes.append(process)
 
     def __len__(self) -> int:
@@ -122,18 +128,19 @@ class Workers:
         samples and targets. Raises OdysseyError: what the process has raised. DataError:
         something else was raised, or it has ended.
         """
-        at = batch % len(self)
+        worker_index = batch % len(self)
         try:
-            both, problem = self._links[at].recv()
+            both, problem = self._links[worker_index].recv()
         except (EOFError, OSError):
-            code = self._processes[at].wait()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            code = self._processes[worker_index].wait()
+            exit_status = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise DataError(
-                f"[data] a worker process of {self.name} has ended ({how}) before its batch was "
+                f"[data] a worker process of {self.name} has ended ({exit_status}) before its "
+                "batch was "
                 "ready; look "
                 "at what it printed, give it more memory, or use num_workers=0"
             ) from None
-        self._received[at] += 1
+        self._received[worker_index] += 1
         if problem is None:
             return both
         kind, text, trace = problem
@@ -179,52 +186,52 @@ def main(number: int) -> None:
     reader: Any = None
     problem: tuple[str, str, str] | None = None
     try:
-        about = link.recv()
+        preparation = link.recv()
         payload = link.recv_bytes()
     except (EOFError, OSError):
         return
     try:
-        _prepare(about)
+        _prepare(preparation)
         reader = ForkingPickler.loads(payload)
     except BaseException as error:
-        problem = _told(error, prepared=False)
-    asked: queue.SimpleQueue[tuple[int, np.ndarray]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(link, asked), daemon=True).start()
+        problem = _describe_error(error, prepared=False)
+    requests: queue.SimpleQueue[tuple[int, np.ndarray]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(link, requests), daemon=True).start()
     epoch = None
     while True:
-        now, numbers = asked.get()
+        requested_epoch, numbers = requests.get()
         both = None
         if reader is not None:
             try:
-                if now != epoch:
-                    reader.begin_epoch(now)
-                    epoch = now
-                both = reader.read(numbers, now)
+                if requested_epoch != epoch:
+                    reader.begin_epoch(requested_epoch)
+                    epoch = requested_epoch
+                both = reader.read(numbers, requested_epoch)
                 problem = None
             except BaseException as error:
-                problem = _told(error)
+                problem = _describe_error(error)
         try:
             link.send((both, problem))
         except OSError:
             os._exit(0)
 
 
-def _listen(link: Connection, asked: queue.SimpleQueue[Any]) -> None:
+def _listen(link: Connection, requests: queue.SimpleQueue[Any]) -> None:
     """Ends this process with the one it works for, also in the middle of a sample."""
     try:
         while True:
-            asked.put(link.recv())
+            requests.put(link.recv())
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _prepare(about: dict[str, Any]) -> None:
+def _prepare(preparation: dict[str, Any]) -> None:
     global importing
     from multiprocessing import spawn
 
     importing = True
     try:
-        spawn.prepare(about)
+        spawn.prepare(preparation)
     finally:
         importing = False
 
@@ -242,7 +249,7 @@ def refuse_import() -> None:
         )
 
 
-def _told(error: BaseException, prepared: bool = True) -> tuple[str, str, str]:
+def _describe_error(error: BaseException, prepared: bool = True) -> tuple[str, str, str]:
     """An error's class, line and traceback; `prepared`: samples are read by now."""
     kind = type(error).__name__
     text = str(error)
@@ -250,8 +257,8 @@ def _told(error: BaseException, prepared: bool = True) -> tuple[str, str, str]:
     if isinstance(error, OdysseyError):
         return kind, text, trace
     if prepared:
-        where = " ".join(getattr(error, "__notes__", ["(in a worker process)"]))
-        return "DataError", f"[data] {kind}: {text} {where}", trace
+        notes = " ".join(getattr(error, "__notes__", ["(in a worker process)"]))
+        return "DataError", f"[data] {kind}: {text} {notes}", trace
     advice = "define its classes and functions in a file that can be imported, or use num_workers=0"
     return (
         "ConfigError",

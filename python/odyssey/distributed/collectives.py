@@ -66,7 +66,7 @@ class Work:
     ) -> None:
         self._request = request
         self._finish = finish
-        self._done = False
+        self._finished = False
         self._result = None
 
     def wait(self) -> Any:
@@ -75,9 +75,9 @@ class Work:
         Raises CollectiveError: the ranks' calls differ, or one did not come before the deadline.
         """
         result = self._request.wait()  # which raises again what it has raised
-        if not self._done:
+        if not self._finished:
             self._result = self._finish(result)
-            self._done = True
+            self._finished = True
         return self._result
 
     @property
@@ -109,17 +109,17 @@ class calling:
 
     def __init__(self, group: ProcessGroup | None, what: str) -> None:
         self._comm = joined(group)._member(what)
-        self._what = what
+        self._call_name = what
 
     def __enter__(self) -> Communicator:
         return self._comm
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, (ConfigError, ShapeError)):
-            self._comm.refuse(self._what, str(error))
+            self._comm.refuse(self._call_name, str(error))
 
 
-def _made(
+def _make_call(
     later: bool, finish: Callable[[Any], Any], call: Callable[..., Any], *arguments: Any
 ) -> Any:
     """Makes a call of a communicator; `finish` of what it gives, or the Work of that."""
@@ -127,14 +127,14 @@ def _made(
     return Work(request, finish) if later else finish(request)
 
 
-def _shifted(before: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
+def _shifted(previous_argument: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
     """(group, async_op) of the form with one argument fewer than PyTorch's: each may stand one
     place further left.
     """
     if isinstance(group, bool):
         async_op = group
         group = None
-    return before if isinstance(before, ProcessGroup) else group, async_op
+    return previous_argument if isinstance(previous_argument, ProcessGroup) else group, async_op
 
 
 def all_reduce(
@@ -163,10 +163,12 @@ def all_reduce(
     """
     with calling(group, "all_reduce") as comm:
         if out is None and isinstance(tensor, NUMBERS):
-            return _made(async_op, partial(like, tensor), comm.all_reduce, array_of(tensor), op)
+            return _make_call(
+                async_op, partial(like, tensor), comm.all_reduce, array_of(tensor), op
+            )
         a, place = in_place(tensor, out, "all_reduce")
         op = operation(op, tensor, "all_reduce")
-        return _made(async_op, place.filled, comm.all_reduce, a, op, place.memory)
+        return _make_call(async_op, place.filled, comm.all_reduce, a, op, place.memory)
 
 
 def all_reduce_sum(tensor: Any, group: Group = None) -> Any:
@@ -188,7 +190,7 @@ def _combined(tensor: Any, op: Op, group: Group) -> Any:
     with calling(group, "all_reduce") as comm:
         a = array_of(tensor, "all_reduce")
         op = operation(op, tensor, "all_reduce")
-        return _made(False, partial(like, tensor), comm.all_reduce, a, op)
+        return _make_call(False, partial(like, tensor), comm.all_reduce, a, op)
 
 
 def reduce(
@@ -201,11 +203,11 @@ def reduce(
         root = joined(group)._place("reduce to rank", dst)
         op = operation(op, tensor, "reduce")
         if comm.rank != root or isinstance(tensor, NUMBERS):
-            return _made(
+            return _make_call(
                 async_op, partial(like, tensor), comm.reduce, array_of(tensor, "reduce"), op, root
             )
         a, place = in_place(tensor, None, "reduce")
-        return _made(async_op, place.filled, comm.reduce, a, op, root, place.memory)
+        return _make_call(async_op, place.filled, comm.reduce, a, op, root, place.memory)
 
 
 def broadcast(
@@ -217,16 +219,16 @@ def broadcast(
     with calling(group, "broadcast") as comm:
         root = joined(group)._place("broadcast from rank", src)
         if out is None and isinstance(tensor, NUMBERS):
-            return _made(
+            return _make_call(
                 async_op, partial(like, tensor), comm.broadcast, np.array(array_of(tensor)), root
             )
         if out is None and comm.rank == root:  # only read
             a = np.asarray(array_of(tensor, "broadcast"), order="C")
-            return _made(async_op, lambda _: tensor, comm.broadcast, a, root)
+            return _make_call(async_op, lambda _: tensor, comm.broadcast, a, root)
         a, place = in_place(tensor, out, "broadcast")
         if comm.rank == root:
             place.memory[...] = a
-        return _made(async_op, place.filled, comm.broadcast, place.memory, root)
+        return _make_call(async_op, place.filled, comm.broadcast, place.memory, root)
 
 
 def all_gather(
@@ -266,22 +268,24 @@ def all_gather(
         into = tensor_list if listed else out
         if into is None or isinstance(into, (list, tuple)):
             a = array_of(tensor, "all_gather")
-            return _made(async_op, _listed("all_gather", comm, tensor, a, into), comm.all_gather, a)
+            return _make_call(
+                async_op, _listed("all_gather", comm, tensor, a, into), comm.all_gather, a
+            )
     return all_gather_into_tensor(into, tensor, group, async_op)
 
 
 def _listed(
-    what: str, comm: Communicator, value: Any, a: np.ndarray, into: Any
+    call_name: str, comm: Communicator, value: Any, a: np.ndarray, into: Any
 ) -> Callable[[Any], Any]:
     """Returns a function that makes a result's rows a list of values like `value` (array `a`),
     or put `into` one.
     """
     if into is None:
         return lambda rows: None if rows is None else [like(value, row) for row in rows]
-    return partial(_put, into, places(into, what, comm.size, a.shape, a.dtype))
+    return partial(_put_rows, into, places(into, call_name, comm.size, a.shape, a.dtype))
 
 
-def _put(values: Any, places: Sequence[Place], rows: Sequence[np.ndarray]) -> Any:
+def _put_rows(values: Any, places: Sequence[Place], rows: Sequence[np.ndarray]) -> Any:
     """Puts rows into their places, which are those of `values`; returns these."""
     for place, row in zip(places, rows, strict=True):
         place.put(row)
@@ -298,7 +302,7 @@ def all_gather_into_tensor(
         a = array_of(input_tensor, "all_gather_into_tensor")
         place = Place(output_tensor, "all_gather_into_tensor")
         pieces = rows(place.memory, a.shape, comm.size, "all_gather_into_tensor")
-        return _made(async_op, place.filled, comm.all_gather, a, pieces)
+        return _make_call(async_op, place.filled, comm.all_gather, a, pieces)
 
 
 def gather(
@@ -323,7 +327,7 @@ def gather(
                 "there"
             )
         a = array_of(tensor, "gather")
-        return _made(
+        return _make_call(
             async_op, _listed("gather", comm, tensor, a, gather_list), comm.gather, a, root
         )
 
@@ -364,8 +368,8 @@ def scatter(
                 f"[dist] scatter: scatter_list is given on a rank other than {src}; give None there"
             )
         kind = np.zeros(1, np.uint8)
-        given = None
-        known = ()
+        stacked_pieces = None
+        shape_and_dtype = ()
         if comm.rank == root:
             if pieces is None:
                 raise ShapeError(
@@ -376,17 +380,19 @@ def scatter(
                 isinstance(t, Tensor)
                 for t in (pieces if isinstance(pieces, (list, tuple)) else [pieces])
             )
-            given = stacked(pieces, comm.size, "scatter")
-            known = (given.shape[1:], given.dtype)
-        place = None if into is None else Place(into, "scatter", *known)
-        request = comm.scatter(given, root, None if place is None else place.memory, wait=False)
+            stacked_pieces = stacked(pieces, comm.size, "scatter")
+            shape_and_dtype = (stacked_pieces.shape[1:], stacked_pieces.dtype)
+        place = None if into is None else Place(into, "scatter", *shape_and_dtype)
+        request = comm.scatter(
+            stacked_pieces, root, None if place is None else place.memory, wait=False
+        )
         # whether it is tensors, which the others cannot know
         kinds = comm.broadcast(kind, root, wait=False)
 
     def finish(piece: np.ndarray) -> Any:
         kinds.wait()
-        made = make(OwnMemory(piece), piece.shape, "rows", piece.dtype) if kind[0] else piece
-        return made if place is None else place.filled()
+        result = make(OwnMemory(piece), piece.shape, "rows", piece.dtype) if kind[0] else piece
+        return result if place is None else place.filled()
 
     return Work(request, finish) if async_op else finish(request.wait())
 
@@ -429,7 +435,9 @@ def reduce_scatter(
         def finish(piece: np.ndarray) -> Any:
             return like(one, piece[0] if listed else piece) if place is None else place.put(piece)
 
-        return _made(async_op, finish, comm.reduce_scatter, a, operation(op, one, "reduce_scatter"))
+        return _make_call(
+            async_op, finish, comm.reduce_scatter, a, operation(op, one, "reduce_scatter")
+        )
 
 
 def reduce_scatter_tensor(
@@ -444,7 +452,9 @@ def reduce_scatter_tensor(
         place = Place(output, "reduce_scatter_tensor")
         pieces = rows(a, place.array.shape, comm.size, "reduce_scatter_tensor")
         op = operation(op, input, "reduce_scatter_tensor")
-        return _made(async_op, place.filled, comm.reduce_scatter, pieces, op, place.memory[None])
+        return _make_call(
+            async_op, place.filled, comm.reduce_scatter, pieces, op, place.memory[None]
+        )
 
 
 def all_to_all(
@@ -461,26 +471,28 @@ def all_to_all(
     """
     outputs = output_tensor_list
     inputs = input_tensor_list
-    what = "all_to_all"
+    call_name = "all_to_all"
     if not isinstance(inputs, (list, tuple)):
         of, async_op = _shifted(inputs, group, async_op)
-        with calling(of, what) as comm:
+        with calling(of, call_name) as comm:
             if not isinstance(inputs, (ProcessGroup, type(None))):
                 raise ShapeError(
                     "[dist] all_to_all takes two lists, or one; for arrays there is "
                     "all_to_all_single"
                 )
-            a = stacked(outputs, comm.size, what)
+            a = stacked(outputs, comm.size, call_name)
             listed = isinstance(outputs, (list, tuple))
-            finish = _listed(what, comm, outputs[0], a, None) if listed else partial(like, outputs)
-            return _made(async_op, finish, comm.all_to_all, a)
-    with calling(group, what) as comm:
+            finish = (
+                _listed(call_name, comm, outputs[0], a, None) if listed else partial(like, outputs)
+            )
+            return _make_call(async_op, finish, comm.all_to_all, a)
+    with calling(group, call_name) as comm:
         if not isinstance(outputs, (list, tuple)) or not len(outputs) == len(inputs) == comm.size:
             raise ShapeError(
                 f"[dist] all_to_all takes two lists of {comm.size}, one for each rank of the group"
             )
-        targets = places(outputs, what, comm.size)
-        arrays = [array_of(t, what) for t in inputs]
+        targets = places(outputs, call_name, comm.size)
+        arrays = [array_of(t, call_name) for t in inputs]
         dtypes = {a.dtype for a in (*arrays, *(t.array for t in targets))}
         if len(dtypes) > 1:
             raise ShapeError(
@@ -491,9 +503,9 @@ def all_to_all(
         received = np.empty(sum(counts), arrays[0].dtype)
 
         def finish(_: None) -> Any:
-            return _put(outputs, targets, np.split(received, np.cumsum(counts)[:-1]))
+            return _put_rows(outputs, targets, np.split(received, np.cumsum(counts)[:-1]))
 
-        return _made(
+        return _make_call(
             async_op, finish, comm.all_to_all_v, sent, [a.size for a in arrays], received, counts
         )
 
@@ -528,15 +540,16 @@ def all_to_all_single(
             ("input", a, input_split_sizes),
             ("output", place.array, output_split_sizes),
         ):
-            given = list(sizes) if sizes else [len(array) // comm.size] * comm.size
-            if len(given) != comm.size or sum(given) != len(array):
+            row_counts = list(sizes) if sizes else [len(array) // comm.size] * comm.size
+            if len(row_counts) != comm.size or sum(row_counts) != len(array):
                 raise ShapeError(
-                    f"[dist] all_to_all_single: {name} of {len(array)} rows is cut into {given} "
+                    f"[dist] all_to_all_single: {name} of {len(array)} rows is cut into "
+                    f"{row_counts} "
                     f"for {comm.size} ranks; "
                     f"give {name}_split_sizes of one per rank that add up to the rows"
                 )
-            counts.append([n * row for n in given])
-        return _made(
+            counts.append([n * row for n in row_counts])
+        return _make_call(
             async_op, place.filled, comm.all_to_all_v, a, counts[0], place.memory, counts[1]
         )
 
@@ -544,7 +557,7 @@ def all_to_all_single(
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     """Waits until all ranks of the group are here."""
     with calling(group, "barrier") as comm:
-        return _made(async_op, lambda _: None, comm.barrier)
+        return _make_call(async_op, lambda _: None, comm.barrier)
 
 
 def send(tensor: Any, dst: int, group: Group = None, tag: int = 0) -> None:
@@ -605,12 +618,12 @@ def metric_average(
         # exact in float64
         digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
         everyone = comm.all_gather(np.array([number, weight, digest], np.float64))
-    other = np.flatnonzero(everyone[:, 2] != everyone[0, 2])
-    if len(other):
+    differing_ranks = np.flatnonzero(everyone[:, 2] != everyone[0, 2])
+    if len(differing_ranks):
         members = joined(group).ranks
         raise CollectiveError(
             f"[dist] rank {members[comm.rank]} averages {name!r}, but ranks {members[0]} and "
-            f"{members[other[0]]} name "
+            f"{members[differing_ranks[0]]} name "
             "different metrics; all ranks average the same ones in the same order"
         )
     total = math.fsum(everyone[:, 1])

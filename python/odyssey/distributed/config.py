@@ -179,8 +179,12 @@ class DistributedConfig:
 
     def settings(self, keys: Iterable[str]) -> dict[str, Any]:
         """Returns these keys as far as a trainer has them, under the trainer's names."""
-        own = {key: _SETTINGS[key].name for key in keys if key in _SETTINGS}
-        return {name: getattr(self, key) for key, name in own.items() if name in declared(Training)}
+        trainer_names = {key: _SETTINGS[key].name for key in keys if key in _SETTINGS}
+        return {
+            name: getattr(self, key)
+            for key, name in trainer_names.items()
+            if name in declared(Training)
+        }
 
     def fit_options(self) -> dict[str, Any]:
         """Keywords of DistributedTrainer.fit(); the loggers are made here."""

@@ -174,13 +174,13 @@ class DistributedDataParallel(Uncopied, Module):
         """
         from ..train import agreement
 
-        mine = {
+        local_setup = {
             "model": self._arena.layout_hash(),
             "buffers": [(name, b.shape) for name, b in self._buffers()],
             "average, reduction or bucket size": settings,
         }
-        if said := agreement.difference(self._comm, mine):
-            raise ConfigError(f"[ddp] {said}")
+        if message := agreement.difference(self._comm, local_setup):
+            raise ConfigError(f"[ddp] {message}")
 
     def forward(self, *args: Any) -> Any:
         if self._replaced:
@@ -219,10 +219,10 @@ class DistributedDataParallel(Uncopied, Module):
         """Tensors and floating-point arrays that modules keep beside their parameters."""
         for i, m in enumerate(self.module.modules()):
             for name, value in vars(m).items():
-                own = isinstance(value, Tensor) and (
+                is_buffer = isinstance(value, Tensor) and (
                     not isinstance(value, Parameter) or isinstance(value, Buffer)
                 )
-                if own and value.layout == "rows":
+                if is_buffer and value.layout == "rows":
                     yield f"{i}.{name}", value.data
                 elif (
                     isinstance(value, np.ndarray)
@@ -243,12 +243,12 @@ class DistributedDataParallel(Uncopied, Module):
         The next one outside reduces what has come together. Until then p.grad is this rank's sum
         (with average="samples" each pass times its samples).
         """
-        before = self._enabled
+        was_enabled = self._enabled
         self._enabled = False
         try:
             yield
         finally:
-            self._enabled = before
+            self._enabled = was_enabled
 
     def sync_gradients(self) -> None:
         """Reduces what passes under no_sync() have left in p.grad; all ranks call it.
@@ -307,27 +307,29 @@ class JoinedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         ddp = self._ddp
-        mine = int(self._lengths[self._ddp._comm.rank])
+        expected_batches = int(self._lengths[self._ddp._comm.rank])
         first = None
-        given = 0
+        batches_given = 0
         for item in self._loader:
-            if given == mine:
+            if batches_given == expected_batches:
                 raise ConfigError(
-                    f"[ddp] join: the loader said {mine} batches and gives more; correct its length"
+                    f"[ddp] join: the loader said {expected_batches} batches and gives more; "
+                    "correct its length"
                 )
-            if not given:
+            if not batches_given:
                 first = self._lend(item)
-            given += 1
+            batches_given += 1
             yield item
-        if given != mine:
+        if batches_given != expected_batches:
             raise ConfigError(
-                f"[ddp] join: the loader said {mine} batches and gave {given}; correct its length"
+                f"[ddp] join: the loader said {expected_batches} batches and gave "
+                f"{batches_given}; correct its length"
             )
-        if not given:
+        if not batches_given:
             first = self._lend(None)
         ddp.active = False
         try:
-            for _ in range(len(self) - mine):
+            for _ in range(len(self) - expected_batches):
                 yield first
         finally:
             ddp.active = True
@@ -354,7 +356,9 @@ class _Pass(BackwardWatcher):
         self._samples = 0  # of those
         # gradients that are reduced already and were not set to zero
         self._mean: np.ndarray | None = None
-        self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero
+        self._shown_grads: np.ndarray | None = (
+            None  # what p.grad was left as, if that is not all zero
+        )
         self._reduced = False  # whether that was after a reduction
         self._syncing = False  # in this pass
         self._weight: float | None = None  # of this pass; None: it does not matter to this object
@@ -409,7 +413,7 @@ class _Pass(BackwardWatcher):
             if self._mean is not None:
                 self._grads[:] = self._mean
                 self._mean = None
-                self._left = None
+                self._shown_grads = None
                 self._reduced = True
             return
         by_samples = ddp.average == "samples"
@@ -427,7 +431,9 @@ class _Pass(BackwardWatcher):
         if not g.view(np.uint32).max():
             self._forget()
             return
-        if self._left is None or not np.array_equal(g.view(np.int32), self._left.view(np.int32)):
+        if self._shown_grads is None or not np.array_equal(
+            g.view(np.int32), self._shown_grads.view(np.int32)
+        ):
             samples = self._samples
             reduced = self._reduced
             self._forget()
@@ -448,7 +454,7 @@ class _Pass(BackwardWatcher):
         self._partial.clear()
         self._samples = 0
         self._mean = None
-        self._left = None
+        self._shown_grads = None
         self._reduced = False
 
     def _weigh(self, array: np.ndarray) -> None:
@@ -472,9 +478,9 @@ class _Pass(BackwardWatcher):
         if self._mean is not None:
             g += self._mean
         if len(self._partial.nodes) == 1 and self._mean is None:
-            self._left = self._partial.nodes[0][1]
+            self._shown_grads = self._partial.nodes[0][1]
         else:
-            self._left = g.copy()
+            self._shown_grads = g.copy()
         self._reduced = False
 
     def _complete(self) -> None:
@@ -494,11 +500,13 @@ class _Pass(BackwardWatcher):
 
     def _name_unused(self, ddp: DistributedDataParallel) -> None:
         """Says once which parameters no rank has reached."""
-        named = self._arena.named
-        reached = np.array([id(p) in self._reached for _, p in named], np.int32)
+        named_parameters = self._arena.named
+        reached = np.array([id(p) in self._reached for _, p in named_parameters], np.int32)
         reached = ddp._comm.all_reduce(reached, "max")
         names = [
-            name for (name, p), r in zip(named, reached, strict=True) if not r and p.requires_grad
+            name
+            for (name, p), r in zip(named_parameters, reached, strict=True)
+            if not r and p.requires_grad
         ]
         if names and ddp.find_unused_parameters and ddp._comm.rank == 0:
             print(
@@ -522,9 +530,11 @@ class _Sync:
         shapes = {name: p.shape for name, p in arena.named}
         self.reductions = []
         for b in buckets:
-            here = tuple((b.locate(arena.offsets[name]), shapes[name]) for name in b.names)
+            offsets_and_shapes = tuple(
+                (b.locate(arena.offsets[name]), shapes[name]) for name in b.names
+            )
             # of one sample: means do not change their scale
-            content = strategies.Content(b.floats, here, 1, {})
+            content = strategies.Content(b.floats, offsets_and_shapes, 1, {})
             self.reductions.append(
                 strategies.make(strategy, comm, plan, b.floats, 1, content=content)
             )

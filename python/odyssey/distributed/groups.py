@@ -148,11 +148,11 @@ class ProcessGroup:
             )
         return self.comm
 
-    def _place(self, what: str, rank: int) -> int:
+    def _place(self, label: str, rank: int) -> int:
         """A world rank's place in the group."""
         if rank not in self.ranks:
             raise ConfigError(
-                f"[dist] {what} {rank}; it must be one of the group's ranks {list(self.ranks)}"
+                f"[dist] {label} {rank}; it must be one of the group's ranks {list(self.ranks)}"
             )
         return self.ranks.index(rank)
 
@@ -242,19 +242,19 @@ def init_process_group(
         )
     if mocked is not None and name not in ("auto", "mock"):
         raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
-    for what, value in (("world_size", world_size), ("rank", rank)):
+    for argument, value in (("world_size", world_size), ("rank", rank)):
         if value is not None:
-            check_integer(f"[dist] {what}", value, int(what == "world_size"))
+            check_integer(f"[dist] {argument}", value, int(argument == "world_size"))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None:
         check_number("[dist] timeout in seconds", seconds, 0, open_low=True)
-    found = launcher.launched() or launcher.rendezvous()
-    alone = world_size == 1 and name in ("auto", "gloo") and (found is None or found.size == 1)
-    given = _rendezvous(name, init_method, world_size, rank)
-    if not alone:
-        _set(state, given)
+    launch = launcher.launched() or launcher.rendezvous()
+    is_local = world_size == 1 and name in ("auto", "gloo") and (launch is None or launch.size == 1)
+    variables = _rendezvous(name, init_method, world_size, rank)
+    if not is_local:
+        _set(state, variables)
     try:
-        comm = mocked or communication.world("local" if alone else name)
+        comm = mocked or communication.world("local" if is_local else name)
         _check(comm, world_size, rank)
     except BaseException:
         _unset(state)
@@ -272,7 +272,7 @@ def _rendezvous(
 ) -> dict[str, str]:
     """The variables of env:// that the arguments of init_process_group() stand for, for Gloo."""
     method = init_method or "env://"
-    given = dict[str, Any]()
+    variables = dict[str, Any]()
     if method != "env://":
         host, _, port = method.removeprefix("tcp://").rpartition(":")
         if not method.startswith("tcp://") or not host or not port.isdigit():
@@ -284,19 +284,20 @@ def _rendezvous(
             raise ConfigError(
                 "[dist] init_method 'tcp://...' goes with backend='gloo', world_size= and rank="
             )
-        given = {"MASTER_ADDR": host, "MASTER_PORT": port}
+        variables = {"MASTER_ADDR": host, "MASTER_PORT": port}
     if backend != "gloo" or launcher.launched() is not None:
         return {}
     if world_size is not None and rank is not None:
-        given |= {"WORLD_SIZE": world_size, "RANK": rank}
-    for name, value in given.items():
-        there = os.environ.get(name, str(value))
-        if there != str(value):
+        variables |= {"WORLD_SIZE": world_size, "RANK": rank}
+    for name, value in variables.items():
+        present_text = os.environ.get(name, str(value))
+        if present_text != str(value):
             raise ConfigError(
-                f"[dist] {name} is {there} in the environment, but {value} was given; say one of "
+                f"[dist] {name} is {present_text} in the environment, but {value} was given; say "
+                "one of "
                 "them"
             )
-    return {name: str(value) for name, value in given.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _set(state: _State, variables: dict[str, str]) -> None:
@@ -334,8 +335,8 @@ def _check(comm: Communicator, world_size: int | None, rank: int | None) -> None
         )
     text = os.environ.get("WORLD_SIZE", "")
     # who asks for one process of several means it
-    said = getattr(launcher.launched(), "size", None)
-    if comm.name != "mock" and text.isdigit() and int(text) not in (comm.size, said):
+    launched_size = getattr(launcher.launched(), "size", None)
+    if comm.name != "mock" and text.isdigit() and int(text) not in (comm.size, launched_size):
         raise ConfigError(
             f"[dist] WORLD_SIZE={text} in the environment, but {running} ({comm.why}); unset it, "
             f"or start {text} "
@@ -355,9 +356,9 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     if group is not None and group is not state.world:
         _close(group)
         return
-    for other in list(state.groups):
-        if other is not state.world:
-            _close(other)
+    for open_group in list(state.groups):
+        if open_group is not state.world:
+            _close(open_group)
     _unset(state)
     state.world = None
     state.groups.clear()
@@ -411,7 +412,7 @@ def get_distributed_info() -> dict[str, Any]:
     the processes, or None).
     """
     comm = getattr(state_here().world, "comm", None)
-    found = launcher.launched() or launcher.rendezvous()
+    launch = launcher.launched() or launcher.rendezvous()
     return {
         "available": is_available(),
         "initialized": comm is not None,
@@ -422,7 +423,7 @@ def get_distributed_info() -> dict[str, Any]:
         "backend": comm and comm.name,
         "why": comm and comm.why,
         "timeout": deadline(),
-        "launcher": found and found.launcher,
+        "launcher": launch and launch.launcher,
     }
 
 

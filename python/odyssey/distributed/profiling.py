@@ -52,10 +52,10 @@ class PerformanceMonitor:
 
     def end_timer(self, name: str) -> float:
         """Ends a timer; returns its seconds, 0.0 if none of this name is running."""
-        now = time.perf_counter()
+        end = time.perf_counter()
         if name not in self._running:
             return 0.0
-        seconds = now - self._running.pop(name)
+        seconds = end - self._running.pop(name)
         self.timings.setdefault(name, []).append(seconds)
         if self.show:
             print(f"{name}: {seconds:.4f} s", flush=True)
@@ -105,8 +105,8 @@ class PerformanceMonitor:
         rank = trainer.comm.rank if ours else get_rank() if is_initialized() else 0
         samples = since = 0
         first = len(self.timings.get("train_step", ()))
-        shown = time.perf_counter()
-        items = _again(lambda: batches_of(data_loader) if ours else data_loader)
+        interval_start = time.perf_counter()
+        items = _repeat_items(lambda: batches_of(data_loader) if ours else data_loader)
         with self.timer("total_training"):
             for step in range(1, num_steps + 1):
                 with self.timer("data"):
@@ -117,13 +117,14 @@ class PerformanceMonitor:
                 samples = samples + n
                 since = since + n
                 if step % every == 0 or step == num_steps:
-                    now = time.perf_counter()
+                    interval_end = time.perf_counter()
                     if rank == 0:
                         print(
-                            f"step {step}/{num_steps}  {since / (now - shown):,.0f} samples/s",
+                            f"step {step}/{num_steps}  "
+                            f"{since / (interval_end - interval_start):,.0f} samples/s",
                             flush=True,
                         )
-                    shown = now
+                    interval_start = interval_end
                     since = 0
         seconds = self.timings["total_training"][-1]
         return {
@@ -136,7 +137,7 @@ class PerformanceMonitor:
         }
 
 
-def _again(make: Callable[[], Any]) -> Iterator[Any]:
+def _repeat_items(make: Callable[[], Any]) -> Iterator[Any]:
     """The items of a loader, again and again."""
     while True:
         empty = True
@@ -211,16 +212,19 @@ def profile_communication(
 
 def _prepared(comm: Any, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
     """(floats of the whole, a call of the operation)."""
-    each = -(-size // comm.size)
-    flat, whole, other = np.ones(size, np.float32), *np.ones((2, comm.size, each), np.float32)
+    piece_size = -(-size // comm.size)
+    flat, pieces, output = (
+        np.ones(size, np.float32),
+        *np.ones((2, comm.size, piece_size), np.float32),
+    )
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: comm.all_reduce(flat, out=other.reshape(-1)[:size]),
+        "all_reduce": lambda: comm.all_reduce(flat, out=output.reshape(-1)[:size]),
         "broadcast": lambda: comm.broadcast(flat),
-        "all_gather": lambda: comm.all_gather(whole[0], out=other),
-        "all_to_all": lambda: comm.all_to_all(whole, out=other),
-        "reduce_scatter": lambda: comm.reduce_scatter(whole.reshape(-1), out=other[0]),
+        "all_gather": lambda: comm.all_gather(pieces[0], out=output),
+        "all_to_all": lambda: comm.all_to_all(pieces, out=output),
+        "reduce_scatter": lambda: comm.reduce_scatter(pieces.reshape(-1), out=output[0]),
     }
-    return size if operation in ("all_reduce", "broadcast") else whole.size, calls[operation]
+    return size if operation in ("all_reduce", "broadcast") else pieces.size, calls[operation]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

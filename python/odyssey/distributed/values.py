@@ -55,11 +55,11 @@ def array_of(value: Any, what: str = "array") -> np.ndarray:
     )
 
 
-def _of_torch(value: Any, torch: Any, what: str) -> tuple[np.ndarray, bool]:
+def _of_torch(value: Any, torch: Any, call_name: str) -> tuple[np.ndarray, bool]:
     """(`array_of` a tensor of PyTorch, whether that is its memory)."""
     if value.layout is not torch.strided:
         raise ShapeError(
-            f"[dist] {what} takes dense tensors, and this one is sparse; use tensor.to_dense()"
+            f"[dist] {call_name} takes dense tensors, and this one is sparse; use tensor.to_dense()"
         )
     value = value.detach() if value.requires_grad else value
     shared = value.is_contiguous() and not value.is_cuda
@@ -85,12 +85,12 @@ def like(value: Any, array: np.ndarray | None) -> Any:
         return make(OwnMemory(array), array.shape, "rows", array.dtype)
     if torch := _torch(value):
         if value.dtype is torch.bfloat16:
-            made = torch.from_numpy(array.view(np.int16)).view(value.dtype)
+            tensor = torch.from_numpy(array.view(np.int16)).view(value.dtype)
         elif value.dtype in _numbers(torch):
-            made = torch.from_numpy(array)
+            tensor = torch.from_numpy(array)
         else:
-            made = torch.from_numpy(array).view(value.dtype).reshape(array.shape[:-1])
-        return made.to(value.device)
+            tensor = torch.from_numpy(array).view(value.dtype).reshape(array.shape[:-1])
+        return tensor.to(value.device)
     if isinstance(value, np.ndarray) or array.ndim:
         return array
     return array[()] if isinstance(value, np.generic) else array.item()
@@ -105,14 +105,14 @@ def operation(op: ReduceOp | str, value: Any, what: str) -> ReduceOp | str:
         value.dtype in _numbers(torch) and (isinstance(op, ReduceOp) or op in _NAMES)
     ):
         return op
-    found = _OF_BOOLEANS.get(op) if value.dtype is torch.bool else None
-    if found is None:
+    combined_op = _OF_BOOLEANS.get(op) if value.dtype is torch.bool else None
+    if combined_op is None:
         raise ConfigError(
             f"[dist] {what} cannot combine {value.dtype} by {op}; use sum, mean, max, min or "
             "prod of integers or "
             "16- to 64-bit floats, or all but the mean of booleans"
         )
-    return found
+    return combined_op
 
 
 class Place:

@@ -92,7 +92,7 @@ class Attempt:
         # 0: nothing is said about it
         self._meeting = MEETING if config.watchdog is None else config.watchdog
         self._stop_at = self._seldom = self._looked = self._said_at = 0.0
-        self._forced = self._met = False
+        self._forced = self._ranks_met = False
         self._told = self._told_late = False  # ranks were sent a SIGTERM, or were said to be late
         self._stop: int | None = None
         self._scale: int | None = None
@@ -128,9 +128,9 @@ class Attempt:
                 ) from problem
             try:
                 pumps = _pumps(process, log, b"" if self.scancel is None else SPOILED)
-                why = self._watch(process, pumps, _handle(process, stack))
+                end_fields = self._watch(process, pumps, _handle(process, stack))
             finally:
-                left = self._end(process)
+                surviving_pids = self._end(process)
             until = time.monotonic() + 0.5
             while not all(pump.done for pump in pumps) and time.monotonic() < until:
                 if not any([pump() for pump in pumps]):
@@ -143,9 +143,11 @@ class Attempt:
             missed = sum(pump.unshown for pump in pumps)
             if missed:
                 self._say(f"{missed} bytes of output not shown, see {log.name}")
-        if left:
-            self._say(f"processes {', '.join(map(str, left))} do not end, even when killed")
-        return self._outcome(why, process.returncode)
+        if surviving_pids:
+            self._say(
+                f"processes {', '.join(map(str, surviving_pids))} do not end, even when killed"
+            )
+        return self._outcome(end_fields, process.returncode)
 
     def _watch(  # noqa: C901
         self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None
@@ -153,59 +155,59 @@ class Attempt:
         """Looks again and again until the attempt is over; what it ended by, as fields of an
         Outcome. `handle`: a descriptor that can be read from when the process has ended.
         """
-        begun = looked = self._begun = time.monotonic()
+        start_time = looked = self._begun = time.monotonic()
         failed = quiet = 0.0
         wait = self.config.monitor_interval
         over: float | None = None
         started = False
         while True:
-            said = any([pump() for pump in self._ready(pumps, handle, wait)])
-            now = time.monotonic()
+            printed = any([pump() for pump in self._ready(pumps, handle, wait)])
+            now_s = time.monotonic()
             wait = self.config.monitor_interval
-            if now - looked > 2 and self._beat_at is not None:
-                self._beat_at += now - looked  # this process was stopped, not the others
-            looked = now
+            if now_s - looked > 2 and self._beat_at is not None:
+                self._beat_at += now_s - looked  # this process was stopped, not the others
+            looked = now_s
             if process.poll() is not None:
                 return {"code": process.returncode}
-            if said:
-                quiet = now
+            if printed:
+                quiet = now_s
             self._tell_what_is_not_written(pumps[0])
             started = started or self._all_started() or self._beat_at is not None
-            if now - begun > CHORES:
+            if now_s - start_time > CHORES:
                 self.idle()
-            self._tell_who_is_late(now - begun)
-            if self._asked(now):
+            self._tell_who_is_late(now_s - start_time)
+            if self._asked(now_s):
                 return {}
             bad, all_over = self._ended()
             # others may still do what they do on SIGTERM
             if bad is not None and not (self._told and not all_over):
-                failed = failed or now
+                failed = failed or now_s
                 until = min(
                     max(failed, quiet) + SILENCE[bad.signal is not None], failed + LAST_WORDS
                 )
-                if now >= until:
+                if now_s >= until:
                     return {}
-                wait = min(wait, until - now)
+                wait = min(wait, until - now_s)
             elif all_over:
-                over = over or now
-                if now - over > ENDING:
+                over = over or now_s
+                if now_s - over > ENDING:
                     return {}
-            elif not started and now - begun > self.config.start_timeout:
+            elif not started and now_s - start_time > self.config.start_timeout:
                 return {"late": True}
-            elif self._spoiled(now, pumps[1].heard):
+            elif self._spoiled(now_s, pumps[1].heard):
                 return {"unmet": True}
-            elif (silent := self._silence(now)) > SILENT:
+            elif (silent := self._silence(now_s)) > SILENT:
                 return {"silent": silent}
 
     def _ready(self, pumps: list[Pump], handle: int | None, seconds: float) -> list[Pump]:
         """Sleeps until ranks print, their launcher has ended, or for so long; those that have
         something to pass on.
         """
-        wanted = [pump.source for pump in pumps if pump.reading] + (
+        descriptors = [pump.source for pump in pumps if pump.reading] + (
             [] if handle is None else [handle]
         )
         sources, targets, _ = select.select(
-            wanted, [pump.target for pump in pumps if pump.full], [], seconds
+            descriptors, [pump.target for pump in pumps if pump.full], [], seconds
         )
         return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
@@ -215,9 +217,9 @@ class Attempt:
             if self.scancel is not None:
                 self._end_step(process)
             process.kill()
-        left = leftovers.kill(self.token)
+        surviving_pids = leftovers.kill(self.token)
         process.wait()
-        return left
+        return surviving_pids
 
     def _end_step(self, process: subprocess.Popen[bytes]) -> None:
         """Has SLURM kill the ranks on all nodes: the death of srun alone would not, and its
@@ -233,17 +235,20 @@ class Attempt:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(ENDING)
 
-    def _outcome(self, why: dict[str, Any], code: int) -> Outcome:
+    def _outcome(self, end_fields: dict[str, Any], code: int) -> Outcome:
         self._requests()  # one may have been followed faster than it was seen
-        fields = {"code": None, **why}
-        if "code" not in why and code is not None and code > 0:
+        fields = {"code": None, **end_fields}
+        if "code" not in end_fields and code is not None and code > 0:
             fields["code"] = code
-        seen = {
+        steps_by_rank = {
             rank["rank"]: rank["step"] for rank in self._beating() if type(rank.get("step")) is int
         }
         checkpoint = newest_step(self.run.checkpoints)
         ended = rank_ends.ended(self.run.ends, self.run.attempt)
-        steps = [*seen.values(), *(end.step for end in ended.values() if end.step is not None)]
+        steps = [
+            *steps_by_rank.values(),
+            *(end.step for end in ended.values() if end.step is not None),
+        ]
         steps += [] if checkpoint is None else [checkpoint]
         return Outcome(
             *(self.run.attempt, self.ranks, self.layout, self._started, ended),
@@ -253,7 +258,7 @@ class Attempt:
             scale=self._scale,
             step=max(steps, default=None),
             checkpoint=checkpoint,
-            seen=seen,
+            seen=steps_by_rank,
             **fields,
         )
 
@@ -270,8 +275,10 @@ class Attempt:
     def _beating(self) -> list[dict[str, Any]]:
         """Returns what the heartbeat says of each rank."""
         ranks = self._beats.get("ranks")
-        found = ranks if isinstance(ranks, list) else []
-        return [rank for rank in found if isinstance(rank, dict) and type(rank.get("rank")) is int]
+        entries = ranks if isinstance(ranks, list) else []
+        return [
+            rank for rank in entries if isinstance(rank, dict) and type(rank.get("rank")) is int
+        ]
 
     def _all_started(self) -> bool:
         return len(_numbers(self.run.ranks)) >= self.ranks
@@ -281,36 +288,38 @@ class Attempt:
         they have met.
         """
         limit = self._meeting
-        self._met = self._met or self._beat_at is not None
-        if self._told_late or self._met or not limit or seconds < limit:
+        self._ranks_met = self._ranks_met or self._beat_at is not None
+        if self._told_late or self._ranks_met or not limit or seconds < limit:
             return
         self._told_late = True
-        there = {int(record.partition(".")[0]) for record in _numbers(self.run.ranks)}
-        away = [rank for rank in range(self.ranks) if rank not in there]
-        if away:
-            what = f"{diagnosis.name(away)} {'has' if len(away) == 1 else 'have'} not been started"
+        started_ranks = {int(record.partition(".")[0]) for record in _numbers(self.run.ranks)}
+        absent = [rank for rank in range(self.ranks) if rank not in started_ranks]
+        if absent:
+            message = (
+                f"{diagnosis.name(absent)} {'has' if len(absent) == 1 else 'have'} not been started"
+            )
         else:
-            what = (
+            message = (
                 "the ranks have not met: they are in MPI_Init or before, or the program does "
                 "not use odyssey"
             )
-        self._say(f"after {seconds:.0f} s {what}")
+        self._say(f"after {seconds:.0f} s {message}")
 
-    def _spoiled(self, now: float, said: bool) -> bool:
-        """Returns whether ranks below srun will never meet: SLURM's PMI daemon has `said` that
-        it lost a request of theirs, or they are known to meet and do not. Under mpirun they
+    def _spoiled(self, now_s: float, request_lost: bool) -> bool:
+        """Returns whether ranks below srun will never meet: SLURM's PMI daemon has said that
+        it lost one of their requests, or they are known to meet and do not. Under mpirun they
         wait for one that is late; that is told.
         """
-        if self.scancel is None or self._met:
+        if self.scancel is None or self._ranks_met:
             return False
-        self._said_at = self._said_at or (now if said else 0.0)
+        self._said_at = self._said_at or (now_s if request_lost else 0.0)
         late = (
             self.meets
             and self._meeting
-            and now - self._begun > self._meeting
+            and now_s - self._begun > self._meeting
             and self._all_started()
         )
-        return bool(late) or (said and now - self._said_at > LOST)
+        return bool(late) or (request_lost and now_s - self._said_at > LOST)
 
     def _tell_what_is_not_written(self, pump: Pump) -> None:
         """Says once that standard output is full, or the like."""
@@ -329,16 +338,16 @@ class Attempt:
         ended = rank_ends.ended(self.run.ends, self.run.attempt)
         return rank_ends.first(ended), len(ended) >= self.ranks
 
-    def _silence(self, now: float) -> float:
+    def _silence(self, now_s: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.
 
         Also 0 where that would say nothing about a host: all ranks are on this machine, whose
         wrappers tell how they end; the file is gone, so that nobody is watched; or nothing can be
         written where it lies.
         """
-        if now - self._looked < 0.25:
+        if now_s - self._looked < 0.25:
             return 0.0
-        self._looked = now
+        self._looked = now_s
         with contextlib.suppress(OSError, DataError):
             try:
                 state = os.stat(self.run.heartbeat)
@@ -347,28 +356,28 @@ class Attempt:
                 return 0.0
             if (state.st_ino, state.st_mtime_ns) != self._beat:
                 self._beat = state.st_ino, state.st_mtime_ns
-                found = read_json(self.run.heartbeat, HEARTBEAT_LIMIT)
-                if isinstance(found, dict) and found.get("attempt") == self.run.attempt:
-                    self._beats = found
-                    self._beat_at = now
+                heartbeat = read_json(self.run.heartbeat, HEARTBEAT_LIMIT)
+                if isinstance(heartbeat, dict) and heartbeat.get("attempt") == self.run.attempt:
+                    self._beats = heartbeat
+                    self._beat_at = now_s
         if self._beat_at is None or (self.run.ends / "0.json").exists():
             return 0.0
-        silent = now - self._beat_at
+        silent = now_s - self._beat_at
         if silent > SILENT:
             hosts = {rank.host for rank in self._started.values()}
             if not elsewhere(self.layout, hosts, os.uname().nodename) or not _writable(
                 self.run.path
             ):
-                self._beat_at = now
+                self._beat_at = now_s
                 return 0.0
         return silent
 
     # -- what is asked for ------------------------------------------------------------------------
 
-    def _asked(self, now: float) -> bool:
+    def _asked(self, now_s: float) -> bool:
         """Hears signals and requests; whether the attempt must be killed for one."""
-        if now - self._seldom > 0.1:
-            self._seldom = now
+        if now_s - self._seldom > 0.1:
+            self._seldom = now_s
             self._requests()
         while self._handled < len(self.signals):
             number = self.signals[self._handled]
@@ -384,7 +393,7 @@ class Attempt:
                 self._say(f"{name} again: all ranks are killed")
                 return True
             self._stop = number
-            self._stop_at = now
+            self._stop_at = now_s
             if not _numbers(self.run.ranks) and self._beat_at is None:
                 self._forced = True
                 return True
@@ -398,12 +407,17 @@ class Attempt:
                 return True
         if self._stop is None:
             return False
-        asked = now - self._stop_at
+        since_stop = now_s - self._stop_at
         phases = self._phases()
-        if not self._told and asked > UNREAD and now - self._begun > UNKNOWN and unread(phases):
+        if (
+            not self._told
+            and since_stop > UNREAD
+            and now_s - self._begun > UNKNOWN
+            and unread(phases)
+        ):
             self._told = True
             self._tell()
-        self._forced = asked > self.config.grace * (
+        self._forced = since_stop > self.config.grace * (
             LONGER if "checkpoint" in phases.values() else 1
         )
         return self._forced
@@ -412,39 +426,39 @@ class Attempt:
         """Returns what each rank did when the heartbeat was written, with "" for a rank that has
         done a step.
         """
-        found = {}
+        phases = {}
         for rank in self._beating() if self._beat_at is not None else ():
             if type(phase := rank.get("phase")) is str:
-                found[rank["rank"]] = "" if rank.get("step") and phase != "checkpoint" else phase
-        return found
+                phases[rank["rank"]] = "" if rank.get("step") and phase != "checkpoint" else phase
+        return phases
 
     def _tell(self) -> None:
         """Sends SIGTERM to the ranks of this machine: no trainer is there that would read the
         request.
         """
-        here = os.uname().nodename
-        wanted = {rank.pid for rank in self._started.values() if rank.host == here}
-        for pid in wanted.intersection(leftovers.processes(self.token)):
+        hostname = os.uname().nodename
+        local_pids = {rank.pid for rank in self._started.values() if rank.host == hostname}
+        for pid in local_pids.intersection(leftovers.processes(self.token)):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
 
     def _requests(self) -> None:
         """Reads the control file when it has changed: `odyssey scale` writes it."""
         try:
-            found = os.stat(self.run.control)
+            status = os.stat(self.run.control)
         except OSError:
             return
-        if (found.st_ino, found.st_mtime_ns) == self._control:
+        if (status.st_ino, status.st_mtime_ns) == self._control:
             return
-        self._control = found.st_ino, found.st_mtime_ns
+        self._control = status.st_ino, status.st_mtime_ns
         with contextlib.suppress(DataError):
-            asked = read_json(self.run.control, 1 << 16)
+            request = read_json(self.run.control, 1 << 16)
             if (
-                isinstance(asked, dict)
-                and asked.get("attempt") == self.run.attempt
-                and asked.get("stop") == "scale"
+                isinstance(request, dict)
+                and request.get("attempt") == self.run.attempt
+                and request.get("stop") == "scale"
             ):
-                ranks = asked.get("ranks")
+                ranks = request.get("ranks")
                 wrong = type(ranks) is not int or allowed(
                     ranks, self.config.elastic, capacity(self.config.hosts)
                 )
@@ -460,11 +474,11 @@ def unread(phases: dict[int, str]) -> bool:
     return not {"", "checkpoint", "compile"}.intersection(phases.values())
 
 
-def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:
+def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], this_host: str) -> bool:
     """Returns whether ranks may be on other machines than this: by what was asked for, or what
     wrappers wrote.
     """
-    return len(layout) > 1 or bool(hosts - {here})
+    return len(layout) > 1 or bool(hosts - {this_host})
 
 
 def _writable(folder: Path) -> bool:

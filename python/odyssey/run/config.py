@@ -136,12 +136,12 @@ def allowed(ranks: int, elastic: Sequence[int] | None, room: int | None) -> str 
     """Why a run cannot go on with so many ranks, or None if it can. room: slots that its hosts
     have, if any limit.
     """
-    least, most = elastic or (1, MOST)
+    min_ranks, max_ranks = elastic or (1, MOST)
     if room is not None and ranks > room:
         return f"its hosts have {room} slots"
-    if not least <= ranks <= most:
-        return f"{least} to {most} are allowed" + (
-            f" (--elastic {least}:{most})" if elastic else ""
+    if not min_ranks <= ranks <= max_ranks:
+        return f"{min_ranks} to {max_ranks} are allowed" + (
+            f" (--elastic {min_ranks}:{max_ranks})" if elastic else ""
         )
     return None
 
@@ -151,7 +151,7 @@ def parse_elastic(text: str) -> tuple[int, int]:
 
     Raises ConfigError: it is not two numbers.
     """
-    found = re.fullmatch(r"([0-9]{1,7}):([0-9]{1,7})", text, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"([0-9]{1,7}):([0-9]{1,7})", text, re.ASCII)
+    if not match:
         raise ConfigError(f"[launch] --elastic {ascii(text[:60])}; write MIN:MAX, as 2:8")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

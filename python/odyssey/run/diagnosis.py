@@ -73,24 +73,26 @@ def seen_of(value: Any) -> Seen | None:
     if not isinstance(value, dict) or not set(value) <= set(Seen._fields) or "rank" not in value:
         return None
     default = Seen(0)
-    for name, given in value.items():
-        wanted = getattr(default, name)
-        if isinstance(wanted, tuple):
-            right = isinstance(given, list) and len(given) <= 32 and all(_number(t) for t in given)
-        elif isinstance(wanted, bool):
-            right = isinstance(given, bool)
-        elif isinstance(wanted, str):
-            right = isinstance(given, str) and len(given) <= 400 and given.isprintable()
+    for name, field in value.items():
+        default_field = getattr(default, name)
+        if isinstance(default_field, tuple):
+            right = isinstance(field, list) and len(field) <= 32 and all(_number(t) for t in field)
+        elif isinstance(default_field, bool):
+            right = isinstance(field, bool)
+        elif isinstance(default_field, str):
+            right = isinstance(field, str) and len(field) <= 400 and field.isprintable()
         else:
-            right = _number(given) and (isinstance(given, int) or not isinstance(wanted, int))
+            right = _number(field) and (
+                isinstance(field, int) or not isinstance(default_field, int)
+            )
         if not right:
             return None
     if not 0 <= value["rank"] < 1 << 24:
         return None
     return Seen(
         **{
-            name: tuple(given) if isinstance(given, list) else given
-            for name, given in value.items()
+            name: tuple(field) if isinstance(field, list) else field
+            for name, field in value.items()
         }
     )
 
@@ -127,19 +129,19 @@ def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
 
 def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
     """The ranks that this one waits for, as far as that can be told."""
-    if rank.missing and (named := ranks_of(rank.missing, world)):
-        return named
+    if rank.missing and (missing_ranks := ranks_of(rank.missing, world)):
+        return missing_ranks
     members = ranks_of(rank.members, world)
     if members is None:
         members = list(range(world))
     if rank.wait_sequence < 0:
         return members
-    others = [ranks[p] for p in members if p in ranks and p != rank.rank]
+    other_members = [ranks[p] for p in members if p in ranks and p != rank.rank]
     call = rank.wait_group, rank.wait_sequence
     elsewhere = [
-        s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)
+        s.rank for s in other_members if not (s.waits and (s.wait_group, s.wait_sequence) == call)
     ]
-    return elsewhere or [s.rank for s in others if s.state in ("T", "t") or not s.alive]
+    return elsewhere or [s.rank for s in other_members if s.state in ("T", "t") or not s.alive]
 
 
 def _wait(rank: Seen) -> tuple[Any, ...]:
@@ -163,7 +165,7 @@ def hang(
     for victim in sorted(victims, key=lambda s: -s.waited):
         if _wait(victim) in cleared:
             continue
-        found = {victim.rank}
+        chain = {victim.rank}
         todo = [victim.rank]
         roots = set()
         unseen = False
@@ -175,9 +177,9 @@ def hang(
             looked.add(_wait(rank))
             for p in blamed(rank, ranks, world):
                 unseen |= p not in ranks
-                if p in found or p not in ranks:
+                if p in chain or p not in ranks:
                     continue
-                found.add(p)
+                chain.add(p)
                 if (
                     ranks[p].waits
                     and ranks[p].state not in ("T", "t")
@@ -193,7 +195,7 @@ def hang(
             continue
         circle = not roots
         if circle:
-            roots = found
+            roots = chain
         if all(ranks[p].idle >= allowance(ranks[p], limit, preparing) for p in roots):
             waiting = sorted(s.rank for s in ranks.values() if s.waits and s.rank not in roots)
             nearest = [s for s in victims if roots & set(blamed(s, ranks, world))]
@@ -215,17 +217,17 @@ def paragraph(
     whom = name(found.culprits)
     if victim.wait_sequence >= 0:
         of = "" if victim.members in ("all", "") else f" of ranks {victim.members}"
-        what = f"did not come to call {victim.wait_sequence}{of}, {victim.wait_text}"
+        fault = f"did not come to call {victim.wait_sequence}{of}, {victim.wait_text}"
     else:
-        what = f"did not answer rank {victim.rank}'s {victim.wait_text}"
+        fault = f"did not answer rank {victim.rank}'s {victim.wait_text}"
     waiting = sorted({victim.rank, *found.waiting})
     waits = (
         f"{name(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, {victim.waited:.0f} s by now"
     )
     if found.circle:
-        what = "wait for each other"
+        fault = "wait for each other"
         waits = f"{victim.waited:.0f} s by now"
-    lines = [f"odyssey: [watch] {whom} {what}; {waits}"]
+    lines = [f"odyssey: [watch] {whom} {fault}; {waits}"]
     lines += [f"  {about(ranks[p], stacks.get(p, ''))}" for p in found.culprits[:8]]
     if len(found.culprits) > 8:
         lines.append(f"  and {len(found.culprits) - 8} more")
@@ -239,8 +241,8 @@ def paragraph(
 
 def about(rank: Seen, stack: str) -> str:
     """Where a rank is instead of where it should be, in one line."""
-    where = place(stack)
-    at = f" at {where}" if where else ""
+    frame = place(stack)
+    at_frame = f" at {frame}" if frame else ""
     so_far = f"step {rank.step}" if rank.step else "before the first step"
     if not rank.alive:
         does = "is gone"
@@ -249,7 +251,7 @@ def about(rank: Seen, stack: str) -> str:
     elif rank.state in ("T", "t"):
         does = (
             "is stopped (SIGSTOP, or a debugger), in "
-            f"{rank.wait_text if rank.waits else rank.phase}{at}"
+            f"{rank.wait_text if rank.waits else rank.phase}{at_frame}"
         )
     elif rank.waits:
         of = "" if rank.members in ("all", "") else f" of ranks {rank.members}"
@@ -258,10 +260,10 @@ def about(rank: Seen, stack: str) -> str:
     elif rank.cpu > 0.1 or rank.state == "R":
         does = (
             f"computes without an end in sight, {100 * rank.cpu:.0f} % of a core, in "
-            f"{rank.phase}{at}"
+            f"{rank.phase}{at_frame}"
         )
     else:
-        does = f"does nothing ({100 * rank.cpu:.0f} % of a core), in {rank.phase}{at}"
+        does = f"does nothing ({100 * rank.cpu:.0f} % of a core), in {rank.phase}{at_frame}"
     note = f", {rank.note}" if rank.note and not rank.ended else ""
     last = (
         f"; its last call was {rank.call}, {rank.call_text}"
@@ -292,8 +294,8 @@ def place(stack: str) -> str:
     for line in stack.splitlines():
         if "(most recent call first)" in line:
             threads.append([])
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1].append(found.groups())  # type: ignore[arg-type]
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1].append(match.groups())  # type: ignore[arg-type]
     if not threads or not threads[-1]:
         return ""
     main = threads[-1]  # faulthandler begins with the newest thread
@@ -303,20 +305,22 @@ def place(stack: str) -> str:
 
 
 def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
-    """(rank, times the median, where) of ranks that take much longer than others before they
+    """(rank, times the median, activity) of ranks that take much longer than others before they
     wait.
     """
-    known = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
-    if len(known) < 2:
+    measured_ranks = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
+    if len(measured_ranks) < 2:
         return []
-    columns = zip(*((s.own, s.own_data) for s in known), strict=True)
-    middle, middle_data = (sorted(times)[(len(known) - 1) // 2] for times in columns)
-    found = []
-    for s in known:
+    columns = zip(*((s.own, s.own_data) for s in measured_ranks), strict=True)
+    middle, middle_data = (sorted(times)[(len(measured_ranks) - 1) // 2] for times in columns)
+    slow_ranks = []
+    for s in measured_ranks:
         if s.own > STRAGGLER * middle:
             in_data = s.own_data - middle_data > 0.5 * (s.own - middle)
-            found.append((s.rank, s.own / middle, "in data loading" if in_data else "in computing"))
-    return found
+            slow_ranks.append(
+                (s.rank, s.own / middle, "in data loading" if in_data else "in computing")
+            )
+    return slow_ranks
 
 
 def slow_link(ranks: Sequence[Seen]) -> Seen | None:
@@ -342,9 +346,9 @@ def link_line(rank: Seen, host: str) -> str:
     )
 
 
-def slow_line(rank: Seen, times: float, where: str) -> str:
+def slow_line(rank: Seen, times: float, activity: str) -> str:
     """Returns what is printed about a straggler."""
     return (
         f"odyssey: [watch] rank {rank.rank} on {rank.host} is {times:.1f}x the median, "
-        f"{where} (step {rank.step})\n"
+        f"{activity} (step {rank.step})\n"
     )

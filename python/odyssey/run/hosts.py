@@ -70,30 +70,30 @@ def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
         raise ConfigError(
             f"[launch] {name} is not ASCII; a host name has letters, digits, '.', '_' and '-'"
         ) from None
-    found = []
+    hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        where = f"{name}, line {number}"
+        source = f"{name}, line {number}"
         host, *slots = words
         if slots and (len(slots) > 1 or not slots[0].startswith("slots=")):
             raise ConfigError(
-                f"[launch] {where}: {_short(line)}; write a host, then nothing, ':N' or ' slots=N'"
+                f"[launch] {source}: {_short(line)}; write a host, then nothing, ':N' or ' slots=N'"
             )
         if slots and ":" in host:
-            raise ConfigError(f"[launch] {where}: {_short(line)} gives slots twice")
-        found.append(
-            _host(":".join([host, *(word.removeprefix("slots=") for word in slots)]), where)
+            raise ConfigError(f"[launch] {source}: {_short(line)} gives slots twice")
+        hosts.append(
+            _host(":".join([host, *(word.removeprefix("slots=") for word in slots)]), source)
         )
-    return _checked(found, name)
+    return _checked(hosts, name)
 
 
-def _host(text: str, where: str) -> Host:
+def _host(text: str, source: str) -> Host:
     name, colon, slots = text.strip(" ").partition(":")
     if not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
-            f"[launch] {where}: {_short(text)} is no host name or IPv4 address; letters, digits, "
+            f"[launch] {source}: {_short(text)} is no host name or IPv4 address; letters, digits, "
             "'.', '_' and '-' are "
             "allowed, the first and the last a letter or digit; ':N' gives slots"
         )
@@ -101,28 +101,30 @@ def _host(text: str, where: str) -> Host:
         try:
             ipaddress.IPv4Address(name)
         except ValueError:
-            raise ConfigError(f"[launch] {where}: {_short(name)} is no IPv4 address") from None
+            raise ConfigError(f"[launch] {source}: {_short(name)} is no IPv4 address") from None
     if not colon:
         return Host(name)
     if not (slots.isascii() and slots.isdigit() and len(slots) <= 4 and 1 <= int(slots) <= SLOTS):
         raise ConfigError(
-            f"[launch] {where}: {_short(text)}: slots must be a number from 1 to {SLOTS}"
+            f"[launch] {source}: {_short(text)}: slots must be a number from 1 to {SLOTS}"
         )
     return Host(name, int(slots))
 
 
-def _checked(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
+def _checked(hosts: Sequence[Host], source: str) -> tuple[Host, ...]:
     if not hosts:
-        raise ConfigError(f"[launch] {where} names no host")
+        raise ConfigError(f"[launch] {source} names no host")
     if len(hosts) > HOSTS:
-        raise ConfigError(f"[launch] {where} names {len(hosts)} hosts; at most {HOSTS} are allowed")
-    seen: set[str] = set()
+        raise ConfigError(
+            f"[launch] {source} names {len(hosts)} hosts; at most {HOSTS} are allowed"
+        )
+    names: set[str] = set()
     for host in hosts:
-        if host.name.lower() in seen:
+        if host.name.lower() in names:
             raise ConfigError(
-                f"[launch] {where} names {host.name} twice; write {host.name}:2 for two ranks"
+                f"[launch] {source} names {host.name} twice; write {host.name}:2 for two ranks"
             )
-        seen.add(host.name.lower())
+        names.add(host.name.lower())
     return tuple(hosts)
 
 
@@ -160,8 +162,8 @@ def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
     """
     check_room(hosts, ranks)
     if capacity(hosts) is None:
-        each, more = divmod(ranks, len(hosts))
-        counts = [each + (i < more) for i in range(len(hosts))]
+        share, remainder = divmod(ranks, len(hosts))
+        counts = [share + (i < remainder) for i in range(len(hosts))]
     else:
         counts = []
         for host in hosts:

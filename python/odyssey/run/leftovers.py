@@ -44,9 +44,9 @@ def processes(token: str, seconds: float = 0.2) -> list[int]:
     """
     until = time.monotonic() + seconds
     while True:
-        found, starting = _look(token.encode())
+        matching_pids, starting = _look(token.encode())
         if not starting or time.monotonic() > until:
-            return found
+            return matching_pids
         time.sleep(0.001)
 
 
@@ -56,15 +56,15 @@ def kill(token: str, seconds: float = 10.0) -> list[int]:
     """
     until = time.monotonic() + seconds
     nap = 0.002
-    before = None  # what the last look found
+    previous_pids = None  # what the last look found
     while True:
-        left = [pid for pid in processes(token) if not _dead(pid)]
-        if left == before == [] or time.monotonic() > until:
-            return left
-        for pid in left:
+        remaining_pids = [pid for pid in processes(token) if not _dead(pid)]
+        if remaining_pids == previous_pids == [] or time.monotonic() > until:
+            return remaining_pids
+        for pid in remaining_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        before = left
+        previous_pids = remaining_pids
         time.sleep(nap)
         nap = min(2 * nap, 0.05)
 
@@ -73,21 +73,21 @@ def _look(token: bytes) -> tuple[list[int], bool]:
     """The processes with the token, and whether there is one that has just begun a program and
     cannot be told yet.
     """
-    own = os.geteuid()
-    here = os.getpid()
-    found = []
+    user_id = os.geteuid()
+    own_pid = os.getpid()
+    matching_pids = []
     starting = False
     for pid in pids():
-        if pid != here:
+        if pid != own_pid:
             with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{pid}").st_uid != own:
+                if os.stat(f"/proc/{pid}").st_uid != user_id:
                     continue
                 environment = _read(f"/proc/{pid}/environ")
                 if token in environment.split(b"\0"):
-                    found.append(pid)
+                    matching_pids.append(pid)
                 elif not environment and not _read(f"/proc/{pid}/cmdline"):
                     starting = starting or not (_dead(pid) or int(status(pid)[6]) & _PF_KTHREAD)
-    return found, starting
+    return matching_pids, starting
 
 
 def pids() -> Iterator[int]:
@@ -111,14 +111,14 @@ def _dead(pid: int) -> bool:
 
 def places(temporary: str | None = None) -> list[tuple[Path, re.Pattern[str]]]:
     """Directories in which the libraries leave something, and the names that it has."""
-    found = [(MEMORY, _SHARED), (Path("/tmp"), _TEMPORARY)]
+    folders = [(MEMORY, _SHARED), (Path("/tmp"), _TEMPORARY)]
     if temporary and os.path.realpath(temporary) != "/tmp":
-        found.append((Path(temporary), _TEMPORARY))
-    return found
+        folders.append((Path(temporary), _TEMPORARY))
+    return folders
 
 
-def _named(where: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
-    for folder, pattern in where:
+def _find_paths(folders: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
+    for folder, pattern in folders:
         with contextlib.suppress(OSError):
             yield from (folder / name for name in os.listdir(folder) if pattern.fullmatch(name))
 
@@ -127,7 +127,7 @@ def snapshot(temporary: str | None = None) -> dict[str, Any]:
     """Returns what lies there now, full names and the wall-clock time, as a JSON file can hold
     it.
     """
-    return {"names": sorted(map(str, _named(places(temporary)))), "time": time.time()}
+    return {"names": sorted(map(str, _find_paths(places(temporary)))), "time": time.time()}
 
 
 def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
@@ -135,22 +135,26 @@ def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
     the snapshot when it began; out of a file it may be something else, and then nothing is
     proven. ended: wall-clock time at which the last of its processes was gone.
     """
-    names, begun = (
+    names, begin_time = (
         (before.get("names"), before.get("time")) if isinstance(before, dict) else (None, None)
     )
-    if not isinstance(names, list) or type(begun) is not float:
+    if not isinstance(names, list) or type(begin_time) is not float:
         return []
     candidates = []
-    for path in _named(places(temporary)):
+    for path in _find_paths(places(temporary)):
         with contextlib.suppress(OSError):
-            found = os.lstat(path)
-            folder = stat.S_ISDIR(found.st_mode)
+            stat_result = os.lstat(path)
+            folder = stat.S_ISDIR(stat_result.st_mode)
             # a directory changes later too
-            made = min(found.st_mtime, found.st_ctime) if folder else found.st_mtime
-            between = begun - 0.05 <= found.st_mtime and made <= ended + 0.05
-            own = found.st_uid == os.geteuid() and (folder or stat.S_ISREG(found.st_mode))
-            if own and between and str(path) not in names:
-                candidates.append((path, found))
+            earliest_change = (
+                min(stat_result.st_mtime, stat_result.st_ctime) if folder else stat_result.st_mtime
+            )
+            between = begin_time - 0.05 <= stat_result.st_mtime and earliest_change <= ended + 0.05
+            is_own = stat_result.st_uid == os.geteuid() and (
+                folder or stat.S_ISREG(stat_result.st_mode)
+            )
+            if is_own and between and str(path) not in names:
+                candidates.append((path, stat_result))
     if not candidates:
         return []
     try:
@@ -158,19 +162,19 @@ def clean(before: Any, ended: float, temporary: str | None = None) -> list[str]:
     except (OSError, ValueError, IndexError):  # no /proc: nothing can be proven
         return []
     removed = []
-    for path, found in candidates:
+    for path, stat_result in candidates:
         name = str(path)
-        if name in held or any(other.startswith(f"{name}/") for other in held):
+        if name in held or any(held_path.startswith(f"{name}/") for held_path in held):
             continue
         # of those that may have written it
-        ages = [found.st_mtime - started for started in launchers]
+        ages = [stat_result.st_mtime - started for started in launchers]
         if path.name.startswith(_DESCRIPTION) and any(-0.1 <= age <= _STARTING for age in ages):
             continue
         session = re.fullmatch(r"ompi\.(\d+)", path.name)
         if session and not _dead(int(session[1])):
             continue
         with contextlib.suppress(OSError):
-            if stat.S_ISDIR(found.st_mode):
+            if stat.S_ISDIR(stat_result.st_mode):
                 shutil.rmtree(path)
             else:
                 os.unlink(path)
@@ -203,9 +207,9 @@ def _held() -> tuple[set[str], list[float]]:
             if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
                 continue  # this user's files are closed to others; root's own are looked at as root
             held.update(mapped(pid))
-            state, _, rest = _read(f"/proc/{pid}/stat").rpartition(b")")
+            state, _, fields = _read(f"/proc/{pid}/stat").rpartition(b")")
             if os.fsdecode(state.partition(b"(")[2]) in _PROXIES and _same_temporary(pid):
-                launchers.append(booted + int(rest.split()[19]) / ticks)
+                launchers.append(booted + int(fields.split()[19]) / ticks)
             folder = f"/proc/{pid}/fd"
             for name in os.listdir(folder):
                 with contextlib.suppress(OSError):

@@ -44,15 +44,15 @@ class RunLock:
 
     def _take(self) -> None:
         path = self._file.path
-        taken = self._file.take()
-        found = self._file.read()
-        if not taken or (_elsewhere(found) and _renewed(path)):
-            who = (
-                f"process {found.get('pid', '?')} on host "
-                f"{printable(str(found.get('host', '?')))[:256]}"
+        acquired = self._file.take()
+        record = self._file.read()
+        if not acquired or (_elsewhere(record) and _renewed(path)):
+            process = (
+                f"process {record.get('pid', '?')} on host "
+                f"{printable(str(record.get('host', '?')))[:256]}"
             )
             raise LaunchError(
-                f"[launch] {path.parent} is being run by {who}; wait, stop it, or name another "
+                f"[launch] {path.parent} is being run by {process}; wait, stop it, or name another "
                 "--run-dir"
             )
         self._file.write({"host": socket.gethostname(), "pid": os.getpid(), "held": True})
@@ -78,18 +78,18 @@ def holder(path: Path, sure: bool = True) -> dict | None:
     except OSError:
         return None
     try:
-        found = file.read()
-        held = not file.take(fcntl.LOCK_SH) or (_elsewhere(found) and (not sure or _renewed(path)))
-        return found if held else None
+        record = file.read()
+        held = not file.take(fcntl.LOCK_SH) or (_elsewhere(record) and (not sure or _renewed(path)))
+        return record if held else None
     finally:
         file.release(empty=False)
 
 
-def _elsewhere(found: dict) -> bool:
+def _elsewhere(record: dict) -> bool:
     """Returns whether a launcher of another host, whose lock may not be seen here, says that it
     holds it.
     """
-    return found.get("host") not in (None, socket.gethostname()) and found.get("held") is True
+    return record.get("host") not in (None, socket.gethostname()) and record.get("held") is True
 
 
 def _renewed(path: Path) -> bool:

@@ -69,9 +69,9 @@ class Lines:
     def receive(self) -> list[Any]:
         """Returns what has come."""
         while True:
-            most = min(65536, self.limit + 1)
+            max_bytes = min(65536, self.limit + 1)
             try:
-                data = self.socket.recv(most)
+                data = self.socket.recv(max_bytes)
             except BlockingIOError:
                 break
             except OSError as problem:
@@ -83,17 +83,17 @@ class Lines:
             self._in += data
             if len(self._in) > self.limit:
                 raise Closed("a line is too long")
-            if len(data) < most:
+            if len(data) < max_bytes:
                 break
-        *lines, rest = self._in.split(b"\n")
-        self._in = bytearray(rest)
+        *lines, unfinished_line = self._in.split(b"\n")
+        self._in = bytearray(unfinished_line)
         return [self._parse(self._checked(bytes(line))) for line in lines]
 
     def send(self, value: Any) -> None:
         """Sends a value, or as much of it as the other side takes now."""
-        self._put(json.dumps(value, separators=(",", ":")).encode())
+        self._send_bytes(json.dumps(value, separators=(",", ":")).encode())
 
-    def _put(self, data: bytes) -> None:
+    def _send_bytes(self, data: bytes) -> None:
         self._out += self._sealed(data) + b"\n"
         if len(self._out) > LIMIT:
             raise Closed("it does not read")
@@ -142,13 +142,13 @@ class Sealed(Lines):
         self._secret = secret
         self._caller = caller
         self.role = role
-        self._mine = os.urandom(NONCE).hex().encode()
-        self._theirs = b""
-        self._sent = self._got = 0
+        self._own_nonce = os.urandom(NONCE).hex().encode()
+        self._peer_nonce = b""
+        self._sent = self._received = 0
         self._keys = (b"", b"")
         self.ready = False
         self.limit = LIMIT if caller else HELLO_LIMIT
-        super()._put(_HELLO + b" " + self._mine)
+        super()._send_bytes(_HELLO + b" " + self._own_nonce)
 
     def _sealed(self, data: bytes) -> bytes:
         if not self._keys[0]:
@@ -159,22 +159,28 @@ class Sealed(Lines):
         )
 
     def _checked(self, line: bytes) -> bytes:
-        if not self._theirs:
+        if not self._peer_nonce:
             hello, _, nonce = line.rpartition(b" ")
-            if hello != _HELLO or len(nonce) != 2 * NONCE or nonce == self._mine:
+            if hello != _HELLO or len(nonce) != 2 * NONCE or nonce == self._own_nonce:
                 raise Closed("it is no watcher")
-            self._theirs = nonce
-            called = (self._mine, self._theirs) if self._caller else (self._theirs, self._mine)
+            self._peer_nonce = nonce
+            called = (
+                (self._own_nonce, self._peer_nonce)
+                if self._caller
+                else (self._peer_nonce, self._own_nonce)
+            )
             ways = [mac(self._secret, way, *called) for way in (b"from caller", b"from called")]
             self._keys = (ways[0], ways[1]) if self._caller else (ways[1], ways[0])
             if self._caller:  # who calls shows first that it knows the secret
                 self.send({"role": self.role})
             return b"null"
         code, _, data = line.partition(b" ")
-        wanted = mac(self._keys[1], (self._got + 1).to_bytes(8, "little"), data).hex().encode()
-        if not hmac.compare_digest(code, wanted):
+        expected_code = (
+            mac(self._keys[1], (self._received + 1).to_bytes(8, "little"), data).hex().encode()
+        )
+        if not hmac.compare_digest(code, expected_code):
             raise Closed("it does not know the secret")
-        self._got += 1
+        self._received += 1
         if not self.ready:
             self.ready = True
             self.limit = LIMIT

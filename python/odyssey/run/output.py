@@ -40,20 +40,20 @@ class Pump:
         self.log = log
         self.terminal = os.isatty(target)
         self.unshown = 0  # bytes that a reader who took nothing missed, and was not told of yet
-        self._taken = time.monotonic()  # when the target took something, or had nothing to take
-        self._own: int | None = None
+        self._progress_time = time.monotonic()  # the target took something, or had nothing to take
+        self._own_descriptor: int | None = None
         if self.terminal:  # opened anew, so that it does not block although the shell's does
             with contextlib.suppress(OSError):
-                self._own = os.open(
+                self._own_descriptor = os.open(
                     os.ttyname(target), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
                 )
-                self.target = self._own
+                self.target = self._own_descriptor
         self.words = words
         self._last = b""
         self.heard = False  # the words came
         self.closed = False
         self.problem = ""  # why the target takes no more; "" also where its reader is gone
-        self._shown = 0  # bytes of the current line
+        self._line_bytes = 0  # bytes of the current line
         self._pending = bytearray()
 
     def __call__(self) -> bool:
@@ -97,15 +97,15 @@ class Pump:
 
     @property
     def _stalled(self) -> bool:
-        return time.monotonic() - self._taken > STALLED
+        return time.monotonic() - self._progress_time > STALLED
 
     def close(self) -> None:
         """Gives up what the target has not taken, and counts it."""
         self.unshown += len(self._pending)
         self._pending.clear()
-        if self._own is not None:
-            os.close(self._own)
-            self._own = None
+        if self._own_descriptor is not None:
+            os.close(self._own_descriptor)
+            self._own_descriptor = None
 
     @property
     def full(self) -> bool:
@@ -121,9 +121,9 @@ class Pump:
         """Returns what of `data` the launcher's own output gets."""
         out = []
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            room = max(0, LINE_LIMIT - self._shown)
+            room = max(0, LINE_LIMIT - self._line_bytes)
             out.append(line if len(line) <= room else line[:room] + _CUT if room else b"")
-            self._shown = 0 if line.endswith(b"\n") else self._shown + len(line)
+            self._line_bytes = 0 if line.endswith(b"\n") else self._line_bytes + len(line)
         text = b"".join(out)
         return (
             _CONTROL.sub(lambda m: b"".join(b"\\x%02x" % byte for byte in m[0]), text)
@@ -135,8 +135,8 @@ class Pump:
         """Writes what the target takes at once; whether nothing is left."""
         while self._pending or self.unshown:
             if not self._pending:  # it takes bytes again
-                where = f", see {getattr(self.log, 'name', 'the log')}"
-                text = f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{where}\n"
+                log_hint = f", see {getattr(self.log, 'name', 'the log')}"
+                text = f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{log_hint}\n"
                 self._pending += text.encode(errors="replace")
                 self.unshown = 0
             try:
@@ -144,7 +144,7 @@ class Pump:
                     return False
                 # A pipe that is writable has room for so much: a write of it does not wait.
                 del self._pending[: os.write(self.target, self._pending[: select.PIPE_BUF])]
-                self._taken = time.monotonic()
+                self._progress_time = time.monotonic()
             except BlockingIOError:
                 return False
             except (OSError, ValueError) as problem:  # the training goes on, its log is complete
@@ -153,5 +153,5 @@ class Pump:
                 self._pending.clear()
                 self.unshown = 0
                 self.shown = lambda data: b""
-        self._taken = time.monotonic()
+        self._progress_time = time.monotonic()
         return True

@@ -54,74 +54,74 @@ class End(NamedTuple):
         return self.code == 0
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} on host {self.host}"
+        subject = f"rank {self.rank} on host {self.host}"
         if self.oom is not None:
             limit = f", the limit is {self.oom >> 20} MiB" if self.oom else ""
             had = f": it had {self.memory >> 20} MiB" if self.memory else ""
-            how = f"was ended by the kernel for lack of memory (OOM){had}{limit}"
+            ending = f"was ended by the kernel for lack of memory (OOM){had}{limit}"
         elif self.code == HANG:
-            how = "hung"
+            ending = "hung"
         elif self.signal is not None:
-            how = f"was killed by {signal_name(self.signal)}"
+            ending = f"was killed by {signal_name(self.signal)}"
         elif self.code is not None:
-            how = f"ended with exit code {self.code}"
+            ending = f"ended with exit code {self.code}"
         else:
-            how = "ended"
-        at = (
+            ending = "ended"
+        step_text = (
             ""
             if self.step is None
             else f" at step {self.step}"
             if self.step
             else " before its first step"
         )
-        why = f" ({printable(self.reason, limit=200)})" if self.reason else ""
-        return f"{who} {how}{at}{why}"
+        reason = f" ({printable(self.reason, limit=200)})" if self.reason else ""
+        return f"{subject} {ending}{step_text}{reason}"
 
 
 def started(folder: Path, attempt: int) -> dict[int, Started]:
     """The ranks that a wrapper has started."""
-    found = {}
+    ranks = {}
     for rank, record in _records(folder, attempt).items():
         if type(record.get("host")) is str and type(record.get("pid")) is int:
             slurm = record.get("slurm")
-            known = type(slurm) is str and re.fullmatch(
+            valid = type(slurm) is str and re.fullmatch(
                 r"[0-9]{1,18}\.[0-9]{1,18}", slurm, re.ASCII
             )
-            found[rank] = Started(rank, _host(record), record["pid"], slurm if known else None)
-    return found
+            ranks[rank] = Started(rank, _host(record), record["pid"], slurm if valid else None)
+    return ranks
 
 
 def ended(folder: Path, attempt: int) -> dict[int, End]:
     """The ranks whose end is known, from their wrapper or, where that was killed as well, from
     themselves.
     """
-    found = {}
+    ends = {}
     for rank, record in _records(folder, attempt).items():
         code = record.get("code")
         number = record.get("signal")
-        when = record.get("time")
-        own = record.get("own")  # an MPI library may kill the rank that has called MPI_Abort
-        if type(own) is int and 0 < own < 128 and number in _KILLED:
-            code = own
+        end_time = record.get("time")
+        own_code = record.get("own")  # an MPI library may kill the rank that has called MPI_Abort
+        if type(own_code) is int and 0 < own_code < 128 and number in _KILLED:
+            code = own_code
             number = None
         if type(number) is int:
             code = None  # 128 + the signal, as a shell says it, is no code that a rank chose
         code, number = (value if type(value) is int else None for value in (code, number))
-        when = float(when) if type(when) in (int, float) else 0.0
+        end_time = float(end_time) if type(end_time) in (int, float) else 0.0
         kinds = {"reason": str, "step": int, "oom": int, "memory": int}
-        said = {
+        details = {
             name: record[name] for name, kind in kinds.items() if type(record.get(name)) is kind
         }
-        found[rank] = End(
+        ends[rank] = End(
             rank,
             _host(record),
             code,
             number,
-            when,
-            **said,
+            end_time,
+            **details,
             following=record.get("following") is True,
         )
-    return found
+    return ends
 
 
 def _host(record: dict[str, Any]) -> str:
@@ -135,15 +135,15 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
     The folder is emptied before an attempt, so that a record without an attempt's number is of this
     one.
     """
-    found: dict[int, dict[str, Any]] = {}
+    records: dict[int, dict[str, Any]] = {}
     try:
         names = os.listdir(folder)
     except OSError:
-        return found
+        return records
     for name in sorted(names, key=lambda n: n.endswith(".reason.json")):
         match = re.fullmatch(r"([0-9]{1,7})(\.reason)?\.json", name, re.ASCII)
-        known = found.get(int(match[1])) if match else None
-        if not match or (known is not None and "step" in known):
+        wrapper_record = records.get(int(match[1])) if match else None
+        if not match or (wrapper_record is not None and "step" in wrapper_record):
             continue
         try:
             record = read_json(folder / name, RECORD_LIMIT)
@@ -152,11 +152,13 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
         if isinstance(record, dict) and record.get("attempt", attempt) == attempt:
             with contextlib.suppress(OSError):
                 record.setdefault("time", os.stat(folder / name).st_mtime)
-            if known is not None:  # the watcher's word came after the wrapper's
-                known.update((key, record[key]) for key in ("step", "following") if key in record)
+            if wrapper_record is not None:  # the watcher's word came after the wrapper's
+                wrapper_record.update(
+                    (key, record[key]) for key in ("step", "following") if key in record
+                )
                 continue
-            found[int(match[1])] = record
-    return found
+            records[int(match[1])] = record
+    return records
 
 
 def first(ends: dict[int, End]) -> End | None:
@@ -170,7 +172,7 @@ def first(ends: dict[int, End]) -> End | None:
     )
     first = bad[0] if bad else None
     if first is not None and first.code == CONTRACT:
-        others = [e for e in bad if e.code != CONTRACT and e.time - first.time <= AFTERMATH]
+        other_ends = [e for e in bad if e.code != CONTRACT and e.time - first.time <= AFTERMATH]
         # so launchers end the rest
-        return next((e for e in others if e.signal != signal.SIGTERM), first)
+        return next((e for e in other_ends if e.signal != signal.SIGTERM), first)
     return first

@@ -87,12 +87,12 @@ class WatchedRank:
         No time is counted from before `floor`, when the watcher itself did not run.
         """
         self._look_at_process(now)
-        found = slot.read(self._slot) if self._slot >= 0 else None
-        if found is not None:
-            if self.last is None or _signs(found) != _signs(self.last):
+        status = slot.read(self._slot) if self._slot >= 0 else None
+        if status is not None:
+            if self.last is None or _signs(status) != _signs(self.last):
                 self._changed = now
                 self._used_before = self._used
-            self.last = found
+            self.last = status
         last = self.last
         if last is None:
             # Nothing is known of it but that it is gone; who waits for it waits in vain.
@@ -100,7 +100,7 @@ class WatchedRank:
             return Seen(self.rank, pid=self.pid, state=self._state, idle=idle)
         self._samples.append((now, last.samples))
         waited = now - max(last.waiting / 1e9, floor) if last.waiting else 0.0
-        own, own_data = self._own(now, last)
+        own_time, own_data_time = self._measure_own_time(now, last)
         if not last.waiting:
             last = last._replace(wait_text="", members="", missing="")
         return Seen(
@@ -114,12 +114,12 @@ class WatchedRank:
             busy=round((self._used - self._used_before) / max(now - self._changed, 1.0), 3),
             rss=self._rss,
             rate=round(max(_rise(self._samples), 0.0), 1),
-            own=own,
-            own_data=own_data,
+            own=own_time,
+            own_data=own_data_time,
             times=tuple(round(t / 1e9, 3) for t in self._times(last)),
         )
 
-    def _look_at_process(self, now: float) -> None:
+    def _look_at_process(self, now_s: float) -> None:
         """State, time used and memory out of /proc/PID/stat."""
         if not self.alive:
             self._state = "gone"
@@ -133,7 +133,7 @@ class WatchedRank:
                 raise ProcessLookupError  # it has ended; a handle would have said so
             self._state = words[0].decode()
             self._used = (int(words[11]) + int(words[12])) / _TICK
-            self._cpu.append((now, self._used))
+            self._cpu.append((now_s, self._used))
             self._rss = int(words[21]) * _PAGE
         except (OSError, IndexError, ValueError):
             # a handle tells its end itself
@@ -163,13 +163,13 @@ class WatchedRank:
         )
         return times
 
-    def _own(self, now: float, last: slot.StatusSlot) -> tuple[float, float]:
+    def _measure_own_time(self, now_s: float, last: slot.StatusSlot) -> tuple[float, float]:
         """Seconds per step before any wait, and of these in data, over the last WINDOW steps or
         the last second.
         """
         if not self._steps or self._steps[-1][1] != last.step:
             data = last.times[slot.CODES["data"]]
-            self._steps.append((now, last.step, data + last.times[slot.CODES["compute"]], data))
+            self._steps.append((now_s, last.step, data + last.times[slot.CODES["compute"]], data))
         end = self._steps[-1]
         while (
             len(self._steps) > 2
@@ -179,7 +179,7 @@ class WatchedRank:
             self._steps.popleft()
         first = self._steps[0]
         steps = end[1] - first[1]
-        if steps < WINDOW or end[0] - first[0] < 1 or now - end[0] > 60:
+        if steps < WINDOW or end[0] - first[0] < 1 or now_s - end[0] > 60:
             return 0.0, 0.0
         return (end[2] - first[2]) / steps / 1e9, (end[3] - first[3]) / steps / 1e9
 
@@ -207,25 +207,25 @@ class WatchedRank:
         if self._stacks < 0 or not self.alive or self._state in ("T", "t"):
             return -1
         try:
-            at = os.fstat(self._stacks).st_size
+            offset = os.fstat(self._stacks).st_size
         except OSError:
             return -1
-        return at if self.signal(slot.STACKS_SIGNAL) else -1
+        return offset if self.signal(slot.STACKS_SIGNAL) else -1
 
-    def answer(self, at: int) -> int:
+    def answer(self, offset: int) -> int:
         """Bytes that it has answered from there on; -1 if there can be no answer."""
         with contextlib.suppress(OSError):
-            return os.fstat(self._stacks).st_size - at if at >= 0 else -1
+            return os.fstat(self._stacks).st_size - offset if offset >= 0 else -1
         return -1
 
-    def stacks(self, at: int) -> str:
+    def stacks(self, offset: int) -> str:
         """Returns what it has answered from there on; shown as it is, but for control
         characters.
         """
-        if at < 0:
+        if offset < 0:
             return ""
         with contextlib.suppress(OSError):
-            text = os.pread(self._stacks, STACKS_LIMIT, at).decode(errors="replace")
+            text = os.pread(self._stacks, STACKS_LIMIT, offset).decode(errors="replace")
             return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
         return ""
 

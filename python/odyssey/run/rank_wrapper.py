@@ -57,7 +57,7 @@ def main() -> None:
     die_with_parent.tie(os.getppid())
     parent = os.getpid()
     program = sys.argv[1:]
-    before = cores.oom_kills()
+    oom_kills_before = cores.oom_kills()
     rendezvous()
     inherited = block()  # a signal that comes while the program starts is for the program
     child = os.fork()
@@ -91,7 +91,7 @@ def main() -> None:
     code = os.waitstatus_to_exitcode(status)
     record.update(code=code if code >= 0 else None, signal=-code if code < 0 else None, time=ended)
     record["memory"] = usage.ru_maxrss << 10  # bytes
-    if code == -9 and cores.oom_kills() > before:
+    if code == -9 and cores.oom_kills() > oom_kills_before:
         record["oom"] = cores.memory_limit() or 0
     if folder:
         record.update(reason(folder, record["rank"], record["attempt"]))
@@ -109,8 +109,8 @@ def wait(child: int) -> tuple:
     # by default BSD and macOS drop it although it is blocked
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     while True:
-        found, status, usage = os.wait4(child, os.WNOHANG)
-        if found:
+        pid, status, usage = os.wait4(child, os.WNOHANG)
+        if pid:
             return status, usage
         caught = signal.sigwait(FORWARDED | {signal.SIGCHLD})
         if caught in FORWARDED:
@@ -161,10 +161,10 @@ def read(folder: str, kind: str, name: str) -> dict:
 
     try:
         with open(os.path.join(folder, kind, name), "rb") as file:
-            found = json.loads(file.read(REASON_LIMIT))
+            value = json.loads(file.read(REASON_LIMIT))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def write(folder: str, kind: str, record: dict) -> None:
@@ -173,23 +173,23 @@ def write(folder: str, kind: str, record: dict) -> None:
     """
     import json
 
-    where = os.path.join(folder, kind)
+    directory = os.path.join(folder, kind)
     name = f"{record['rank']}.json"
-    aside = os.path.join(where, f".{name}.{os.getpid()}")
+    aside = os.path.join(directory, f".{name}.{os.getpid()}")
     try:
         with open(
             os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
         ) as file:
             json.dump(record, file)
-        there = read(folder, kind, name).get("attempt")
-        if type(there) is int and there > record["attempt"]:
+        present_attempt = read(folder, kind, name).get("attempt")
+        if type(present_attempt) is int and present_attempt > record["attempt"]:
             os.unlink(aside)
         else:
-            os.rename(aside, os.path.join(where, name))
+            os.rename(aside, os.path.join(directory, name))
     except OSError as problem:  # no shared directory, a full disk: the rank goes on without
-        who = f"rank {record['rank']} on {record['host']}"
+        subject = f"rank {record['rank']} on {record['host']}"
         os.write(
-            2, f"odyssey: {who}: {kind}/{name} cannot be written: {problem.strerror}\n".encode()
+            2, f"odyssey: {subject}: {kind}/{name} cannot be written: {problem.strerror}\n".encode()
         )
 
 
@@ -197,17 +197,17 @@ def reason(folder: str, rank: int, attempt: int) -> dict:
     """Returns what the rank said about its end, as far as it is of this attempt and has the
     right form.
     """
-    found = {}
+    fields = {}
     for name in (f"{rank}.json", f"{rank}.reason.json"):
-        said = read(folder, "ends", name)
-        if said.get("attempt", attempt) == attempt:
+        record = read(folder, "ends", name)
+        if record.get("attempt", attempt) == attempt:
             kinds = {"reason": str, "step": int, "following": bool}
-            found.update(
-                (key, said[key]) for key, kind in kinds.items() if type(said.get(key)) is kind
+            fields.update(
+                (key, record[key]) for key, kind in kinds.items() if type(record.get(key)) is kind
             )
-            if type(said.get("code")) is int:
-                found["own"] = said["code"]
-    return found
+            if type(record.get("code")) is int:
+                fields["own"] = record["code"]
+    return fields
 
 
 if __name__ == "__main__":

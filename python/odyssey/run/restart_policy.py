@@ -88,20 +88,20 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
     """See the top of the file. `hosts`: those that the attempt could use."""
     name = f"attempt {outcome.attempt}"
     if outcome.forced and outcome.stop:
-        why = (
+        detail = (
             ", and ranks did not stop in time"
             if outcome.started
             else " came before a rank was started"
         )
         line = (
             f"{name}: ended without a checkpoint of its last step: "
-            f"{ended.signal_name(outcome.stop)}{why}"
+            f"{ended.signal_name(outcome.stop)}{detail}"
         )
         return Verdict(line, 128 + outcome.stop)
     cause = ended.first(outcome.ended)
     good = all(end.good for end in outcome.ended.values())
-    whole = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
-    if good and (whole or (outcome.done and outcome.code == 0)):
+    complete = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
+    if good and (complete or (outcome.done and outcome.code == 0)):
         return Verdict(
             f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0
         )
@@ -127,17 +127,17 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
 def _failed(
     outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...], cause: End | None
 ) -> Verdict:
-    said = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
+    summary = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
     code = None if cause is None else cause.code
-    own = GAVE_UP if code is None else code
+    exit_code = GAVE_UP if code is None else code
     # the run is as healthy as it was
     if outcome.former is not None and _remembered(outcome, past) == past:
-        line = f"{said}; going on with {_count(outcome.former)}, as before"
+        line = f"{summary}; going on with {_count(outcome.former)}, as before"
         return Verdict(line, None, outcome.former, hosts, 0.0, past)
     machines = {rank.host for rank in outcome.started.values()}
     # one of several machines may be lost
     if code in FINAL and not (code == GAVE_UP and len(machines) > 1):
-        return Verdict(f"{said}; another attempt would not help", own)
+        return Verdict(f"{summary}; another attempt would not help", exit_code)
     if (
         outcome.promised
         and len(outcome.ended) == outcome.ranks
@@ -145,28 +145,30 @@ def _failed(
         and outcome.step is None
     ):
         # not one step: it did something else
-        return Verdict(f"{said}; another attempt would not help", GAVE_UP)
+        return Verdict(f"{summary}; another attempt would not help", GAVE_UP)
     if not outcome.started and past == Past():
-        return Verdict(f"{said}; nothing is tried again", GAVE_UP)
-    now = _remembered(outcome, past)
-    repeated = code is not None and code not in (HANG, GAVE_UP) and code == now.code
-    times = now.times + 1 if cause is not None and cause.rank == now.rank else 1
-    restarts = now.restarts + 1
-    now = Past(now.step, restarts, cause.rank if cause else None, code, times)
+        return Verdict(f"{summary}; nothing is tried again", GAVE_UP)
+    new_past = _remembered(outcome, past)
+    repeated = code is not None and code not in (HANG, GAVE_UP) and code == new_past.code
+    times = new_past.times + 1 if cause is not None and cause.rank == new_past.rank else 1
+    restarts = new_past.restarts + 1
+    new_past = Past(new_past.step, restarts, cause.rank if cause else None, code, times)
     if config.max_restarts == 0:
         if cause is not None and cause.signal is not None:
-            own = 128 + cause.signal
-        return Verdict(said, own)
-    since = f"no progress since step {now.step}" if now.step >= 0 else "no progress"
+            exit_code = 128 + cause.signal
+        return Verdict(summary, exit_code)
+    since = f"no progress since step {new_past.step}" if new_past.step >= 0 else "no progress"
     if restarts > config.max_restarts:
-        return Verdict(f"{said}; {since} in {_count(restarts - 1, 'restart')}: given up", own)
+        return Verdict(
+            f"{summary}; {since} in {_count(restarts - 1, 'restart')}: given up", exit_code
+        )
     if repeated:
         return Verdict(
-            f"{said}, as before; {since}: given up, another attempt would do the same", own
+            f"{summary}, as before; {since}: given up, another attempt would do the same", exit_code
         )
-    ranks, hosts, note = _left(outcome, config, hosts, now)
+    ranks, hosts, note = _choose_ranks(outcome, config, hosts, new_past)
     if ranks < 1:
-        return Verdict(f"{said}; {note}: given up", GAVE_UP)
+        return Verdict(f"{summary}; {note}: given up", GAVE_UP)
     room = capacity(hosts)
     if outcome.scale is not None and (room is None or outcome.scale <= room):
         ranks = outcome.scale
@@ -175,16 +177,18 @@ def _failed(
         if restarts == 1 and not outcome.unsure
         else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
     )
-    where = (
+    origin = (
         ""
         if outcome.step is None and outcome.checkpoint is None
         else f" from {_step(outcome.checkpoint)}"
     )
     line = (
-        f"{said}; restarting{where} on {_count(ranks)}{note} ({restarts} of "
+        f"{summary}; restarting{origin} on {_count(ranks)}{note} ({restarts} of "
         f"{config.max_restarts} restarts)"
     )
-    return Verdict(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
+    return Verdict(
+        line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, new_past
+    )
 
 
 def in_doubt(outcome: Outcome) -> bool:
@@ -200,16 +204,17 @@ def in_doubt(outcome: Outcome) -> bool:
 
 
 def taken_back(
-    action: Verdict, back: tuple[str, ...], config: LaunchConfig, wanted: int
+    action: Verdict, back: tuple[str, ...], config: LaunchConfig, usual_ranks: int
 ) -> Verdict:
     """The same with hosts that were lost before an earlier attempt and answer again.
-    back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.
+    back: their names, of config.hosts. usual_ranks: those of the run while nothing fails.
     """
     names = {host.name for host in action.hosts}.union(back)
     hosts = tuple(host for host in config.hosts if host.name in names)
     room = capacity(hosts)
     return action._replace(
-        hosts=hosts, ranks=max(action.ranks, wanted if room is None else min(room, wanted))
+        hosts=hosts,
+        ranks=max(action.ranks, usual_ranks if room is None else min(room, usual_ranks)),
     )
 
 
@@ -219,30 +224,30 @@ def _remembered(outcome: Outcome, past: Past) -> Past:
     return Past(step=reached) if reached > past.step else past
 
 
-def _left(
-    outcome: Outcome, config: LaunchConfig, hosts: tuple[Host, ...], now: Past
+def _choose_ranks(
+    outcome: Outcome, config: LaunchConfig, hosts: tuple[Host, ...], past: Past
 ) -> tuple[int, tuple[Host, ...], str]:
     """Ranks and hosts to go on with, and what to say about it; 0 ranks: it cannot go on, and
     why.
     """
     if config.elastic is None:
         return outcome.ranks, hosts, ""
-    least, most = config.elastic
+    min_ranks, max_ranks = config.elastic
     if outcome.lost:
-        rest = tuple(host for host in hosts if host.name not in outcome.lost)
-        room = capacity(rest) if rest else 0
+        remaining_hosts = tuple(host for host in hosts if host.name not in outcome.lost)
+        room = capacity(remaining_hosts) if remaining_hosts else 0
         ranks = outcome.ranks - sum(count for name, count in outcome.layout if name in outcome.lost)
-        ranks = min(most, ranks if room is None else min(room, outcome.ranks))
+        ranks = min(max_ranks, ranks if room is None else min(room, outcome.ranks))
         names = ", ".join(outcome.lost)
-        if ranks < least or not rest:
+        if ranks < min_ranks or not remaining_hosts:
             return (
                 0,
-                rest,
-                f"without {names} {_count(ranks)} would be left, --elastic asks for {least}",
+                remaining_hosts,
+                f"without {names} {_count(ranks)} would be left, --elastic asks for {min_ranks}",
             )
-        return ranks, rest, f" without {names}"
-    if now.times >= AGAIN and now.rank is not None and outcome.ranks - 1 >= least:
-        return outcome.ranks - 1, hosts, f", as rank {now.rank} failed {now.times} times"
+        return ranks, remaining_hosts, f" without {names}"
+    if past.times >= AGAIN and past.rank is not None and outcome.ranks - 1 >= min_ranks:
+        return outcome.ranks - 1, hosts, f", as rank {past.rank} failed {past.times} times"
     return outcome.ranks, hosts, ""
 
 
@@ -252,11 +257,13 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         ranks = f" (rank{'s' * (len(of) > 1)} {', '.join(map(str, of))})" if of else ""
         return f"host {', '.join(outcome.lost)}{ranks} does not answer"
     if cause is not None:
-        seen = outcome.seen.get(cause.rank)
+        seen_step = outcome.seen.get(cause.rank)
         if cause.step is not None:
-            cause = cause._replace(step=max(cause.step, seen or 0))
+            cause = cause._replace(step=max(cause.step, seen_step or 0))
         return str(cause) + (
-            f", last seen at step {seen}" if cause.step is None and seen is not None else ""
+            f", last seen at step {seen_step}"
+            if cause.step is None and seen_step is not None
+            else ""
         )
     if outcome.silent is not None:
         return f"no sign of life for {outcome.silent:.0f} s"
@@ -264,12 +271,12 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         return "the ranks that srun started have not met"
     if outcome.late:
         return f"{len(outcome.started)} of {_count(outcome.ranks)} were started in time"
-    how = "was killed" if outcome.code is None else f"ended with exit code {outcome.code}"
+    ending = "was killed" if outcome.code is None else f"ended with exit code {outcome.code}"
     if outcome.code is not None and outcome.code < 0:
-        how = f"was killed by {ended.signal_name(-outcome.code)}"
+        ending = f"was killed by {ended.signal_name(-outcome.code)}"
     if not outcome.started:
         hosts = f" on {', '.join(name for name, _ in outcome.layout)}" if outcome.layout else ""
-        return f"the MPI launcher {how} and had started no rank{hosts}"
+        return f"the MPI launcher {ending} and had started no rank{hosts}"
     early = [end for end in outcome.ended.values() if end.good]
     if len(early) == outcome.ranks:
         return (
@@ -283,18 +290,18 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
             "os._exit(0)"
         )
     silent = sorted(set(range(outcome.ranks)) - set(outcome.ended))
-    those = (
+    silent_note = (
         f"; nothing is known of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
         if silent
         else ""
     )
-    return f"the MPI launcher {how}" + (
-        those if len(silent) < outcome.ranks else " and no rank said why"
+    return f"the MPI launcher {ending}" + (
+        silent_note if len(silent) < outcome.ranks else " and no rank said why"
     )
 
 
-def _count(count: int, what: str = "rank") -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _count(count: int, noun: str = "rank") -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _step(step: int | None) -> str:

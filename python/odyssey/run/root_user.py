@@ -23,10 +23,10 @@ def check(allowed: bool) -> None:
     """Raises ConfigError if this is root on a machine where others work."""
     if os.geteuid() != 0 or allowed or os.environ.get(ALLOW) == "1":
         return
-    others = working()
-    if others:
+    users = working()
+    if users:
         raise ConfigError(
-            f"[launch] this is root, and user {others[0]} works on this machine too; start it as "
+            f"[launch] this is root, and user {users[0]} works on this machine too; start it as "
             "an ordinary user, or "
             f"give --allow-root (or {ALLOW}=1)"
         )
@@ -34,8 +34,8 @@ def check(allowed: bool) -> None:
 
 def working() -> list[int]:
     """Ids of the people that have a process on this machine."""
-    found = set()
+    user_ids = set()
     for pid in leftovers.pids():
         with contextlib.suppress(OSError):
-            found.add(os.stat(f"/proc/{pid}").st_uid)
-    return sorted(user for user in found if FIRST <= user <= LAST)
+            user_ids.add(os.stat(f"/proc/{pid}").st_uid)
+    return sorted(user for user in user_ids if FIRST <= user <= LAST)

@@ -39,14 +39,18 @@ def scale(  # noqa: C901
     if lock.holder(run.lock) is None:
         advice = f"start it with `odyssey launch -n {ranks} --run-dir {name} ...`"
         raise LaunchError(f"[scale] {name} is not running; {advice}")
-    now = _attempt(run)
-    elastic = now.get("elastic")
-    room = now.get("room")
-    known = isinstance(elastic, list) and len(elastic) == 2 and all(type(n) is int for n in elastic)
-    if wrong := allowed(ranks, elastic if known else None, room if type(room) is int else None):
+    old = _attempt(run)
+    elastic = old.get("elastic")
+    room = old.get("room")
+    valid_elastic = (
+        isinstance(elastic, list) and len(elastic) == 2 and all(type(n) is int for n in elastic)
+    )
+    if wrong := allowed(
+        ranks, elastic if valid_elastic else None, room if type(room) is int else None
+    ):
         raise ConfigError(f"[scale] {ranks} ranks for {name}; {wrong}")
-    number = now["attempt"]
-    if now.get("ranks") == ranks:
+    number = old["attempt"]
+    if old.get("ranks") == ranks:
         raise ConfigError(f"[scale] {name} runs on {ranks} ranks already (attempt {number})")
     if not rank_ends.started(run.ranks, number):
         raise LaunchError(
@@ -57,7 +61,7 @@ def scale(  # noqa: C901
     except OSError as problem:
         raise OutputError(f"[scale] {name} cannot be written: {problem.strerror}") from problem
     say(
-        f"attempt {number} on {now.get('ranks')} ranks is asked to stop after its step and to go "
+        f"attempt {number} on {old.get('ranks')} ranks is asked to stop after its step and to go "
         f"on with {ranks}"
     )
     until = time.monotonic() + wait
@@ -66,17 +70,17 @@ def scale(  # noqa: C901
         if run.done.exists():
             say(f"{name} was complete before that")
             return number
-        then = _attempt(run)
-        if then["attempt"] > number and len(
-            rank_ends.started(run.ranks, then["attempt"])
-        ) == then.get("ranks"):
-            if then.get("ranks") != ranks:
+        latest = _attempt(run)
+        if latest["attempt"] > number and len(
+            rank_ends.started(run.ranks, latest["attempt"])
+        ) == latest.get("ranks"):
+            if latest.get("ranks") != ranks:
                 raise LaunchError(
-                    f"[scale] attempt {then['attempt']} runs on {then.get('ranks')} ranks, not "
+                    f"[scale] attempt {latest['attempt']} runs on {latest.get('ranks')} ranks, not "
                     f"{ranks}"
                 )
-            say(f"attempt {then['attempt']} runs on {ranks} ranks")
-            return then["attempt"]
+            say(f"attempt {latest['attempt']} runs on {ranks} ranks")
+            return latest["attempt"]
         if lock.holder(run.lock, sure=False) is None:
             raise LaunchError(f"[scale] the launcher of {name} has ended; its output says why")
     advice = "it does after a step, if the script uses a DistributedTrainer"
@@ -87,9 +91,9 @@ def scale(  # noqa: C901
 
 def _attempt(run: runs.Run) -> dict[str, Any]:
     try:
-        found = read_json(run.attempt_file)
+        record = read_json(run.attempt_file)
     except DataError as problem:
         raise LaunchError(f"[scale] {problem}") from problem
-    if not isinstance(found, dict) or type(found.get("attempt")) is not int:
+    if not isinstance(record, dict) or type(record.get("attempt")) is not int:
         raise LaunchError(f"[scale] {printable(str(run.attempt_file))} names no attempt")
-    return found
+    return record

@@ -66,21 +66,21 @@ def begin(world: Any) -> None:
     nodes: dict[int, list[int]] = {}
     for rank, (_, _, node, *_) in enumerate(everyone):
         nodes.setdefault(node, []).append(rank)
-    mine = nodes[everyone[world.rank][2]]
-    watches = world.rank == mine[0] and any(everyone[rank][1] >= 0 for rank in mine)
+    local_ranks = nodes[everyone[world.rank][2]]
+    watches = world.rank == local_ranks[0] and any(everyone[rank][1] >= 0 for rank in local_ranks)
     # Now, as all are there: one of them may have ended, after a word, before the watcher runs.
-    attached = {rank: attach(*everyone[rank][:2]) for rank in mine} if watches else {}
+    attached = {rank: attach(*everyone[rank][:2]) for rank in local_ranks} if watches else {}
     secret = np.frombuffer(os.urandom(32), np.uint8).copy()
     world.broadcast(secret)
     exits.named(hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16])
     listener = None
-    where = np.zeros(2, np.int64)
+    endpoint = np.zeros(2, np.int64)
     if len(nodes) > 1:
         if world.rank == 0:
-            listener, where = _listen(
+            listener, endpoint = _listen(
                 everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()]
             )
-        world.broadcast(where)
+        world.broadcast(endpoint)
     unseen = [rank for rank, (_, its, *_) in enumerate(everyone) if its < 0]
     if world.rank == 0 and unseen and settings["watchdog"]:
         line = (
@@ -96,8 +96,8 @@ def begin(world: Any) -> None:
             "main": world.rank == 0,
             "detach": True,
             "listen": listener.fileno() if listener else -1,
-            "address": [_text(int(where[0])), int(where[1])] if where[1] else None,
-            "files": _left_behind([everyone[rank][3:5] for rank in mine]),
+            "address": [_text(int(endpoint[0])), int(endpoint[1])] if endpoint[1] else None,
+            "files": _left_behind([everyone[rank][3:5] for rank in local_ranks]),
         }
         opened = [number for numbers in attached.values() for number in numbers if number >= 0]
         _start(settings, [*opened, *([listener.fileno()] if listener else [])])
@@ -137,7 +137,7 @@ def _addresses() -> list[int]:
     """IPv4 addresses of this machine's interfaces, without loopback, as numbers; filled up with
     zeros.
     """
-    found = []
+    addresses = []
     with (
         contextlib.suppress(ImportError, OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s,
@@ -148,32 +148,34 @@ def _addresses() -> list[int]:
             with contextlib.suppress(OSError):
                 # SIOCGIFADDR
                 answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-                found.append(int.from_bytes(answer[20:24], "big"))
-    found = [a for a in found if a >> 24 not in (0, 127)]
-    return (found + [0] * ADDRESSES)[:ADDRESSES]
+                addresses.append(int.from_bytes(answer[20:24], "big"))
+    addresses = [a for a in addresses if a >> 24 not in (0, 127)]
+    return (addresses + [0] * ADDRESSES)[:ADDRESSES]
 
 
 def _text(address: int) -> str:
     return socket.inet_ntoa(address.to_bytes(4, "big"))
 
 
-def _listen(mine: list[int], nodes: list[list[int]]) -> tuple[socket.socket | None, np.ndarray]:
+def _listen(
+    own_addresses: list[int], nodes: list[list[int]]
+) -> tuple[socket.socket | None, np.ndarray]:
     """(listening socket, [address, port]) on the one address through which the other machines
     reach this one.
     """
     for theirs in nodes[1:]:
         for address in theirs:
             # such as that of a bridge for containers, the same everywhere
-            if not address or address in mine:
+            if not address or address in own_addresses:
                 continue
             with contextlib.suppress(OSError):
                 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
                     s.connect((_text(address), 9))  # sends nothing: asks which way it would go
-                    own = s.getsockname()[0]
+                    own_address = s.getsockname()[0]
                 listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                listener.bind((own, 0))
+                listener.bind((own_address, 0))
                 listener.listen(128)
-                number = int.from_bytes(socket.inet_aton(own), "big")
+                number = int.from_bytes(socket.inet_aton(own_address), "big")
                 return listener, np.array([number, listener.getsockname()[1]], np.int64)
     return None, np.zeros(2, np.int64)
 
@@ -188,9 +190,9 @@ def _left_behind(started: list[list[int]]) -> list[str]:
 
     from ..base.proc import SHARED, mapped
 
-    found = [path for path in mapped() if path.startswith(SHARED)]
+    shared_files = [path for path in mapped() if path.startswith(SHARED)]
     first, last = (min(times) for times in zip(*started, strict=True))
-    made = []
+    hydra_files = []
     with contextlib.suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob("hydra_hwloc_xmlfile_*") if first else ():
             with contextlib.suppress(OSError):
@@ -200,5 +202,5 @@ def _left_behind(started: list[list[int]]) -> list[str]:
                     status.st_uid == os.getuid()
                     and first - 10_000_000 <= status.st_mtime_ns <= last
                 ):
-                    made.append(str(path))
-    return sorted({*found, *(made if len(made) == 1 else ())})
+                    hydra_files.append(str(path))
+    return sorted({*shared_files, *(hydra_files if len(hydra_files) == 1 else ())})

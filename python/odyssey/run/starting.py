@@ -78,8 +78,8 @@ def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
     if config.launcher == "srun" or (config.launcher == "auto" and inside and not config.hosts):
         srun = shutil.which("srun", path=beside)
         if srun is None:
-            what = "this is a SLURM allocation, but there is no srun on PATH"
-            raise LaunchError(f"[launch] {what}; use --launcher mpirun")
+            problem = "this is a SLURM allocation, but there is no srun on PATH"
+            raise LaunchError(f"[launch] {problem}; use --launcher mpirun")
         return Starter("srun", srun, f"srun, {version or 'MPICH'}", kind or "mpich")
     if mpirun is None:
         raise LaunchError(
@@ -90,7 +90,7 @@ def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
 
 
 def _version(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    how = {
+    options = {
         "stdin": subprocess.DEVNULL,
         "capture_output": True,
         "text": True,
@@ -98,10 +98,10 @@ def _version(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
         "timeout": 30,
     }
     try:
-        said = subprocess.run([mpirun, "--version"], env=dict(environment), **how).stdout
+        output = subprocess.run([mpirun, "--version"], env=dict(environment), **options).stdout
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise LaunchError(f"[launch] {mpirun} --version does not answer: {problem}") from problem
-    lines = [line.strip() for line in said.splitlines()]
+    lines = [line.strip() for line in output.splitlines()]
     if lines and "Open MPI" in lines[0]:
         return "openmpi", "Open MPI " + lines[0].split()[-1]
     for line in lines:
@@ -158,11 +158,11 @@ def environment(
     return out
 
 
-def _allowed(name: str, more: Sequence[str]) -> bool:
+def _allowed(name: str, extra_names: Sequence[str]) -> bool:
     def among(patterns: Sequence[str]) -> bool:
         return any(name.startswith(p[:-1]) if p.endswith("*") else name == p for p in patterns)
 
-    return name in more or (among(ALLOWED) and not among(FOREIGN) and name not in SECRET)
+    return name in extra_names or (among(ALLOWED) and not among(FOREIGN) and name not in SECRET)
 
 
 def words(
@@ -264,11 +264,11 @@ def program(words: Sequence[str]) -> list[str]:
         if first.endswith(".py") or not os.access(first, os.X_OK):
             return [sys.executable, *words]
         return [os.path.join(os.curdir, first), *words[1:]]
-    found = shutil.which(first)
-    if found is None or os.sep in first:
+    executable = shutil.which(first)
+    if executable is None or os.sep in first:
         raise ConfigError(
             f"[launch] {printable(first, limit=200)} is no file and no program; give a Python "
             "script, -m MODULE, a "
             "program, or train"
         )
-    return [found, *words[1:]]
+    return [executable, *words[1:]]

@@ -92,7 +92,9 @@ class DistributedLauncher:
         try:
             number = self._open(run, words, starter, renewed)
             ranks = f"{self.config.ranks} rank{'s' * (self.config.ranks > 1)}"
-            self._say(f"run {_shown(run.path)}: attempt {number} on {ranks} ({starter.version})")
+            self._say(
+                f"run {_show_path(run.path)}: attempt {number} on {ranks} ({starter.version})"
+            )
             with self._hearing():
                 return self._attempts(run, number, words, starter, lock)
         finally:
@@ -106,34 +108,38 @@ class DistributedLauncher:
         """
         advice = "use another --run-dir"
         if run.done.exists():
-            raise ConfigError(f"[launch] {_shown(run.path)} is complete (DONE.json); {advice}")
+            raise ConfigError(f"[launch] {_show_path(run.path)} is complete (DONE.json); {advice}")
         try:
             if run.description.exists():
-                known = read_json(run.description)
-                before = known.get("command") if isinstance(known, dict) else None
-                if before != words:
-                    what = f"{_shown(run.path)} is a run of {_line(before)}, not of {_line(words)}"
-                    raise ConfigError(f"[launch] {what}; {advice}")
+                description = read_json(run.description)
+                argv = description.get("command") if isinstance(description, dict) else None
+                if argv != words:
+                    mismatch = (
+                        f"{_show_path(run.path)} is a run of {_line(argv)}, not of {_line(words)}"
+                    )
+                    raise ConfigError(f"[launch] {mismatch}; {advice}")
             else:
                 write_json(run.description, _description(self.config, words, starter))
-            found = read_json(run.attempt_file) if run.attempt_file.exists() else {"attempt": 0}
+            attempt_record = (
+                read_json(run.attempt_file) if run.attempt_file.exists() else {"attempt": 0}
+            )
         except OSError as problem:
             raise _unwritable(run.path, problem) from problem
         except DataError as problem:
             raise _damaged(run, str(problem)) from problem
-        last = found if isinstance(found, dict) else {"attempt": None}
+        last = attempt_record if isinstance(attempt_record, dict) else {"attempt": None}
         number = last.get("attempt")
         token = last.get("token")
         if type(number) is not int or number < 0:
-            raise _damaged(run, f"{_shown(run.attempt_file)} is damaged (no attempt number)")
+            raise _damaged(run, f"{_show_path(run.attempt_file)} is damaged (no attempt number)")
         if (
             isinstance(token, str)
             and re.fullmatch(r"[0-9a-f]{16}", token)
             and not last.get("cleaned")
         ):
-            left = leftovers.processes(f"{starting.TOKEN}={token}")
+            leftover_pids = leftovers.processes(f"{starting.TOKEN}={token}")
             leftovers.kill(f"{starting.TOKEN}={token}")
-            ended = time.time() if left else renewed + 6
+            ended = time.time() if leftover_pids else renewed + 6
             leftovers.clean(last.get("before"), ended, os.environ.get("TMPDIR"))
         return number + 1
 
@@ -170,7 +176,7 @@ class DistributedLauncher:
         config = self.config
         action = Verdict("", None, config.ranks, config.hosts)
         former: int | None = None
-        wanted = config.ranks
+        usual_ranks = config.ranks
         chores: list[Callable[[], object]] = []
         unwritten = False
         while True:
@@ -217,7 +223,7 @@ class DistributedLauncher:
             action = decide(outcome, action.past, config, action.hosts)
             scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
             if scaled or former is not None and action.ranks == former:
-                wanted = action.ranks
+                usual_ranks = action.ranks
             former = outcome.ranks if scaled else None
             missing = [
                 host.name
@@ -225,10 +231,10 @@ class DistributedLauncher:
                 if host not in action.hosts and host.name not in outcome.lost
             ]
             if action.code is None and missing and not self._signals:
-                gone = probe(config, starter, missing, environment, lock.renew, RETURN)
-                back = tuple(name for name in missing if name not in gone)
+                lost_hosts = probe(config, starter, missing, environment, lock.renew, RETURN)
+                back = tuple(name for name in missing if name not in lost_hosts)
                 if back and action.ranks >= outcome.ranks:  # else a rank was just left out
-                    action = taken_back(action, back, config, wanted)
+                    action = taken_back(action, back, config, usual_ranks)
                     self._say(
                         f"{', '.join(back)} answers again: going on with {action.ranks} ranks"
                     )
@@ -288,19 +294,19 @@ class DistributedLauncher:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {}
+        previous_handlers = {}
         # else the kernel keeps no exit codes for this process
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                before[number] = signal.signal(
+                previous_handlers[number] = signal.signal(
                     number, lambda number, frame: self._signals.append(number)
                 )
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
 
@@ -359,11 +365,11 @@ def launch_distributed_training(script: str, *arguments: str, **settings: Any) -
     launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1,
     backend="gloo") Raises ConfigError if a setting is unknown or not allowed.
     """
-    known = [field.name for field in dataclasses.fields(LaunchConfig)]
-    unknown = sorted(set(settings) - set(known))
+    names = [field.name for field in dataclasses.fields(LaunchConfig)]
+    unknown = sorted(set(settings) - set(names))
     if unknown:
         raise ConfigError(
-            f"[launch] {unknown[0]!r} is no setting of LaunchConfig; choose from {', '.join(known)}"
+            f"[launch] {unknown[0]!r} is no setting of LaunchConfig; choose from {', '.join(names)}"
         )
     return DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)
 
@@ -394,8 +400,8 @@ def _check(words: list[str]) -> None:
     starting.program(words)  # it can be started
     rank = any(os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
     started = launched()
-    alone = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`
-    if rank and not alone or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+    single = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`
+    if rank and not single or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
         raise ConfigError(
             "[launch] it starts the ranks itself; run it once, without mpirun or srun"
         )
@@ -448,7 +454,7 @@ def _full() -> bool:
     return False
 
 
-def _shown(path: object) -> str:
+def _show_path(path: object) -> str:
     text = str(path)
     with contextlib.suppress(ValueError):
         near = os.path.relpath(text)
@@ -463,16 +469,16 @@ def _damaged(run: runs.Run, problem: str) -> ConfigError:
     """
     if newest_step(run.checkpoints) is None:
         return ConfigError(f"[launch] {problem}; use another --run-dir")
-    where = _shown(run.checkpoints)
+    folder = _show_path(run.checkpoints)
     return ConfigError(
-        f"[launch] {problem}. Checkpoints are in {where}; "
-        f"resume in another --run-dir with --resume {shlex.quote(where)}, or in a script with "
+        f"[launch] {problem}. Checkpoints are in {folder}; "
+        f"resume in another --run-dir with --resume {shlex.quote(folder)}, or in a script with "
         "fit(resume=...)"
     )
 
 
 def _unwritable(path: Path, problem: OSError) -> OutputError:
-    return OutputError(f"[launch] {_shown(path)} cannot be written: {problem.strerror}")
+    return OutputError(f"[launch] {_show_path(path)} cannot be written: {problem.strerror}")
 
 
 def _line(words: object) -> str:

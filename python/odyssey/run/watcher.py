@@ -99,8 +99,8 @@ class Watcher:
                 self._listen_to(self.listener.fileno(), self.listener)
             self._open_local()
 
-    def _listen_to(self, handle: int, what: Any) -> None:
-        self.files_by_handle[handle] = what
+    def _listen_to(self, handle: int, source: Any) -> None:
+        self.files_by_handle[handle] = source
         self.poll.register(handle, select.POLLIN)
 
     def _forget(self, handle: int) -> None:
@@ -138,31 +138,31 @@ class Watcher:
     def pump(self, seconds: float) -> None:
         """Takes what comes within some time."""
         for handle, _ in self.poll.poll(max(int(1000 * seconds), 1)):
-            what = self.files_by_handle.get(handle)
-            if what is None:  # dropped meanwhile
+            source = self.files_by_handle.get(handle)
+            if source is None:  # dropped meanwhile
                 continue
-            if isinstance(what, WatchedRank):
+            if isinstance(source, WatchedRank):
                 self._forget(handle)
-                self._gone([what, *self._also_gone()])
-            elif what is self.listener or what is self.local:
-                self._accept(what)
-            elif isinstance(what, messages.Lines):
-                self._hear(what)
+                self._handle_deaths([source, *self._find_other_deaths()])
+            elif source is self.listener or source is self.local:
+                self._accept(source)
+            elif isinstance(source, messages.Lines):
+                self._hear(source)
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now_s = time.monotonic()
         # it was stopped, or starved: what it did not see does not count
-        if now - self.last_tick > 2 + 4 * TICK:
-            self.floor = now
-            self.up_heard = now if self.up_heard else 0.0
-            self.heard = dict.fromkeys(self.heard, now)
-        self.last_tick = now
+        if now_s - self.last_tick > 2 + 4 * TICK:
+            self.floor = now_s
+            self.up_heard = now_s if self.up_heard else 0.0
+            self.heard = dict.fromkeys(self.heard, now_s)
+        self.last_tick = now_s
         for rank, watched in self.ranks.items():
-            before = watched.alive
-            self.seen[rank] = watched.look(now, self.floor)
-            if before and not watched.alive and watched.handle < 0:  # no handle told it
-                self._gone([watched])
-        if not self.told_unseen and now > self.begun + 2:
+            was_alive = watched.alive
+            self.seen[rank] = watched.look(now_s, self.floor)
+            if was_alive and not watched.alive and watched.handle < 0:  # no handle told it
+                self._handle_deaths([watched])
+        if not self.told_unseen and now_s > self.begun + 2:
             self.told_unseen = True
             unseen = sorted(w.rank for w in self.ranks.values() if w.alive and w.last is None)
             if unseen:
@@ -170,111 +170,122 @@ class Watcher:
                     f"odyssey: [watch] {diagnosis.name(unseen)} cannot be watched: no slot of "
                     "theirs opens\n"
                 )
-        if now >= self.next_maps:
-            self.next_maps = now + 5
+        if now_s >= self.next_maps:
+            self.next_maps = now_s + 5
             for watched in self.ranks.values():
                 watched.map_files()
         if self.main:
-            self._tick_main(now)
+            self._tick_main(now_s)
         elif self.address:
-            self._tick_other(now)
-        if self.ending and now >= self.ending:
+            self._tick_other(now_s)
+        if self.ending and now_s >= self.ending:
             self._kill()
 
-    def _tick_main(self, now: float) -> None:
+    def _tick_main(self, now_s: float) -> None:
         for peer, since in list(self.unauthenticated.items()):
-            if now - since > UNAUTHENTICATED_TIMEOUT:
+            if now_s - since > UNAUTHENTICATED_TIMEOUT:
                 self._drop(peer)
-        if now >= self.next_beat:
-            self.next_beat = now + BEAT
+        if now_s >= self.next_beat:
+            self.next_beat = now_s + BEAT
             self._tell_nodes({"beat": True})
-        if self.run_dir and now >= self.next_file:
-            self.next_file = now + 1
+        if self.run_dir and now_s >= self.next_file:
+            self.next_file = now_s + 1
             self._write_heartbeat()
         if self.ending:
             return
-        for node, heard in self.heard.items():
-            if now - heard > self.patience and node not in self.left:
-                self._lost(node, now - heard)
+        for node, heard_at in self.heard.items():
+            if now_s - heard_at > self.patience and node not in self.left:
+                self._lost(node, now_s - heard_at)
                 return
-        if not self.told_unwatched and len(self.nodes) > 1 and now > self.floor + 4 * self.patience:
+        if (
+            not self.told_unwatched
+            and len(self.nodes) > 1
+            and now_s > self.floor + 4 * self.patience
+        ):
             self.told_unwatched = True
-            away = sorted(
+            absent = sorted(
                 r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks
             )
-            if away:
+            if absent:
                 self._say(
-                    f"odyssey: [watch] {diagnosis.name(away)} cannot be watched: their machines "
+                    f"odyssey: [watch] {diagnosis.name(absent)} cannot be watched: their machines "
                     "did not call\n"
                 )
         if self.limit:
-            found = diagnosis.hang(self.seen, self.world, self.limit, self.preparing)
-            if found is not None:
-                self._hang(found)
+            hang = diagnosis.hang(self.seen, self.world, self.limit, self.preparing)
+            if hang is not None:
+                self._hang(hang)
                 return
-        self._look_for_stragglers(now)
+        self._look_for_stragglers(now_s)
 
-    def _look_for_stragglers(self, now: float) -> None:
-        seen = list(self.seen.values())
-        slow = sorted(diagnosis.stragglers(seen), key=lambda found: -found[1])
+    def _look_for_stragglers(self, now_s: float) -> None:
+        seen_ranks = list(self.seen.values())
+        slow = sorted(diagnosis.stragglers(seen_ranks), key=lambda straggler: -straggler[1])
         lines = {
-            rank: diagnosis.slow_line(self.seen[rank], times, where) for rank, times, where in slow
+            rank: diagnosis.slow_line(self.seen[rank], times, activity)
+            for rank, times, activity in slow
         }
-        if (late := diagnosis.slow_link(seen)) is not None and late.link[0] in self.seen:
+        if (late := diagnosis.slow_link(seen_ranks)) is not None and late.link[0] in self.seen:
             lines[~late.link[0]] = diagnosis.link_line(late, self.seen[late.link[0]].host)
         self.slow = {key: self.slow.get(key, 0) + 1 for key in lines}
-        if now < self.next_slow:
+        if now_s < self.next_slow:
             return
         for key, line in lines.items():
             if self.slow[key] >= SLOW_LOOKS:
-                self.next_slow = now + QUIET
+                self.next_slow = now_s + QUIET
                 self._say(line)
                 return
 
-    def _hang(self, found: diagnosis.Hang) -> None:
+    def _hang(self, hang: diagnosis.Hang) -> None:
         stacks = self._gather_stacks()
         for rank, watched in self.ranks.items():
             self.seen[rank] = watched.look(time.monotonic(), self.floor)
         if diagnosis.hang(self.seen, self.world, self.limit, self.preparing) is None:
             return  # it went on while the stacks were gathered
         path = self._write_stacks(stacks)
-        self._say(diagnosis.paragraph(found, self.seen, stacks, path, self.limit, HUNG))
-        for rank in found.culprits:
+        self._say(diagnosis.paragraph(hang, self.seen, stacks, path, self.limit, HUNG))
+        for rank in hang.culprits:
             self._write_reason(
                 rank, HUNG, f"hang: {diagnosis.about(self.seen[rank], stacks.get(rank, ''))}"
             )
-        self._end(HUNG, avoid=set(found.culprits))
+        self._end(HUNG, avoid=set(hang.culprits))
 
     def _gather_stacks(self) -> dict[int, str]:
         starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
         self.answers = {}
         self._tell_nodes({"stacks": True})
-        away = {rank for node in self.heard if node not in self.left for rank in self.nodes[node]}
-        found = self._settled(starts, STACKS_S, self.pump, lambda: away <= self.answers.keys())
-        return {**found, **self.answers}
+        remote_ranks = {
+            rank for node in self.heard if node not in self.left for rank in self.nodes[node]
+        }
+        local_stacks = self._settled(
+            starts, STACKS_S, self.pump, lambda: remote_ranks <= self.answers.keys()
+        )
+        return {**local_stacks, **self.answers}
 
     def _settled(
         self,
         starts: dict[int, int],
         seconds: float,
         pause: Callable[[float], None],
-        others: Callable[[], bool] = lambda: True,
+        others_answered: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
-        """Returns what ranks of this machine answer, when all have and `others` is true, or
+        """Returns what ranks of this machine answer, when all have and the others too, or
         after so many seconds.
         """
         sizes = []
         since = time.monotonic()
         until = since + seconds
-        while (now := time.monotonic()) < until:
-            before = sizes
-            sizes = [self.ranks[r].answer(at) for r, at in starts.items() if self.ranks[r].alive]
-            if sizes != before:
-                since = now
-            elif 0 not in sizes and now - since >= SETTLED_S and others():
+        while (now_s := time.monotonic()) < until:
+            previous_sizes = sizes
+            sizes = [
+                self.ranks[r].answer(offset) for r, offset in starts.items() if self.ranks[r].alive
+            ]
+            if sizes != previous_sizes:
+                since = now_s
+            elif 0 not in sizes and now_s - since >= SETTLED_S and others_answered():
                 break
             pause(0.03)
-        return {rank: self.ranks[rank].stacks(at) for rank, at in starts.items()}
+        return {rank: self.ranks[rank].stacks(offset) for rank, offset in starts.items()}
 
     def _write_stacks(self, stacks: dict[int, str]) -> str:
         folder = (
@@ -287,23 +298,25 @@ class Watcher:
             parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
         path = os.path.join(folder, name)
         text = "\n".join(parts)
-        done = []
-        self.writer.put(lambda: done.append(watcher_output.write(path, text)))
+        results = []
+        self.writer.put(lambda: results.append(watcher_output.write(path, text)))
         self.writer.drain(WORDS_S)
-        return path if any(done) else ""
+        return path if any(results) else ""
 
     def _say(self, text: str) -> None:
         self.writer.put(lambda: watcher_output.say(text))
 
-    def _also_gone(self) -> list[WatchedRank]:
+    def _find_other_deaths(self) -> list[WatchedRank]:
         """Other ranks of which the kernel says at this moment that they are gone."""
         ready = {handle: self.files_by_handle.get(handle) for handle, _ in self.poll.poll(0)}
-        gone = {handle: what for handle, what in ready.items() if isinstance(what, WatchedRank)}
-        for handle in gone:
+        dead_ranks = {
+            handle: source for handle, source in ready.items() if isinstance(source, WatchedRank)
+        }
+        for handle in dead_ranks:
             self._forget(handle)
-        return list(gone.values())
+        return list(dead_ranks.values())
 
-    def _gone(self, ranks: list[WatchedRank]) -> None:
+    def _handle_deaths(self, ranks: list[WatchedRank]) -> None:
         """Some ranks are gone, at the same time as far as can be told."""
         statuses = {watched.rank: watched.code() for watched in ranks}
         for watched in ranks:
@@ -315,33 +328,33 @@ class Watcher:
         spoke = {w.rank for w in ranks if w.last is None and not (statuses[w.rank] or 0) & 0x7F}
         silent = [w.rank for w in ranks if not self.seen[w.rank].ended and w.rank not in spoke]
         # somebody has said why the job ends
-        known = any(s.ended and s.code for s in self.seen.values())
-        if self.ending or known or not silent or (len(silent) == len(self.ranks) > 1):
+        reason_known = any(s.ended and s.code for s in self.seen.values())
+        if self.ending or reason_known or not silent or (len(silent) == len(self.ranks) > 1):
             return
-        now = time.monotonic()
+        now_s = time.monotonic()
         # who waited was ended with the first, as a rule
         silent.sort(key=lambda rank: self.seen[rank].waits)
         first = self.seen[silent[0]]
         status = statuses[silent[0]]
-        how = "was killed by a signal, or called os._exit"
+        cause = "was killed by a signal, or called os._exit"
         code = None
         number = None
         if status is not None and status & 0x7F:
             number = status & 0x7F
-            how = f"was killed by {diagnosis.signal_name(number)}"
+            cause = f"was killed by {diagnosis.signal_name(number)}"
         elif status is not None:
-            how = f"exited without reporting an error (exit code {status >> 8}; os._exit?)"
+            cause = f"exited without reporting an error (exit code {status >> 8}; os._exit?)"
             code = status >> 8 or DEFECT
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
         doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
-        who = (
+        subject = (
             f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step "
             f"{first.step}, {doing})"
         )
         # before the words: a launcher waits for these
-        self._write_reason(first.rank, code, f"{how}, {doing}", number)
-        self._say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
-        self.ending = now + GRACE  # as a rule the launcher ends them before
+        self._write_reason(first.rank, code, f"{cause}, {doing}", number)
+        self._say(f"odyssey: [watch] {subject} {cause}{last}; all ranks are ended\n")
+        self.ending = now_s + GRACE  # as a rule the launcher ends them before
         if self.up is not None:
             self._tell(self.up, {"down": code or DEFECT})
 
@@ -388,14 +401,14 @@ class Watcher:
                 self._write_heartbeat()
                 self.writer.drain(WORDS_S)
                 time.sleep(LAST_LOOK)
-            whose = (
+            identities = (
                 {"attempt": self.attempt},
                 {"attempt": self.attempt, "host": self.host, "pid": self.pid},
             )
-            for name, mine in zip(("heartbeat.json", "watch.json"), whose, strict=True):
+            for name, identity in zip(("heartbeat.json", "watch.json"), identities, strict=True):
                 # No heartbeat: these ranks are not watched any more.
                 path = os.path.join(self.run_dir, name)
-                self.writer.put(functools.partial(watcher_output.remove, path, **mine))
+                self.writer.put(functools.partial(watcher_output.remove, path, **identity))
         self.writer.drain(WORDS_S)
 
     def _write(self, name: str, value: Any) -> None:
@@ -415,8 +428,8 @@ class Watcher:
     def _write_address(self) -> None:
         if self.main and self.run_dir:
             secret = self.secret.hex() if self.address else ""
-            who = {"host": self.host, "pid": self.pid, "attempt": self.attempt}
-            self._write("watch.json", {**who, "address": self.address, "secret": secret})
+            identity = {"host": self.host, "pid": self.pid, "attempt": self.attempt}
+            self._write("watch.json", {**identity, "address": self.address, "secret": secret})
 
     def _write_reason(
         self, rank: int, code: int | None, reason: str, number: int | None = None
@@ -426,8 +439,8 @@ class Watcher:
         """
         if not self.run_dir:
             return
-        seen = self.seen[rank]
-        value = runs.end_record(rank, seen.host, code, number, seen.step, reason, self.attempt)
+        status = self.seen[rank]
+        value = runs.end_record(rank, status.host, code, number, status.step, reason, self.attempt)
         self._write(os.path.join("ends", f"{rank}.reason.json"), value)
 
     # --- between machines, and `odyssey top` ---
@@ -500,8 +513,8 @@ class Watcher:
     def snapshot(self) -> dict[str, Any]:
         """Returns what `odyssey top` shows."""
         slow = {
-            str(rank): [times, where]
-            for rank, times, where in diagnosis.stragglers(list(self.seen.values()))
+            str(rank): [times, activity]
+            for rank, times, activity in diagnosis.stragglers(list(self.seen.values()))
         }
         ranks = [brief(s) for _, s in sorted(self.seen.items())]
         job = {
@@ -521,9 +534,9 @@ class Watcher:
             return
         self.heard[node] = time.monotonic()
         items = value.get("seen")
-        for seen in map(diagnosis.seen_of, items if isinstance(items, list) else ()):
-            if seen is not None and seen.rank in self.nodes[node]:
-                self.seen[seen.rank] = seen
+        for status in map(diagnosis.seen_of, items if isinstance(items, list) else ()):
+            if status is not None and status.rank in self.nodes[node]:
+                self.seen[status.rank] = status
         stacks = value.get("answer")
         if isinstance(stacks, dict):
             for rank, text in stacks.items():
@@ -547,14 +560,14 @@ class Watcher:
                 self._write_reason(rank, LOST, f"no sign of life from {host} for {seconds:.0f} s")
         self._end(LOST, avoid=set(ranks))
 
-    def _tick_other(self, now: float) -> None:
+    def _tick_other(self, now_s: float) -> None:
         """Tells the main watcher, from a machine without rank 0, and looks whether it is there."""
-        if self.up is None and now >= self.next_call:
-            self.next_call = now + BEAT
+        if self.up is None and now_s >= self.next_call:
+            self.next_call = now_s + BEAT
             self._call()
         up = self.up
-        if up is not None and up.ready and now >= self.next_beat:
-            self.next_beat = now + BEAT
+        if up is not None and up.ready and now_s >= self.next_beat:
+            self.next_beat = now_s + BEAT
             ranks = [brief(self.seen[rank]) for rank in self.ranks]
             self._tell(up, {"node": self._node, "seen": ranks})
         # late alone is not cut off: as long as that machine answers, its kernel keeps the
@@ -562,19 +575,19 @@ class Watcher:
         if (
             self.up is None
             and self.up_heard
-            and now - self.up_heard > self.patience
+            and now_s - self.up_heard > self.patience
             and not self.ending
         ):
             ended = (
                 f"{diagnosis.name(sorted(self.ranks))} "
                 f"{'is' if len(self.ranks) == 1 else 'are'} ended"
             )
-            what = f"is cut off from rank 0's machine for {now - self.up_heard:.0f} s"
-            self._say(f"odyssey: [watch] {self.host} {what}; {ended}\n")
+            problem = f"is cut off from rank 0's machine for {now_s - self.up_heard:.0f} s"
+            self._say(f"odyssey: [watch] {self.host} {problem}; {ended}\n")
             for rank in self.ranks:
                 self._write_reason(rank, LOST, f"{self.host} was cut off from rank 0's machine")
             self.writer.drain(WORDS_S)
-            self.ending = now
+            self.ending = now_s
             self._kill()
 
     @property
@@ -598,8 +611,10 @@ class Watcher:
     def _from_main(self, value: dict[str, Any]) -> None:
         if value.get("stacks"):
             starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
-            found = self._settled(starts, min(0.75 * STACKS_S, self.patience / 2), time.sleep)
-            texts = {str(rank): text[:65536] for rank, text in found.items()}
+            local_stacks = self._settled(
+                starts, min(0.75 * STACKS_S, self.patience / 2), time.sleep
+            )
+            texts = {str(rank): text[:65536] for rank, text in local_stacks.items()}
             if self.up is not None:
                 self._tell(self.up, {"node": self._node, "answer": texts})
         if isinstance(value.get("end"), int):
@@ -612,10 +627,10 @@ class Watcher:
             self.address = None
 
 
-def brief(seen: diagnosis.Seen) -> dict[str, Any]:
+def brief(status: diagnosis.Seen) -> dict[str, Any]:
     """A `Seen` as JSON, without what is as it is when nothing is said."""
     default = diagnosis.Seen(0)
-    return {k: v for k, v in seen._asdict().items() if k == "rank" or v != getattr(default, k)}
+    return {k: v for k, v in status._asdict().items() if k == "rank" or v != getattr(default, k)}
 
 
 def main() -> None:

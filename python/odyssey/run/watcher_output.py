@@ -84,26 +84,28 @@ def write(path: str, text: str) -> bool:
     return False
 
 
-def renew(path: str, value: dict[str, Any], **mine: Any) -> None:
-    """Writes as `write` does; on a full disk touches the old file instead, if it is of `mine`:
+def renew(path: str, value: dict[str, Any], **identity: Any) -> None:
+    """Writes as `write` does; on a full disk touches the old file instead, if it has `identity`:
     its age stays true.
     """
-    if not write(path, json.dumps(value) + "\n") and is_of(path, **mine):
+    if not write(path, json.dumps(value) + "\n") and is_of(path, **identity):
         with contextlib.suppress(OSError):
             os.utime(path)
 
 
-def remove(path: str, **mine: Any) -> None:
-    """Removes a file, if it is of `mine`, and not of a later attempt."""
-    if is_of(path, **mine):
+def remove(path: str, **identity: Any) -> None:
+    """Removes a file, if it has `identity`, and not of a later attempt."""
+    if is_of(path, **identity):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
-def is_of(path: str, **mine: Any) -> bool:
+def is_of(path: str, **identity: Any) -> bool:
     """Returns whether a JSON file has these values."""
     try:
-        found = read_json(Path(path))
+        content = read_json(Path(path))
     except DataError:
         return False
-    return isinstance(found, dict) and all(found.get(key) == value for key, value in mine.items())
+    return isinstance(content, dict) and all(
+        content.get(key) == value for key, value in identity.items()
+    )

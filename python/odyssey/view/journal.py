@@ -24,8 +24,8 @@ from ..base import Run, finite, parse_json
 from ..callbacks import Callback, Context
 from ..errors import DataError
 
-LIMIT = 256 << 20  # bytes that are read
-SECONDS = 1.0  # from one line of progress to the next
+MAX_BYTES = 256 << 20  # bytes that are read
+PROGRESS_INTERVAL_S = 1.0  # from one line of progress to the next
 RSS_UNIT = 1024 if sys.platform != "darwin" else 1  # bytes that ru_maxrss counts in
 
 
@@ -41,11 +41,11 @@ class Journal(Callback):
         self._path = run.journal
         self._attempt = run.attempt
         self._part = part
-        self._told = 0.0
+        self._progress_time = 0.0
         self._rank = 0
         self._saved = -1
 
-    def _write(self, event: str, **more: Any) -> None:
+    def _write(self, event: str, **fields: Any) -> None:
         if self._rank:
             return
         row = {
@@ -53,7 +53,7 @@ class Journal(Callback):
             "attempt": self._attempt,
             "part": self._part,
             "event": event,
-            **more,
+            **fields,
         }
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -98,8 +98,8 @@ class Journal(Callback):
         self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
 
     def on_sync(self, context: Context) -> None:
-        if time.monotonic() - self._told > SECONDS:
-            self._told = time.monotonic()
+        if time.monotonic() - self._progress_time > PROGRESS_INTERVAL_S:
+            self._progress_time = time.monotonic()
             self._progress(context)
 
     def _progress(self, context: Context) -> None:
@@ -125,8 +125,8 @@ class Journal(Callback):
         self._write("epoch", step=context.steps, record=context.record, memory=memory)
 
     def on_exception(self, context: Context) -> None:
-        what = "stopped" if type(context.error).__name__ == "Stopped" else "failed"
-        self._write(what, step=context.steps, why=f"{context.error}"[:500])
+        event = "stopped" if type(context.error).__name__ == "Stopped" else "failed"
+        self._write(event, step=context.steps, why=f"{context.error}"[:500])
 
     def on_fit_end(self, context: Context) -> None:
         self._progress(context)
@@ -143,8 +143,8 @@ def read(run: Path) -> list[dict[str, Any]]:
     path = Run(run).journal
     if not path.is_file():
         return []
-    if path.stat().st_size > LIMIT:
-        raise DataError(f"[report] {path} is longer than {LIMIT} bytes; a journal is not")
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"[report] {path} is longer than {MAX_BYTES} bytes; a journal is not")
     rows = []
     for line in path.read_bytes().split(b"\n"):
         try:
@@ -162,9 +162,9 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def parts(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The lines of a journal by fit()s: from each start to before the next."""
-    found: list[list[dict[str, Any]]] = []
+    fits: list[list[dict[str, Any]]] = []
     for row in rows:
-        if row["event"] == "start" or not found:
-            found.append([])
-        found[-1].append(row)
-    return found
+        if row["event"] == "start" or not fits:
+            fits.append([])
+        fits[-1].append(row)
+    return fits

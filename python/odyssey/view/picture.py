@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 Ticks = Sequence[tuple[float, str]]  # places on an axis, and what stands there
-TEXT = 11  # pixels of a letter's height
+TEXT_HEIGHT = 11  # pixels of a letter's height
 # pixels of a letter's width, at most on average: what stands beside an axis has room for all of
 # them
-LETTER = 7
+LETTER_WIDTH = 7
 
 
 def span(values: Any, margin: float = 0.0) -> tuple[float, float]:
@@ -42,7 +42,7 @@ def ticks(low: float, high: float, whole: bool = False, most: int = 6) -> Ticks:
         i * step for i in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)
     ]
     plain = digits < 6 and max(abs(low), abs(high)) < 1e9
-    return [(at, f"{at + 0.0:,.{digits}f}" if plain else f"{at:.6g}") for at in places]
+    return [(place, f"{place + 0.0:,.{digits}f}" if plain else f"{place:.6g}") for place in places]
 
 
 def mark(kind: str, x: float, y: float, colour: str, said: str = "") -> str:
@@ -90,26 +90,26 @@ class Picture:
         (self._width, self._height) = size
         below = ticks(*x) if x_ticks is None else x_ticks
         beside = ticks(*y) if y_ticks is None else y_ticks
-        self._left = 12 + LETTER * max((len(text) for _, text in beside), default=0)
+        self._left = 12 + LETTER_WIDTH * max((len(text) for _, text in beside), default=0)
         self._right = self._width - max(
-            8, LETTER * max((len(text) for _, text in below), default=0) / 2
+            8, LETTER_WIDTH * max((len(text) for _, text in below), default=0) / 2
         )
-        self._bottom = self._height - 8 - (TEXT + 6) * (bool(below) + bool(label))
+        self._bottom = self._height - 8 - (TEXT_HEIGHT + 6) * (bool(below) + bool(label))
         self._parts: list[str] = []
-        for at, text in beside:
-            height = self._at(x[0], at)[1]
+        for value, text in beside:
+            height = self._pixels(x[0], value)[1]
             self._parts += [self._grid(self._left, height, self._right, height)] * (y_ticks is None)
             self._parts.append(self._text(self._left - 6, height + 4, text, "end"))
-        for at, text in below:
-            place = self._at(at, y[0])[0]
+        for value, text in below:
+            place = self._pixels(value, y[0])[0]
             self._parts += [self._grid(place, 8, place, self._bottom)] * (
                 x_ticks is None or y_ticks is not None
             )
-            self._parts.append(self._text(place, self._bottom + TEXT + 5, text))
+            self._parts.append(self._text(place, self._bottom + TEXT_HEIGHT + 5, text))
         self._parts.append(self._grid(self._left, self._bottom, self._right, self._bottom))
         self._parts.append(self._text((self._left + self._right) / 2, self._height - 5, label))
 
-    def _at(self, x: float, y: float) -> tuple[float, float]:
+    def _pixels(self, x: float, y: float) -> tuple[float, float]:
         """Pixels of a point."""
         (left, right) = self._x
         (bottom, top) = self._y
@@ -136,9 +136,9 @@ class Picture:
         stretch: list[str] = []
         for a, b in [*zip(x, y, strict=True), (0.0, math.nan)]:
             if math.isfinite(b):
-                at = self._at(a, b)
-                stretch.append(f"{at[0]:.1f} {at[1]:.1f}")
-                self._parts += [mark("dot", *at, colour, f"{b:.6g}")] * dots
+                point = self._pixels(a, b)
+                stretch.append(f"{point[0]:.1f} {point[1]:.1f}")
+                self._parts += [mark("dot", *point, colour, f"{b:.6g}")] * dots
             elif stretch:
                 style = f"fill:none;stroke:var(--{colour});stroke-width:1.7;stroke-linejoin:round"
                 self._parts.append(f'<path d="M{"L".join(stretch)}" style="{style}"/>')
@@ -153,7 +153,7 @@ class Picture:
         text: str = "",
     ) -> None:
         """Fills a box, with a text in its middle."""
-        (a, c), (b, d) = zip(self._at(x[0], y[0]), self._at(x[1], y[1]), strict=True)
+        (a, c), (b, d) = zip(self._pixels(x[0], y[0]), self._pixels(x[1], y[1]), strict=True)
         sides = (
             f'x="{min(a, c):.1f}" y="{min(b, d):.1f}" width="{max(abs(a - c), 1):.1f}" '
             f'height="{abs(b - d):.1f}"'
@@ -162,7 +162,7 @@ class Picture:
         self._parts.append(self._text((a + c) / 2, (b + d) / 2 + 4, text))
 
     def mark(self, kind: str, x: float, y: float, colour: str, said: str = "") -> None:
-        self._parts.append(mark(kind, *self._at(x, y), colour, said))
+        self._parts.append(mark(kind, *self._pixels(x, y), colour, said))
 
     def __str__(self) -> str:
         return f'<svg viewBox="0 0 {self._width:g} {self._height:g}">{"".join(self._parts)}</svg>'

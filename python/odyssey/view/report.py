@@ -109,35 +109,39 @@ class Told:
     def figure(self, name: str) -> tuple[list[int], list[float]]:
         """Epochs, and a figure of each."""
         numbers = sorted(self.epochs)
-        found = [self.epochs[number].get(name) for number in numbers]
-        return numbers, [np.nan if value is None else value for value in found]
+        values = [self.epochs[number].get(name) for number in numbers]
+        return numbers, [np.nan if value is None else value for value in values]
 
     def throughput(self) -> tuple[list[float], list[float]]:
         """Seconds since the start, and samples per second of the whole run then."""
-        at = []
+        times = []
         rate = []
         for part in self.parts:
             size = part[0].get("batch_size") or 0
-            before = None
+            previous = None
             # nothing was done before
-            at = [*at, np.nan]
+            times = [*times, np.nan]
             rate = [*rate, np.nan]
             for row in part[1:]:
                 if "step" not in row:
                     continue
-                if before and row["step"] > before["step"] and row["time"] - before["time"] > 0.05:
-                    at.append((row["time"] + before["time"]) / 2 - self.start)
+                if (
+                    previous
+                    and row["step"] > previous["step"]
+                    and row["time"] - previous["time"] > 0.05
+                ):
+                    times.append((row["time"] + previous["time"]) / 2 - self.start)
                     rate.append(
-                        size * (row["step"] - before["step"]) / (row["time"] - before["time"])
+                        size * (row["step"] - previous["step"]) / (row["time"] - previous["time"])
                     )
-                before = row if not before or row["step"] != before["step"] else before
+                previous = row if not previous or row["step"] != previous["step"] else previous
         if not np.nansum(rate):
             ends = {
                 int(r["record"]["epoch"]): r["time"] for r in self.rows if r["event"] == "epoch"
             }
-            at = [ends[e] - self.start for e in self.epochs]
+            times = [ends[e] - self.start for e in self.epochs]
             rate = [r.get("samples_per_second") or 0.0 for r in self.epochs.values()]
-        return at, rate
+        return times, rate
 
 
 def _thin(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -158,18 +162,18 @@ def _curves(
     runs: Sequence[Told], of: Callable[[Told], tuple[Any, Any]], label: str, dots: bool = False
 ) -> str | None:
     """A curve per run; None if no run has one."""
-    found = [(run, *_thin(*of(run))) for run in runs]
-    found = [(run, x, y) for run, x, y in found if np.isfinite(y).any()]
-    if not found:
+    curves = [(run, *_thin(*of(run))) for run in runs]
+    curves = [(run, x, y) for run, x, y in curves if np.isfinite(y).any()]
+    if not curves:
         return None
     x, y = (
-        span(np.concatenate([each[i] for each in found]), margin)
+        span(np.concatenate([curve[i] for curve in curves]), margin)
         for i, margin in ((1, 0.02), (2, 0.05))
     )
     drawn = Picture(x, y, x_ticks=ticks(*x, whole=label in ("step", "epoch")), label=label)
-    for run, at, values in found:
-        drawn.line(at, values, _colour(run), dots or len(at) < 4)
-    return f"{drawn}{_legend([run for run, *_ in found], runs)}"
+    for run, positions, values in curves:
+        drawn.line(positions, values, _colour(run), dots or len(positions) < 4)
+    return f"{drawn}{_legend([run for run, *_ in curves], runs)}"
 
 
 def _colour(run: Told) -> str:
@@ -188,7 +192,7 @@ def _time_line(run: Told) -> str:
         (u for u in ((3600, "hours"), (60, "minutes")) if length > 3 * u[0]), (1, "seconds")
     )
     count = len(run.parts)
-    seen = set()
+    events = set()
     names = [(i, _part_name(part[0])) for i, part in enumerate(run.parts)]
     times = [(row["time"] - run.start) / unit for row in run.rows]
     drawn = Picture(
@@ -199,18 +203,18 @@ def _time_line(run: Told) -> str:
         label=name,
     )
     for i, part in enumerate(run.parts):
-        begun, ended = ((part[k]["time"] - run.start) / unit for k in (0, -1))
-        drawn.box((begun, ended), (i - 0.25, i + 0.25), _colour(run), 0.3)
-        for event, (kind, what) in MARKS.items():  # those of a later line of the table are on top
+        start, end = ((part[k]["time"] - run.start) / unit for k in (0, -1))
+        drawn.box((start, end), (i - 0.25, i + 0.25), _colour(run), 0.3)
+        for event, (kind, label) in MARKS.items():  # those of a later line of the table are on top
             for row in (row for row in part if row["event"] == event):
-                seen.add(event)
+                events.add(event)
                 number = f" {row['record']['epoch']}" if event == "epoch" else ""
-                said = f"{what}{number}, step {row.get('step')}"
+                tooltip = f"{label}{number}, step {row.get('step')}"
                 drawn.mark(
-                    kind, (row["time"] - run.start) / unit, i, _mark_colour(event, run), said
+                    kind, (row["time"] - run.start) / unit, i, _mark_colour(event, run), tooltip
                 )
-    there = ((event, *MARKS[event]) for event in MARKS if event in seen)
-    legend = "".join(f"{key(kind, _mark_colour(event, run))}{text} " for event, kind, text in there)
+    marks = ((event, *MARKS[event]) for event in MARKS if event in events)
+    legend = "".join(f"{key(kind, _mark_colour(event, run))}{text} " for event, kind, text in marks)
     return f'<div class="scroll" tabindex="0">{drawn}</div><p class="muted legend">{legend}</p>'
 
 
@@ -231,9 +235,9 @@ def _pipeline(run: Told) -> str | None:
         return None
     kind = about["schedule"]
     micro = min(int(about["micro_batches"]), 24)
-    made = schedules.make(kind, places * (2 if kind == "interleaved" else 1), micro, places)
+    schedule = schedules.make(kind, places * (2 if kind == "interleaved" else 1), micro, places)
 
-    actions = list(schedules.simulate(made))
+    actions = list(schedules.simulate(schedule))
     names = [(p, f"stage {p + 1}") for p in range(places)]
     x = (0.0, max(s.end for s in actions))
     drawn = Picture(
@@ -248,35 +252,37 @@ def _pipeline(run: Told) -> str | None:
             0.45,
             str(s.action.micro + 1),
         )
-    shown = f"{kind}, {about['micro_batches']} micro-batches"
+    caption = f"{kind}, {about['micro_batches']} micro-batches"
     if micro < about["micro_batches"]:
-        shown += f" (the first {micro} are shown)"
+        caption += f" (the first {micro} are shown)"
     waits = (
-        f"{schedules.bubble(made):.0%} of the places' time is waiting if a backward pass "
+        f"{schedules.bubble(schedule):.0%} of the places' time is waiting if a backward pass "
         "costs two forward ones"
     )
     picture = f'<div class="scroll" tabindex="0">{drawn}</div>'
-    return f'{picture}<p class="muted">{_e(shown)}; {waits}. {_key(0)}forward {_key(1)}backward</p>'
+    return (
+        f'{picture}<p class="muted">{_e(caption)}; {waits}. {_key(0)}forward {_key(1)}backward</p>'
+    )
 
 
 def _memory(runs: Sequence[Told]) -> str | None:
-    found = [
+    memories = [
         (run, next((r["memory"] for r in reversed(run.rows) if r.get("memory")), None))
         for run in runs
     ]
-    found = [(run, np.array(memory) / 2**20) for run, memory in found if memory]
-    if not found:
+    memories = [(run, np.array(memory) / 2**20) for run, memory in memories if memory]
+    if not memories:
         return None
-    most = max(len(memory) for _, memory in found)
-    wide = 0.8 / len(found)
-    x = (-0.5, most - 0.5)
-    y = (0.0, 1.05 * max(float(memory.max()) for _, memory in found))
+    max_ranks = max(len(memory) for _, memory in memories)
+    wide = 0.8 / len(memories)
+    x = (-0.5, max_ranks - 0.5)
+    y = (0.0, 1.05 * max(float(memory.max()) for _, memory in memories))
     drawn = Picture(x, y, x_ticks=ticks(*x, whole=True, most=16), label="rank")
-    for i, (run, memory) in enumerate(found):
+    for i, (run, memory) in enumerate(memories):
         for rank, size in enumerate(memory):
-            left = rank - 0.4 + i * wide
-            drawn.box((left, left + 0.9 * wide), (0, size), _colour(run))
-    return f"{drawn}{_legend([run for run, _ in found], runs)}"
+            left_edge = rank - 0.4 + i * wide
+            drawn.box((left_edge, left_edge + 0.9 * wide), (0, size), _colour(run))
+    return f"{drawn}{_legend([run for run, _ in memories], runs)}"
 
 
 def _e(value: Any) -> str:
@@ -327,25 +333,25 @@ def _summary(run: Told) -> str:
         else "ended, not complete"
     )
     state += f", finished by {end['finished']}" if end.get("finished") else ""
-    why = next(
+    reason = next(
         (row["why"] for row in reversed(run.parts[-1]) if row["event"] in ("failed", "stopped")),
         None,
     )
-    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.start))
+    start_time = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.start))
     text = (
-        f"{begun} UTC, {_part_name(run.latest)}, {len(run.parts)} "
+        f"{start_time} UTC, {_part_name(run.latest)}, {len(run.parts)} "
         f"start{'s' * (len(run.parts) > 1)}: {state}"
     )
-    shown = "".join(f"<span><b>{_e(_number(v))}</b>{_e(k)}</span>" for k, v in figures.items())
-    problem = f'<p class="bad">{_e(why)}</p>' if why else ""
+    spans = "".join(f"<span><b>{_e(_number(v))}</b>{_e(k)}</span>" for k, v in figures.items())
+    problem = f'<p class="bad">{_e(reason)}</p>' if reason else ""
     head = f'<h3>{_key(run.number)}{_e(run.name)}</h3><p class="muted">{_e(text)}</p>{problem}'
-    return f'<div class="card">{head}<div class="figures">{shown}</div></div>'
+    return f'<div class="card">{head}<div class="figures">{spans}</div></div>'
 
 
 def _epochs(run: Told) -> str | None:
-    shown = (k for r in run.epochs.values() for k, v in r.items() if isinstance(v, (int, float)))
+    figures = (k for r in run.epochs.values() for k, v in r.items() if isinstance(v, (int, float)))
     kinds = "train_", "test_", "seconds", "samples_per_second"
-    names = [n for n in dict.fromkeys(shown) if n.startswith(kinds)]
+    names = [n for n in dict.fromkeys(figures) if n.startswith(kinds)]
     if not names:
         return None
     head = (
@@ -401,14 +407,14 @@ def _verified(run: Told) -> str:
             )
         )
         newest: dict[int, Any] = {}
-        same: list[bool] = []  # of each step that was taken again
+        matches: list[bool] = []  # of each step that was taken again
         for record in steplog.decoded(log) if len(log) > len(run.steps) else ():
             if record.step in newest:
-                same.append(steplog.difference(newest[record.step], record) is None)
+                matches.append(steplog.difference(newest[record.step], record) is None)
             newest[record.step] = record
-        if same:
-            text = f"{sum(same):,} after a restart, with the same bits"
-            text += f"; {same.count(False):,} OTHERWISE" * (not all(same))
+        if matches:
+            text = f"{sum(matches):,} after a restart, with the same bits"
+            text += f"; {matches.count(False):,} OTHERWISE" * (not all(matches))
             rows.append(("taken again", text))
     if run.run.checkpoints.is_dir():
         for one in saved.Store(run.run.checkpoints, owner=False).verified():
@@ -422,7 +428,7 @@ def _verified(run: Told) -> str:
     return _table(rows) if rows else '<p class="muted">nothing is there to verify</p>'
 
 
-def _again(run: Told) -> str:
+def _command(run: Told) -> str:
     words = [str(w) for w in run.description.get("command", [])]
     if not words:
         return '<p class="muted">the run does not say what its command was</p>'
@@ -508,7 +514,7 @@ def _page(runs: Sequence[Told]) -> str:
         ]
         cards += [
             f'<div class="wide text">{"".join(text)}</div>',
-            _card("The same again", _again(run), wide=True),
+            _card("The same again", _command(run), wide=True),
         ]
         sections.append((run.name, "".join(cards)))
     body = "".join(

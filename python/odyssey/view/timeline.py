@@ -25,7 +25,7 @@ from ..base import slot
 from ..core import native
 
 # records that are written; later ones are left out (a page of them is slow to look at)
-LIMIT = 500_000
+MAX_RECORDS = 500_000
 FLUSH_NS = 500_000_000
 BITS = 24
 SUM = (1 << BITS) - 1  # in the place of a record: additions of gradients
@@ -121,15 +121,15 @@ class Timeline:
             self._rows.append((track, name, begun, ended, about))
 
     def phase(self, name: str, now: int) -> None:
-        before, begun = self._phase
+        previous, start = self._phase
         self._phase = name, now
-        self.span("main", before, begun, now)
+        self.span("main", previous, start, now)
 
     def waited(self, text: str, begun: int, ended: int) -> None:
-        if self._own():
+        if self._on_own_thread():
             self.span("main", "wait", begun, ended, **{"for": text})
 
-    def _own(self) -> bool:
+    def _on_own_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
     def step(self, lib: native.Library, step: native.Step) -> int:
@@ -146,11 +146,11 @@ class Timeline:
         self, lib: native.Library, program: int, records: int, context: native.Context, bases: int
     ) -> int:
         """Runs records of the library: timed, or under the name that their context has."""
-        begun = time.monotonic_ns()
-        if context.what is not None or not self._own():
+        start = time.monotonic_ns()
+        if context.what is not None or not self._on_own_thread():
             stopped = lib.run_records(program, records, context, bases)
-            thread = "main" if self._own() else threading.current_thread().name
-            self.span(thread, context.what or "ops", begun, time.monotonic_ns())
+            thread = "main" if self._on_own_thread() else threading.current_thread().name
+            self.span(thread, context.what or "ops", start, time.monotonic_ns())
             return stopped
         context.times = self._room(1, records)
         try:
@@ -164,29 +164,29 @@ class Timeline:
             areas = np.zeros((threads, HEAD + 3 * entries), np.int64)
             areas[:, 1] = entries
             self._rooms[threads, entries] = list(areas), areas.ctypes.data
-        self._areas, at = self._rooms[threads, entries]
+        self._areas, address = self._rooms[threads, entries]
         for area in self._areas:
             area[0] = 0
-        return at
+        return address
 
     def _collect(self, program: int) -> None:
         for thread, area in enumerate(self._areas):
             n = int(area[0])
-            if n and (self._count < LIMIT or self.totals is not None):
+            if n and (self._count < MAX_RECORDS or self.totals is not None):
                 self._count += n
                 self._chunks.append((program, thread, area[HEAD : HEAD + 3 * n].copy()))
 
     def _program(self, lib: native.Library, address: int, records: int) -> int:
         """The number of a program: of those at its address, the one with these very records."""
         content = native.memory(address, 8 * lib.record * records).tobytes()
-        known = self._programs.setdefault((address, records), [])
-        for before, number in known:
-            if before == content:
+        programs = self._programs.setdefault((address, records), [])
+        for other_content, number in programs:
+            if other_content == content:
                 return number
         table = np.frombuffer(content, np.int64).reshape(records, lib.record)
         described = [self._op(lib, row.tolist()) for row in table]
         number = len(self._described)
-        known.append((content, number))
+        programs.append((content, number))
         self._described.append(described)
         self._rows.append(("program", str(number), 0, 0, {"ops": [list(op) for op in described]}))
         return number
@@ -207,8 +207,10 @@ class Timeline:
         layer = ""
         for place in operands:
             if place >> 56 in (native.PARAMS, native.GRADS) and len(self._starts):
-                at = int(np.searchsorted(self._starts, (place & (1 << 56) - 1) // 4, "right")) - 1
-                layer = layer or self._names[int(self._starts[max(at, 0)])]
+                index = (
+                    int(np.searchsorted(self._starts, (place & (1 << 56) - 1) // 4, "right")) - 1
+                )
+                layer = layer or self._names[int(self._starts[max(index, 0)])]
         return OpSummary(op.name, layer, flops, row[-1] >> 1, bool(row[-1] & 1))
 
     def due(self) -> None:
@@ -233,7 +235,7 @@ class Timeline:
             size = ops.tell()
             parts = []
             for program, thread, entries in chunks:
-                if size < 24 * LIMIT:
+                if size < 24 * MAX_RECORDS:
                     parts.append(
                         struct.pack("=3q", program, thread, len(entries) // 3) + entries.tobytes()
                     )
@@ -262,15 +264,17 @@ class Timeline:
     def table(self, most: int = 12) -> str:
         """The most expensive ops: their share of the threads' time, calls, us, GFLOP/s and GB/s."""
         self.flush()
-        found = sorted((self.totals or {}).items(), key=lambda item: -item[1][1])
-        whole = sum(ns for _, (_, ns) in found) or 1
+        totals = sorted((self.totals or {}).items(), key=lambda item: -item[1][1])
+        total_ns = sum(ns for _, (_, ns) in totals) or 1
         lines = [
             f"{'op':<28} {'layer':<20} {'share':>7} {'calls':>8} {'us':>10} {'GFLOP/s':>9} "
             f"{'MB':>9} {'GB/s':>7}"
         ]
-        for op, (n, ns) in found[:most]:
+        for op, (n, ns) in totals[:most]:
             rate = f"{op.flops * n / ns:>9.1f}" if op.flops else f"{'':>9}"
             moved = f"{op.bytes / 1e6:>9.3f} {op.bytes * n / ns:>7.1f}" if op.bytes else f"{'':>17}"
             name = f"{op.name[:28]:<28} {op.layer[:20]:<20}"
-            lines.append(f"{name} {ns / whole:>7.1%} {n:>8,} {ns / n / 1e3:>10.1f} {rate} {moved}")
+            lines.append(
+                f"{name} {ns / total_ns:>7.1%} {n:>8,} {ns / n / 1e3:>10.1f} {rate} {moved}"
+            )
         return "\n".join(line.rstrip() for line in lines)

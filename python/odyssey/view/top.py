@@ -41,24 +41,26 @@ class Job:
     def look(self) -> dict[str, Any] | None:
         """Returns what its ranks do now; None when the job has ended."""
         try:
-            found: list[Any] = []
+            snapshots: list[Any] = []
             self._lines.send({"look": True})
-            self._until(lambda: bool(found), found)
+            self._until(lambda: bool(snapshots), snapshots)
         except messages.Closed:
             return None
-        return checked(found[-1])
+        return checked(snapshots[-1])
 
-    def _until(self, done: Any, found: list[Any]) -> None:
-        until = time.monotonic() + WAIT_S
-        while not done():
-            left = until - time.monotonic()
-            if left <= 0:
+    def _until(self, is_done: Any, snapshots: list[Any]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not is_done():
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 raise LaunchError(
                     f"[top] the job's watcher did not answer in {WAIT_S:g} s; it may be stopped"
                 )
-            select.select([self._lines], [self._lines] if self._lines.pending else [], [], left)
+            select.select(
+                [self._lines], [self._lines] if self._lines.pending else [], [], seconds_left
+            )
             self._lines.flush()
-            found += [
+            snapshots += [
                 value
                 for value in self._lines.receive()
                 if isinstance(value, dict) and "ranks" in value
@@ -81,10 +83,10 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
         "host": printable(str(value.get("host", "")), limit=100),
         **{name: number if isinstance(number, int) else 0 for name, number in numbers.items()},
         "run": printable(str(value.get("run", "")), limit=400),
-        "ranks": [seen for seen in ranks if seen is not None],
+        "ranks": [status for status in ranks if status is not None],
         "slow": {
-            int(rank): (float(times), printable(str(where), limit=40))
-            for rank, (times, where) in (slow.items() if isinstance(slow, dict) else ())
+            int(rank): (float(times), printable(str(phase), limit=40))
+            for rank, (times, phase) in (slow.items() if isinstance(slow, dict) else ())
             if rank.isdigit()
         },
     }
@@ -92,11 +94,11 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
 
 def pids() -> list[int]:
     """Rank 0 of each job of this user on this machine, the newest first."""
-    found = set()
+    leaders = set()
     for pid, name in _names():
-        with contextlib.suppress(OSError), _asked(name, 0.0):
-            found.add(pid)
-    return sorted(found, key=lambda pid: _field(pid, 19), reverse=True)
+        with contextlib.suppress(OSError), _connect(name, 0.0):
+            leaders.add(pid)
+    return sorted(leaders, key=lambda pid: _field(pid, 19), reverse=True)
 
 
 def _names() -> list[tuple[int, str]]:
@@ -107,13 +109,13 @@ def _names() -> list[tuple[int, str]]:
         text = Path("/proc/net/unix").read_text(errors="replace")
     except OSError:
         return []
-    found = re.findall(
+    matches = re.findall(
         rf" @(odyssey-watch-{os.getuid()}-([0-9]{{1,10}})-[0-9a-f]{{16}})$", text, re.MULTILINE
     )
-    return [(int(pid), name) for name, pid in sorted(set(found))]
+    return [(int(pid), name) for name, pid in sorted(set(matches))]
 
 
-def _asked(name: str, seconds: float) -> socket.socket:
+def _connect(name: str, seconds: float) -> socket.socket:
     """A connection to what listens at a name.
 
     OSError: nobody does, or a process of another user.
@@ -139,30 +141,30 @@ def _field(pid: int, number: int) -> int:
 
 def local(pid: int) -> Job:
     """The job whose rank 0 is this process, on this machine."""
-    why: OSError | str = "it has no watcher"
+    reason: OSError | str = "it has no watcher"
     for leader, name in _names():
         if leader == pid:
             try:
-                return Job(messages.Lines(_asked(name, WAIT_S)))
+                return Job(messages.Lines(_connect(name, WAIT_S)))
             except OSError as problem:
-                why = problem.strerror or problem
-    raise LaunchError(f"[top] the job of process {pid} cannot be asked: {why}")
+                reason = problem.strerror or problem
+    raise LaunchError(f"[top] the job of process {pid} cannot be asked: {reason}")
 
 
 def of_process(pid: int) -> Job:
     """The job that a process belongs to: one of its ranks, or what started them."""
     for leader in pids():
         chain = set()
-        at = leader
-        while at > 1:
-            chain.add(at)
-            at = _field(at, 1)
+        ancestor = leader
+        while ancestor > 1:
+            chain.add(ancestor)
+            ancestor = _field(ancestor, 1)
         if pid in chain:
             return local(leader)
     for leader in pids():
         job = local(leader)
-        now = job.look()
-        if now is not None and any(s.pid == pid for s in now["ranks"]):
+        snapshot = job.look()
+        if snapshot is not None and any(s.pid == pid for s in snapshot["ranks"]):
             return job
         job.close()
     raise LaunchError(f"[top] process {pid} belongs to no running job of this user on this machine")
@@ -195,9 +197,9 @@ def of_run(run: Path) -> Job:
         connection = socket.create_connection((str(address[0]), int(address[1])), timeout=WAIT_S)
         return Job(messages.Sealed(connection, bytes.fromhex(secret), caller=True, role="top"))
     except (OSError, ValueError, messages.Closed) as problem:
-        where = printable(f"{host}, {address[0]}:{address[1]}", limit=120)
+        endpoint = printable(f"{host}, {address[0]}:{address[1]}", limit=120)
         raise LaunchError(
-            f"[top] the watcher of {run} at {where} cannot be reached: {problem}"
+            f"[top] the watcher of {run} at {endpoint} cannot be reached: {problem}"
         ) from None
 
 
@@ -231,12 +233,12 @@ def doing(seen: diagnosis.Seen) -> str:
 
 def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
     """The cells of COLUMNS, per rank."""
-    found = []
+    table = []
     for s in now["ranks"]:
         slow = now["slow"].get(s.rank)
-        what = doing(s) + (f"; {slow[0]:.1f}x the median, {slow[1]}" if slow else "")
+        activity = doing(s) + (f"; {slow[0]:.1f}x the median, {slow[1]}" if slow else "")
         parts = (f"{100 * share:.0f} %" for share in shares(s))
-        found.append(
+        table.append(
             (
                 str(s.rank),
                 s.host,
@@ -244,18 +246,18 @@ def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{s.rate:,.0f}",
                 f"{s.rss / 2**20:,.0f} MB",
                 *parts,
-                what,
+                activity,
             )
         )
-    return found
+    return table
 
 
 def title(now: dict[str, Any]) -> str:
     rate = sum(s.rate for s in now["ranks"])
     step = max((s.step for s in now["ranks"]), default=0)
     run = f", {now['run']}, attempt {now['attempt']}" if now["run"] else ""
-    where = f"rank 0 is process {now['pid']} on {now['host']}"
-    return f"{now['world']} ranks, step {step}, {rate:,.0f} samples/s; {where}{run}"
+    leader = f"rank 0 is process {now['pid']} on {now['host']}"
+    return f"{now['world']} ranks, step {step}, {rate:,.0f} samples/s; {leader}{run}"
 
 
 def plain(now: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from ..callbacks import Callback, Context
 from ..comm import Communicator
 from ..errors import DataError, OutputError
 from . import journal
-from .timeline import BITS, LIMIT, SUM, Timeline
+from .timeline import BITS, MAX_RECORDS, SUM, Timeline
 
 ROUNDS = 8  # messages there and back
 RUN_TRACK = 1_000_000  # the process that stands for the whole run
@@ -77,7 +77,7 @@ class TimelineRecorder(Callback):
         arena = getattr(trainer, "arena", None)
         names = getattr(arena, "offsets", {})
         layers = (
-            {at: name.rpartition(".")[0] or name for name, at in names.items()}
+            {start: name.rpartition(".")[0] or name for name, start in names.items()}
             if isinstance(names, dict)
             else {}
         )
@@ -91,10 +91,10 @@ class TimelineRecorder(Callback):
 
     def on_step_end(self, context: Context) -> None:
         if self._timeline is not None:
-            now = time.monotonic_ns()
+            end = time.monotonic_ns()
             loss = context.loss if math.isfinite(context.loss) else None
-            self._timeline.span("steps", f"step {context.steps}", self._step, now, loss=loss)
-            self._step = now
+            self._timeline.span("steps", f"step {context.steps}", self._step, end, loss=loss)
+            self._step = end
             self._timeline.due()
 
     def on_fit_end(self, context: Context) -> None:
@@ -208,14 +208,14 @@ def merged(
         shift = _wall(about, 0) - zero
         tracks: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         programs: dict[int, list[Any]] = {}
-        for track, name, begun, ended, more in rows:
+        for track, name, start, end, args in rows:
             if track == "program":
-                programs[int(name)] = more["ops"]
+                programs[int(name)] = args["ops"]
             else:
-                tracks.setdefault(track, []).append((begun, ended, name, more))
+                tracks.setdefault(track, []).append((start, end, name, args))
         left_out = _ops(path.with_suffix(".ops"), programs, tracks)
         if left_out:
-            notes["ops"] = f"of the first {LIMIT:,} records of each rank"
+            notes["ops"] = f"of the first {MAX_RECORDS:,} records of each rank"
         for lane, spans in enumerate(_lanes(tracks.pop("wire", []))):
             tracks[f"wire {lane}" if lane else "wire"] = spans
         names[pid, "name"] = _meta("process_name", pid, 0, name=f"rank {pid} ({about['host']})")
@@ -223,7 +223,7 @@ def merged(
         for track in sorted(tracks, key=_number):
             tid = _number(track)
             names[pid, track] = _meta("thread_name", pid, tid, name=track)
-            for begun, ended, name, more in _nested(tracks[track]):
+            for start, end, name, args in _nested(tracks[track]):
                 event = {
                     "ph": "X",
                     "name": name,
@@ -231,13 +231,13 @@ def merged(
                     "pid": pid,
                     "tid": tid,
                 }
-                event |= {"ts": (begun + shift) / 1e3, "dur": (ended - begun) / 1e3}
-                yield event | {"args": more} if more else event
+                event |= {"ts": (start + shift) / 1e3, "dur": (end - start) / 1e3}
+                yield event | {"args": args} if args else event
     yield from names.values()
 
 
-def _wall(about: dict[str, Any], begun: int) -> int:
-    return begun - about["offset"] + about["wall"]
+def _wall(about: dict[str, Any], monotonic_ns: int) -> int:
+    return monotonic_ns - about["offset"] + about["wall"]
 
 
 def _number(track: str) -> int:
@@ -254,8 +254,8 @@ def _number(track: str) -> int:
     return 210 + sum(track.encode()) % 10_000
 
 
-def _meta(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
 
 
 def _part(path: Path) -> tuple[dict[str, Any], list[Any], Path] | None:
@@ -265,8 +265,8 @@ def _part(path: Path) -> tuple[dict[str, Any], list[Any], Path] | None:
     for i, line in enumerate(lines):
         if line:
             try:
-                found = parse_json(line, path.name)
-                rows += found if isinstance(found, list) else [found]
+                value = parse_json(line, path.name)
+                rows += value if isinstance(value, list) else [value]
             except DataError:
                 if i < len(lines) - 1:
                     place = path.parent.parent
@@ -283,41 +283,43 @@ def _ops(path: Path, programs: dict[int, list[Any]], tracks: dict[str, Any]) -> 
     were left out.
     """
     data = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
-    at = 0
+    offset = 0
     count = 0
-    while at + 3 <= len(data):
-        program, thread, n = data[at : at + 3].tolist()
+    while offset + 3 <= len(data):
+        program, thread, n = data[offset : offset + 3].tolist()
         entries = (
-            data[at + 3 : at + 3 + 3 * n].reshape(-1, 3) if len(data) >= at + 3 + 3 * n else None
+            data[offset + 3 : offset + 3 + 3 * n].reshape(-1, 3)
+            if len(data) >= offset + 3 + 3 * n
+            else None
         )
-        at += 3 + 3 * n
+        offset += 3 + 3 * n
         if entries is None or program not in programs:
             break
         count += n
         ops = programs[program]
         track = tracks.setdefault("main" if thread == 0 else f"thread {thread}", [])
-        found = []
-        for tag, begun, ended in entries.tolist():
-            what = (
+        calls = []
+        for tag, start, end in entries.tolist():
+            pass_name = (
                 "sum of gradients"
                 if tag & SUM == SUM
                 else "backward"
                 if ops[tag & SUM][4]
                 else "forward"
             )
-            found.append((tag >> BITS, what, tag & SUM, begun, ended))
-        for (first, what), group in itertools.groupby(found, lambda entry: entry[:2]):
+            calls.append((tag >> BITS, pass_name, tag & SUM, start, end))
+        for (first, pass_name), group in itertools.groupby(calls, lambda entry: entry[:2]):
             of = list(group)
-            track.append((of[0][3], of[-1][4], what, {"first sample": first}))
-            for _, _, record, begun, ended in of if of[0][2] != SUM else ():
+            track.append((of[0][3], of[-1][4], pass_name, {"first sample": first}))
+            for _, _, record, start, end in of if of[0][2] != SUM else ():
                 name, layer, flops, moved, _ = ops[record]
-                more: dict[str, Any] = {"layer": layer} if layer else {}
-                if flops and ended > begun:
-                    more["GFLOP/s"] = round(flops / (ended - begun), 1)
+                args: dict[str, Any] = {"layer": layer} if layer else {}
+                if flops and end > start:
+                    args["GFLOP/s"] = round(flops / (end - start), 1)
                 if moved:
-                    more["bytes"] = moved
-                track.append((begun, ended, name, more))
-    return count >= LIMIT
+                    args["bytes"] = moved
+                track.append((start, end, name, args))
+    return count >= MAX_RECORDS
 
 
 def _lanes(spans: list[Any]) -> list[list[Any]]:
@@ -336,14 +338,14 @@ def _nested(spans: list[Any]) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
     with that.
     """
     ends: list[int] = []
-    for begun, ended, name, more in sorted(spans, key=lambda s: (s[0], -s[1])):
-        while ends and ends[-1] <= begun:
+    for start, end, name, args in sorted(spans, key=lambda s: (s[0], -s[1])):
+        while ends and ends[-1] <= start:
             ends.pop()
         if ends:
-            ended = min(ended, ends[-1])
-        if ended > begun:
-            ends.append(ended)
-        yield begun, ended, name, more
+            end = min(end, ends[-1])
+        if end > start:
+            ends.append(end)
+        yield start, end, name, args
 
 
 def _story(rows: list[dict[str, Any]], zero: int) -> Iterator[dict[str, Any]]:
@@ -353,19 +355,19 @@ def _story(rows: list[dict[str, Any]], zero: int) -> Iterator[dict[str, Any]]:
         yield _meta("thread_name", RUN_TRACK, 0, name="attempts")
         yield _meta("thread_name", RUN_TRACK, 1, name="events")
     for part in journal.parts(rows):
-        at = {"pid": RUN_TRACK, "tid": 0, "cat": "run"}
-        begun, ended = ((1e9 * part[i]["time"] - zero) / 1e3 for i in (0, -1))
+        fields = {"pid": RUN_TRACK, "tid": 0, "cat": "run"}
+        start, end = ((1e9 * part[i]["time"] - zero) / 1e3 for i in (0, -1))
         ranks = part[0].get("ranks", "?")
         attempt = part[0].get("attempt")
         name = f"attempt {attempt} on {ranks} ranks" if attempt else f"training on {ranks} ranks"
-        yield {"ph": "X", "name": name, "ts": begun, "dur": ended - begun, **at}
+        yield {"ph": "X", "name": name, "ts": start, "dur": end - start, **fields}
         for row in part:
-            what = row["event"]
-            at["ts"] = (1e9 * row["time"] - zero) / 1e3
-            if what == "progress":
+            event = row["event"]
+            fields["ts"] = (1e9 * row["time"] - zero) / 1e3
+            if event == "progress":
                 loss = row.get("loss")
                 if loss is not None:
-                    yield {"ph": "C", "name": "loss", **at, "args": {"loss": loss}}
+                    yield {"ph": "C", "name": "loss", **fields, "args": {"loss": loss}}
             else:
-                more = {k: v for k, v in row.items() if k not in ("time", "event")}
-                yield {"ph": "i", "s": "g", "name": what, **at, "tid": 1, "args": more}
+                args = {k: v for k, v in row.items() if k not in ("time", "event")}
+                yield {"ph": "i", "s": "g", "name": event, **fields, "tid": 1, "args": args}

@@ -65,9 +65,9 @@ class DataSet(click.Choice[str]):
         if not colon:
             return dataset, data_dir
         if data_dir is not None or not path:
-            what = "and --data-dir are both given" if path else "names no file"
+            fault = "and --data-dir are both given" if path else "names no file"
             raise ConfigError(
-                f"[{who}] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir"
+                f"[{who}] --dataset {name}: {fault}; write --dataset {name}:PATH, or use --data-dir"
             )
         return name, Path(path)
 

@@ -61,7 +61,9 @@ def command(
         return
     from ...build.pack import pack
 
-    made = pack(output, target_cpu=target_cpu, accelerators=targets, dependencies=with_dependencies)
-    size = sum(size for size, _ in made.files.values())
-    click.echo(f"odyssey: {size / 2**20:.1f} MiB in {len(made.files)} files", err=True)
+    manifest = pack(
+        output, target_cpu=target_cpu, accelerators=targets, dependencies=with_dependencies
+    )
+    size = sum(size for size, _ in manifest.files.values())
+    click.echo(f"odyssey: {size / 2**20:.1f} MiB in {len(manifest.files)} files", err=True)
     click.echo(output.absolute())

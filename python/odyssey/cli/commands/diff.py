@@ -32,53 +32,53 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
     if json_file is not None:
         outputs.check(json_file, "--json")
     logs = [log_of(run) for run in (run_a, run_b)]
-    found = compare(*logs)
+    comparison = compare(*logs)
     spans = [
         f"{name} has steps {log['step'][0]} to {log['step'][-1]}"
         for name, log in zip("AB", logs, strict=True)
     ]
-    if not found.common:
+    if not comparison.common:
         raise DataError(f"[diff] the runs have no step in common: {', '.join(spans)}")
     described = [Run(run).description.exists() for run in (run_a, run_b)]
     settings = settings_that_differ(run_a, run_b) if all(described) else {}
     for name, (a, b) in settings.items():
-        click.echo(f"setting {name}: {_told(a)} in A, {_told(b)} in B")
-    for run, there in zip((run_a, run_b), described, strict=True):
-        if not there:
+        click.echo(f"setting {name}: {_format_setting(a)} in A, {_format_setting(b)} in B")
+    for run, has_description in zip((run_a, run_b), described, strict=True):
+        if not has_description:
             click.echo(f"odyssey: {run} has no run.json; settings are not compared", err=True)
-    for name in found.unknown:
+    for name in comparison.unknown:
         click.echo(
             f"odyssey: no step has a fingerprint of its {name} in both runs; they are not compared",
             err=True,
         )
-    if found.first is None:
-        ends = {len(log) for log in logs} == {found.common}
-        more = "" if ends else f" ({', '.join(spans)})"
-        click.echo(f"same for all {found.common:,} common steps{more}")
+    if comparison.first is None:
+        ends = {len(log) for log in logs} == {comparison.common}
+        details = "" if ends else f" ({', '.join(spans)})"
+        click.echo(f"same for all {comparison.common:,} common steps{details}")
     else:
-        a, b = found.first
+        a, b = comparison.first
         step = a.step
-        values = [shown(r, found.what) for r in (a, b)]
+        values = [shown(r, comparison.what) for r in (a, b)]
         click.echo(
-            f"the runs part at step {step:,} of {found.last:,} (epoch {a.epoch + 1}, batch "
+            f"the runs part at step {step:,} of {comparison.last:,} (epoch {a.epoch + 1}, batch "
             f"{a.batch + 1}), "
-            f"in the {found.what}: {values[0]} in A, {values[1]} in B"
+            f"in the {comparison.what}: {values[0]} in A, {values[1]} in B"
         )
     if json_file is not None:
         result = {
-            "same": found.same,
-            "common_steps": found.common,
-            "step": found.first and found.first[0].step,
-            "what": found.what,
-            "values": found.first and [shown(r, found.what) for r in found.first],
+            "same": comparison.same,
+            "common_steps": comparison.common,
+            "step": comparison.first and comparison.first[0].step,
+            "what": comparison.what,
+            "values": comparison.first and [shown(r, comparison.what) for r in comparison.first],
             "steps": [[int(log["step"][0]), int(log["step"][-1])] for log in logs],
-            "not_compared": list(found.unknown),
+            "not_compared": list(comparison.unknown),
             "settings": {name: list(pair) for name, pair in settings.items()},
         }
         outputs.write_json(json_file, "--json", result)
-    if not found.same:
+    if not comparison.same:
         sys.exit(DIFFERENT)
 
 
-def _told(value: str | None) -> str:
+def _format_setting(value: str | None) -> str:
     return "not given" if value is None else value if len(value) <= 100 else value[:97] + "..."

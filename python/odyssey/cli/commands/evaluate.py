@@ -38,19 +38,21 @@ def command(
 
     with on_all_ranks():
         dataset, data_dir = DataSet.parted("evaluate", dataset, data_dir)
-        found = trained_models.opened(model, trained_models.own_model(own))
-        test = trained_models.samples(found, dataset, data_dir, training)
-    loss = trained_models.loss_of(found)
+        checkpoint = trained_models.opened(model, trained_models.own_model(own))
+        test = trained_models.samples(checkpoint, dataset, data_dir, training)
+    loss = trained_models.loss_of(checkpoint)
     # of PyTorch's there is no program
-    how = "eager" if hasattr(found.model, "wrapped") else "replay"
-    settings = {"loss": loss, "conv_algorithm": found.algorithm, "execution": how}
-    trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), **settings)
+    execution = "eager" if hasattr(checkpoint.model, "wrapped") else "replay"
+    settings = {"loss": loss, "conv_algorithm": checkpoint.algorithm, "execution": execution}
+    trainer = DistributedTrainer(checkpoint.model, optim.SGD(lr=1.0), **settings)
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
     if trainer.comm.rank:
         return
     metrics = {**result.metrics, **(test.bits(result.loss) if hasattr(test, "bits") else {})}
     if as_json:
-        click.echo(json.dumps({"checkpoint": found.name, "samples": result.samples, **metrics}))
+        click.echo(
+            json.dumps({"checkpoint": checkpoint.name, "samples": result.samples, **metrics})
+        )
     else:
         figures = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        click.echo(f"{found.name}: {figures}  {result.samples:,} samples")
+        click.echo(f"{checkpoint.name}: {figures}  {result.samples:,} samples")

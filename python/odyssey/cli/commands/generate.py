@@ -42,15 +42,15 @@ def command(
     from ...nn import GPT
     from ...train import trained_models
 
-    found = trained_models.opened(run)
-    if not isinstance(found.model, GPT) or found.vocabulary is None:
+    checkpoint = trained_models.opened(run)
+    if not isinstance(checkpoint.model, GPT) or checkpoint.vocabulary is None:
         raise ConfigError(
-            f"[generate] {printable(found.name)} is of {type(found.model).__name__}, without a "
-            "vocabulary; give the "
+            f"[generate] {printable(checkpoint.name)} is of {type(checkpoint.model).__name__}, "
+            "without a vocabulary; give the "
             "directory that odyssey train --model gpt --run-dir DIR wrote"
         )
-    vocabulary = Vocabulary.restored(found.vocabulary, found.name)
+    vocabulary = Vocabulary.restored(checkpoint.vocabulary, checkpoint.name)
     ids = vocabulary.encode(prompt)
     click.echo(
-        vocabulary.decode([*ids, *found.model.generate(ids, tokens, temperature, top_k, seed)])
+        vocabulary.decode([*ids, *checkpoint.model.generate(ids, tokens, temperature, top_k, seed)])
     )

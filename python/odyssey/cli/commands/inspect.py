@@ -40,32 +40,36 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
 
     key = None if key_file is None else read_key(key_file)
     if (path / NAME).is_file() or not path.is_dir():
-        found = [_look(path, key)]
+        checkpoints = [_look(path, key)]
     else:
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        found = [
-            (one.path, None, one.reason)
-            if isinstance(one, Refused)
-            else (folder / step_name(one.step), one, None)
-            for one in Store(folder, owner=False, key=key).verified()
+        checkpoints = [
+            (checkpoint.path, None, checkpoint.reason)
+            if isinstance(checkpoint, Refused)
+            else (folder / step_name(checkpoint.step), checkpoint, None)
+            for checkpoint in Store(folder, owner=False, key=key).verified()
         ]
     if as_json:
         click.echo(
             json.dumps(
-                {"path": str(path), "checkpoints": [_plain(*one) for one in found]}, indent=1
+                {
+                    "path": str(path),
+                    "checkpoints": [_plain(*checkpoint) for checkpoint in checkpoints],
+                },
+                indent=1,
             )
         )
-    elif not found:
+    elif not checkpoints:
         click.echo(f"{printable(str(path))}: no checkpoint")
     else:
-        for number, one in enumerate(found):
-            if tensors or len(found) == 1:
+        for number, checkpoint in enumerate(checkpoints):
+            if tensors or len(checkpoints) == 1:
                 if number:
                     click.echo()
-                _print(*one, tensors, key is not None)
+                _print(*checkpoint, tensors, key is not None)
             else:
-                click.echo(_line(*one))
-    if not found or any(reason is not None for _, _, reason in found):
+                click.echo(_line(*checkpoint))
+    if not checkpoints or any(reason is not None for _, _, reason in checkpoints):
         raise click.exceptions.Exit(REFUSED)
 
 
@@ -116,10 +120,10 @@ def _plain(path: Path, manifest: Any, reason: str | None) -> dict[str, Any]:
         return {"path": str(path), "valid": False, "reason": reason}
     files = []
     for file in manifest.files:
-        each = zip(file.tensors, file.digests, strict=True)
+        pairs = zip(file.tensors, file.digests, strict=True)
         tensors = [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "sha256": digest}
-            for t, digest in each
+            for t, digest in pairs
         ]
         files.append({"name": file.name, "bytes": file.size, "tensors": tensors})
     facts = {"step": manifest.step, "attempt": manifest.attempt, "signed": manifest.signed}

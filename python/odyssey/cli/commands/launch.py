@@ -81,7 +81,7 @@ def command(
     elastic: str | None,
     script: str,
     arguments: tuple[str, ...],
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Start ranks of a script and keep the run going: restart after a failure, stop on request
     with a checkpoint.
@@ -97,13 +97,13 @@ def command(
     from odyssey.run.starting import plain
 
     no_option(script, context)
-    script, *rest = plain([script, *arguments])
+    script, *words = plain([script, *arguments])
     if script == "train":
-        _check_configuration(tuple(rest))
-    named = machines("launch", hosts, hostfile)
+        _check_configuration(tuple(words))
+    parsed_hosts = machines("launch", hosts, hostfile)
     bounds = None if elastic is None else parse_elastic(elastic)
-    config = LaunchConfig(nproc_per_node=ranks, hosts=named, elastic=bounds, **given)
-    sys.exit(DistributedLauncher(config).launch(script, *rest))
+    config = LaunchConfig(nproc_per_node=ranks, hosts=parsed_hosts, elastic=bounds, **options)
+    sys.exit(DistributedLauncher(config).launch(script, *words))
 
 
 def no_option(script: str, context: click.Context) -> None:
@@ -111,14 +111,14 @@ def no_option(script: str, context: click.Context) -> None:
     have.
     """
     if script.startswith("-") and script != "-m":
-        known = [
+        option_names = [
             name
             for option in context.command.params
             for name in option.opts
             if name.startswith("--")
         ]
         raise click.NoSuchOption(
-            script, possibilities=near(script.partition("=")[0], known), ctx=context
+            script, possibilities=near(script.partition("=")[0], option_names), ctx=context
         )
 
 
@@ -130,9 +130,9 @@ def _check_configuration(words: tuple[str, ...]) -> None:
     files = [following for word, following in itertools.pairwise(words) if word == "--config"]
     files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
     for path in files:
-        given = read_config(Path(path), train.command.params)
+        config = read_config(Path(path), train.command.params)
         for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
-            if name in given:
+            if name in config:
                 raise ConfigError(
                     f"[launch] {path} has {name.replace('_', '-')}, which is too late for ranks "
                     "that are started; give "

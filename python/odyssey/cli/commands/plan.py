@@ -95,9 +95,9 @@ def command(  # noqa: C901
             f"{', '.join(RECIPES)}"
         )
     for text in layouts:
-        if (has := ranks_of(parse(text))) != ranks:
+        if (count := ranks_of(parse(text))) != ranks:
             raise ConfigError(
-                f"[plan] layout {text} has {has} ranks, and --ranks is {ranks}; give layouts of "
+                f"[plan] layout {text} has {count} ranks, and --ranks is {ranks}; give layouts of "
                 f"{ranks}"
             )
     if json_file is not None:
@@ -110,15 +110,15 @@ def command(  # noqa: C901
     if measure:
         link, shared = planner.measured(launcher)
         near, far = (link, far) if shared else (near, link)
-        where = "within a machine" if shared else "between machines"
+        link_kind = "within a machine" if shared else "between machines"
         click.echo(
-            f"measured {where}: {1e6 * link.latency:.0f} us, {8e-9 * link.bandwidth:.1f} Gbit/s"
+            f"measured {link_kind}: {1e6 * link.latency:.0f} us, {8e-9 * link.bandwidth:.1f} Gbit/s"
         )
     model = ("-m", "odyssey.train", "--no-progress", "--model") if what in RECIPES else ()
     words = [sys.executable, *model, what, *without(rest, {"--run-dir": 1, "--layout": 1})]
     make = planner.Planner(words, per_node, limit, near, far)
-    looked = layouts or tuple(planner.layouts(ranks))
-    width = max(map(len, looked))
+    candidates = layouts or tuple(planner.layouts(ranks))
+    width = max(map(len, candidates))
 
     def show(p: planner.Planned) -> None:
         if p.why is not None:
@@ -129,16 +129,16 @@ def command(  # noqa: C901
             f"{p.layout:{width}}  {size(p.memory):>8} a rank  {times}  sends {size(p.sent)}{wire}"
         )
 
-    plans = make(looked, show)
-    found = planner.best(plans)
-    for place, p in enumerate(found, 1):
+    plans = make(candidates, show)
+    best_plans = planner.best(plans)
+    for place, p in enumerate(best_plans, 1):
         click.echo(f"{place}. {p.layout}")
-    if not found:
+    if not best_plans:
         click.echo(f"no layout fits into {size(limit)} a rank")
     if make.sharing is not None:
         click.echo(planner.shards(make.sharing, ranks, min(per_node, ranks)))
     if json_file is not None:
-        best = [p.layout for p in found]
+        best = [p.layout for p in best_plans]
         rows = [dataclasses.asdict(p) for p in plans]
         outputs.write_json(
             json_file,

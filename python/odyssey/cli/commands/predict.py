@@ -34,16 +34,18 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
     from ...train import trained_models
 
     with on_all_ranks():
-        found = trained_models.opened(model, trained_models.own_model(own))
-        names, samples = _samples(inputs, found.data)
+        checkpoint = trained_models.opened(model, trained_models.own_model(own))
+        names, samples = _samples(inputs, checkpoint.data)
     world = comm.world(backend="auto")
     batches = trained_models.batches_of_array(
-        samples, found.data.get("scale", 1.0), found.data.get("shift", 0.0)
+        samples, checkpoint.data.get("scale", 1.0), checkpoint.data.get("shift", 0.0)
     )
-    outputs = trained_models.predicted(found.model, batches, world, algorithm=found.algorithm)
+    outputs = trained_models.predicted(
+        checkpoint.model, batches, world, algorithm=checkpoint.algorithm
+    )
     if world.rank:
         return
-    classes = found.data.get("classes")
+    classes = checkpoint.data.get("classes")
     for name, y in zip(names, outputs, strict=True):
         if not classes:
             numbers = y.reshape(-1).tolist()
@@ -93,8 +95,8 @@ def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError(f"[predict] images need Pillow; {install_extra('image')}") from None
-    made = np.empty((len(paths), *shape), np.uint8)
-    for at, path in enumerate(paths):
+    pixels = np.empty((len(paths), *shape), np.uint8)
+    for index, path in enumerate(paths):
         try:
             with Image.open(path) as image:
                 image = ImageOps.fit(
@@ -104,8 +106,10 @@ def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
             raise DataError(
                 f"{printable(path)} cannot be read as a picture ({problem}); leave it out"
             ) from None
-        made[at] = np.asarray(image, np.uint8).reshape(shape[1], shape[2], -1).transpose(2, 0, 1)
-    return made
+        pixels[index] = (
+            np.asarray(image, np.uint8).reshape(shape[1], shape[2], -1).transpose(2, 0, 1)
+        )
+    return pixels
 
 
 def _table(path: str, data: dict[str, Any], shape: list[int] | None) -> tuple[list[str], Any]:
@@ -115,15 +119,15 @@ def _table(path: str, data: dict[str, Any], shape: list[int] | None) -> tuple[li
     from ...data.tables import Columns, Table
 
     table = Table(path)
-    wanted = data.get("columns") or table.header
-    shape = shape or [len(wanted)]
+    columns = data.get("columns") or table.header
+    shape = shape or [len(columns)]
     if len(shape) != 1:
         raise DataError(
             f"{table.path} is a table, and the model takes samples {tuple(shape)}; give pictures"
         )
-    if not data.get("columns") and len(wanted) != shape[0]:
-        what = f"has {len(wanted)} columns, the model takes {shape[0]}"
-        raise DataError(f"{table.path} {what}; its columns are {', '.join(wanted)}")
+    if not data.get("columns") and len(columns) != shape[0]:
+        reason = f"has {len(columns)} columns, the model takes {shape[0]}"
+        raise DataError(f"{table.path} {reason}; its columns are {', '.join(columns)}")
     return [f"line {number}" for number, _ in table.lines], Columns.of_saved(
-        data.get("table"), wanted
+        data.get("table"), columns
     ).samples(table)

@@ -64,19 +64,24 @@ def command(
     for path, option in ((save, "--save"), (json_file, "--json")):
         if path is not None:
             outputs.check(path, option)
-    told = {"tell": lambda line: click.echo(f"odyssey: {line}", err=True)}
-    result = replay(run, step, layout or f"dp={ranks or 1}", save=save, launcher=launcher, **told)
-    rows = [(what, shown(result.logged, what), shown(result.replayed, what)) for what in COMPARED]
-    for what, logged, replayed in rows:
+    options = {"tell": lambda line: click.echo(f"odyssey: {line}", err=True)}
+    result = replay(
+        run, step, layout or f"dp={ranks or 1}", save=save, launcher=launcher, **options
+    )
+    rows = [
+        (quantity, shown(result.logged, quantity), shown(result.replayed, quantity))
+        for quantity in COMPARED
+    ]
+    for quantity, logged, replayed in rows:
         if UNKNOWN in (logged, replayed):
-            said = f"{UNKNOWN} in the {'log' if logged == UNKNOWN else 'replay'}: not compared"
+            verdict = f"{UNKNOWN} in the {'log' if logged == UNKNOWN else 'replay'}: not compared"
         else:
-            said = (
+            verdict = (
                 f"{logged}  same"
                 if logged == replayed
                 else f"{logged} in the log, {replayed} now  DIFFERS"
             )
-        click.echo(f"{what:10}{said}")
+        click.echo(f"{quantity:10}{verdict}")
     first = result.comparison.first
     start = result.checkpoint or "the beginning"
     n = result.comparison.common
@@ -88,22 +93,23 @@ def command(
             f"{start} on"
         )
     else:
-        before = f"; the {n - 1} before it, from {start} on, are the same" if n > 1 else ""
-        click.echo(f"step {step}: DIFFERS{before}")
+        earlier_steps = f"; the {n - 1} before it, from {start} on, are the same" if n > 1 else ""
+        click.echo(f"step {step}: DIFFERS{earlier_steps}")
     if json_file is not None:
-        found = {
+        report = {
             "run": str(run),
             "step": step,
             "same": result.same,
             "differing": list(result.differing),
             "values": {
-                what: {"logged": logged, "replayed": replayed} for what, logged, replayed in rows
+                quantity: {"logged": logged, "replayed": replayed}
+                for quantity, logged, replayed in rows
             },
             "first_different_step": first and first[0].step,
             "steps": result.comparison.common,
             "checkpoint": result.checkpoint,
             "ranks": result.ranks,
         }
-        outputs.write_json(json_file, "--json", found)
+        outputs.write_json(json_file, "--json", report)
     if not result.same:
         sys.exit(DIFFERENT)

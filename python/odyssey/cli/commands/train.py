@@ -36,14 +36,14 @@ def _option(s: Setting) -> click.Option:
     choice = DataSet if s.name == "dataset" else OrOwn if s.own else click.Choice
     kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
-    more: dict[str, Any] = (
+    type_options: dict[str, Any] = (
         {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
     )
     return click.Option(
         [s.name, *(s.flags or (option(s.name),))],
         default=s.default,
         help=s.help_text(option),
-        **more,
+        **type_options,
     )
 
 
@@ -69,12 +69,16 @@ class _Sectioned(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        of = {
+        section_by_option = {
             "config": declarations.DATA,
             **{name: s.section for name, s in declared(Command).items()},
         }
         for section in (*SECTIONS, "Other"):
-            options = [o for o in self.get_params(ctx) if of.get(str(o.name), "Other") == section]
+            options = [
+                o
+                for o in self.get_params(ctx)
+                if section_by_option.get(str(o.name), "Other") == section
+            ]
             with formatter.section(section):
                 formatter.write_dl(
                     [row for row in (o.get_help_record(ctx) for o in options) if row]

@@ -64,8 +64,8 @@ def command(
     """
     from ...audit.verify import Verifier
 
-    found = launchers.launched()
-    if found is not None and found.size > 1:
+    started = launchers.launched()
+    if started is not None and started.size > 1:
         with on_all_ranks():
             raise ConfigError(
                 "[verify] it starts the ranks of each layout itself; run it without mpirun or srun"
@@ -75,13 +75,15 @@ def command(
         outputs.check(json_file, "--json")
     if inference is not None:
         if layouts or rest or script:
-            wrong = (*layouts, *rest, *["--script"] * bool(script))[0]
-            raise ConfigError(f"[verify] --inference goes without {wrong!r}; leave one of them out")
+            stray_word = (*layouts, *rest, *["--script"] * bool(script))[0]
+            raise ConfigError(
+                f"[verify] --inference goes without {stray_word!r}; leave one of them out"
+            )
         _inference(inference, samples or 48, json_file)
         return
     if not layouts or samples is not None:
-        what = "--samples is for --inference RUN" if layouts else "nothing to compare is given"
-        raise ConfigError(f"[verify] {what}; give --layouts, e.g. dp=2 tp=2, or --inference RUN")
+        reason = "--samples is for --inference RUN" if layouts else "nothing to compare is given"
+        raise ConfigError(f"[verify] {reason}; give --layouts, e.g. dp=2 tp=2, or --inference RUN")
     check_integer("[verify] --steps", steps, 1)
     words = [
         sys.executable,
@@ -97,13 +99,13 @@ def command(
         )
 
     results = Verifier(words, steps, launcher)(layouts, show)
-    same = sum(result.same for result in results)
-    click.echo(f"{same} of {len(results)} layouts give the bits of one process")
+    same_count = sum(result.same for result in results)
+    click.echo(f"{same_count} of {len(results)} layouts give the bits of one process")
     if json_file is not None:
         outputs.write_json(
             json_file, "--json", {"command": words[1:], "results": [r.json() for r in results]}
         )
-    if same < len(results):
+    if same_count < len(results):
         sys.exit(DIFFERENT)
 
 
@@ -112,34 +114,40 @@ def _inference(run: Path, samples: int, json_file: Path | None) -> None:
     from ...train import trained_models
     from ...train.inference import ways
 
-    found = trained_models.opened(run)
-    data = trained_models.samples(found)
+    checkpoint = trained_models.opened(run)
+    data = trained_models.samples(checkpoint)
     results = []
-    loss = trained_models.loss_of(found)
+    loss = trained_models.loss_of(checkpoint)
     for way in ways(
-        lambda: trained_models.opened(run).model, data, loss, samples, algorithm=found.algorithm
+        lambda: trained_models.opened(run).model,
+        data,
+        loss,
+        samples,
+        algorithm=checkpoint.algorithm,
     ):
         click.echo(f"{way.name:44}  {way}")
         results.append(way)
-    same = sum(way.same for way in results)
-    click.echo(f"{same} of {len(results)} ways give the bits of one batch of {found.name}")
+    same_count = sum(way.same for way in results)
+    click.echo(
+        f"{same_count} of {len(results)} ways give the bits of one batch of {checkpoint.name}"
+    )
     if json_file is not None:
         outputs.write_json(
             json_file,
             "--json",
-            {"checkpoint": found.name, "results": [way.json() for way in results]},
+            {"checkpoint": checkpoint.name, "results": [way.json() for way in results]},
         )
-    if same < len(results):
+    if same_count < len(results):
         sys.exit(DIFFERENT)
 
 
 def layouts_among(
-    given: tuple[str, ...], rest: tuple[str, ...]
+    layouts: tuple[str, ...], words: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Layouts that follow the option's first one without repeating it are among the arguments:
     "key=value" words.
     """
     from ...audit.verify import KEYS
 
-    more = tuple(word for word in rest if word.split("=")[0] in KEYS and "=" in word)
-    return given + more, tuple(word for word in rest if word not in more)
+    layout_words = tuple(word for word in words if word.split("=")[0] in KEYS and "=" in word)
+    return layouts + layout_words, tuple(word for word in words if word not in layout_words)

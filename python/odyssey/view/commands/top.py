@@ -37,18 +37,18 @@ def command(job: Path | None, once: bool, as_json: bool, interval: float) -> Non
     from .. import top as view
 
     if job is None:
-        found = view.pids()
-        if not found:
+        pids = view.pids()
+        if not pids:
             raise LaunchError(
                 "[top] no job of this user runs on this machine with more than one rank, or in a "
                 "run"
             )
-        if len(found) > 1:
-            others = ", ".join(map(str, found[1:9]))
+        if len(pids) > 1:
+            other_pids = ", ".join(map(str, pids[1:9]))
             click.echo(
-                f"the newest of {len(found)} jobs; the others: odyssey top {others}", err=True
+                f"the newest of {len(pids)} jobs; the others: odyssey top {other_pids}", err=True
             )
-        connected = view.local(found[0])
+        connected = view.local(pids[0])
     elif str(job).isascii() and str(job).isdigit() and not job.is_dir():
         connected = view.of_process(int(str(job)))
     else:
@@ -71,15 +71,15 @@ def _show(job: Any, once: bool, as_json: bool, interval: float) -> None:
         live = Live(auto_refresh=False)
         live.start()
     try:
-        while (now := job.look()) is not None:
+        while (snapshot := job.look()) is not None:
             if as_json:
-                ranks = [{**s._asdict(), "times": list(s.times)} for s in now["ranks"]]
-                slow = {str(rank): list(found) for rank, found in now["slow"].items()}
-                click.echo(json.dumps({**now, "ranks": ranks, "slow": slow}))
+                ranks = [{**s._asdict(), "times": list(s.times)} for s in snapshot["ranks"]]
+                slow = {str(rank): list(slowness) for rank, slowness in snapshot["slow"].items()}
+                click.echo(json.dumps({**snapshot, "ranks": ranks, "slow": slow}))
             elif live is not None:
-                live.update(_table(now), refresh=True)
+                live.update(_table(snapshot), refresh=True)
             else:
-                click.echo(view.plain(now))
+                click.echo(view.plain(snapshot))
             if once:
                 return
             time.sleep(interval)
@@ -90,23 +90,23 @@ def _show(job: Any, once: bool, as_json: bool, interval: float) -> None:
         click.echo("the job has ended")
 
 
-def _table(now: dict[str, Any]) -> Any:
+def _table(snapshot: dict[str, Any]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
     from .. import top as view
 
-    table = Table(title=Text(view.title(now)), title_justify="left", box=None, pad_edge=False)
+    table = Table(title=Text(view.title(snapshot)), title_justify="left", box=None, pad_edge=False)
     for name in view.COLUMNS:
         table.add_column(
             name, justify="left" if name in ("host", "now") else "right", no_wrap=name != "now"
         )
-    for row, seen in zip(view.rows(now), now["ranks"], strict=True):
+    for row, status in zip(view.rows(snapshot), snapshot["ranks"], strict=True):
         style = (
             "red"
-            if seen.state in ("T", "t", "gone")
+            if status.state in ("T", "t", "gone")
             else "yellow"
-            if seen.rank in now["slow"]
+            if status.rank in snapshot["slow"]
             else ""
         )
         table.add_row(*(Text(cell) for cell in row), style=style)
