@@ -31,7 +31,7 @@ def test_a_gan_as_documented_has_the_same_bits_on_any_number_of_ranks(launch):
     (code,) = (
         block
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if "of_G, of_D" in block
+        if "of_G = " in block
     )
     ends = (
         "\nimport hashlib\n"
