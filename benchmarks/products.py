@@ -34,7 +34,7 @@ LAYERS += [f"bf16-{layer}" for layer in LINEARS + CONVOLUTIONS + STRIDED]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", nargs="+", default=LAYERS, metavar="LAYER")
     parser.add_argument(
         "--kernels", type=Path, default=common.HERE.parent / "mojo", metavar="DIRECTORY"

@@ -78,7 +78,7 @@ class Timed:
 
 
 def main() -> None:
-    parser = common.parser(__doc__.split("\n")[0])
+    parser = common.parser(__doc__.split("\n\n")[0])
     parser.add_argument("--numbers", type=int, default=4_000_000, help="parameters")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()

@@ -44,7 +44,7 @@ def train_with_accumulation(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--accumulation-steps", type=int, default=4)
     parser.add_argument(
         "--batch-size", type=int, default=64, help="samples of all ranks in one pass"

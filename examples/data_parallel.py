@@ -15,7 +15,7 @@ from odyssey import DistributedTrainer, data, nn, optim
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, help="stop after so many")
     args = parser.parse_args()

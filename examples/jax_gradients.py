@@ -31,7 +31,7 @@ def loss(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="3 steps")
     args = parser.parse_args()

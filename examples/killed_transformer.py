@@ -1,9 +1,10 @@
 """A transformer in PyTorch is killed in the middle of its training, goes on with another number
 of ranks, and ends with the weights of a training that nothing happened to.
 
-    odyssey launch -n 2 --run-dir whole examples/killed_transformer.py KILL_AT=7 odyssey launch -n 2
-    --env KILL_AT --run-dir hurt --max-restarts 0 examples/killed_transformer.py odyssey launch -n 3
-    --run-dir hurt examples/killed_transformer.py
+    odyssey launch -n 2 --run-dir whole examples/killed_transformer.py
+    KILL_AT=7 odyssey launch -n 2 --env KILL_AT --run-dir hurt --max-restarts 0
+        examples/killed_transformer.py
+    odyssey launch -n 3 --run-dir hurt examples/killed_transformer.py
 
 Needs PyTorch: `pip install -e '.[torch]'` in a checkout.
 """

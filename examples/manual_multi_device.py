@@ -53,7 +53,7 @@ def average_gradients(models: list[nn.Module]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--devices", type=int, default=4, help="copies of the model in this process"
     )

@@ -19,7 +19,7 @@ from odyssey import functional as F
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--samples", type=int, default=2003)
     parser.add_argument("--quick", action="store_true", help="101 samples")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from odyssey import DistributedTrainer, data, nn, optim
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--scaler-init-scale", type=float, default=2.0**28, help="a power of two")
     args = parser.parse_args()

@@ -30,7 +30,7 @@ def trainer_of(width: int, depth: int, overlap: bool) -> DistributedTrainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)

@@ -19,7 +19,7 @@ from odyssey.parallel import schedule
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
     args = parser.parse_args()

@@ -41,7 +41,7 @@ def load_model(path: Path) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("path", type=Path, nargs="?", default=Path("net.safetensors"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="two steps")

@@ -15,7 +15,7 @@ from odyssey import DistributedTrainer, Mesh, comm, data, nn, optim
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()

@@ -1,8 +1,9 @@
 """A script of one's own that `odyssey verify` can run on other layouts: nothing in it is about
 that.
 
-    python examples/verify_own_script.py odyssey verify --script examples/verify_own_script.py
-    --layouts dp=2 pp=2 tp=2 dp=2,zero=3 --steps 3
+    python examples/verify_own_script.py
+    odyssey verify --script examples/verify_own_script.py --layouts dp=2 pp=2 tp=2 dp=2,zero=3
+        --steps 3
 
 verify starts the script once alone and once per layout. Its DistributedTrainer then takes the
 layout from verify, stops after so many steps, and all weights, optimizer numbers and losses are
@@ -37,7 +38,7 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
 

@@ -25,7 +25,7 @@ def network(width: int, depth: int) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10)

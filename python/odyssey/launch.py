@@ -1,9 +1,10 @@
 """`python -m odyssey.launch`: `odyssey launch` with the options of other launchers, before the
 script or behind it.
 
-    python -m odyssey.launch --nproc_per_node=4 train.py --epochs 100 python -m odyssey.launch
-    --nproc_per_node=4 -m package.module --epochs 100 python -m odyssey.launch train.py
-    --nproc_per_node=4 --nnodes=1 --master_addr=localhost --backend=gloo --epochs 100
+    python -m odyssey.launch --nproc_per_node=4 train.py --epochs 100
+    python -m odyssey.launch --nproc_per_node=4 -m package.module --epochs 100
+    python -m odyssey.launch train.py --nproc_per_node=4 --nnodes=1 --master_addr=localhost \\
+        --backend=gloo --epochs 100
 
 Behind the script only the options below are the launcher's, whatever the script would make of them;
 all else is the script's, and after "--" everything is. One command starts the ranks of all nodes

@@ -286,7 +286,7 @@ HOSTS: dict[str, Callable[[Run], None]] = {
 
 
 def options(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=5, help="no run begins after so many")
     parser.add_argument("--runs", type=int, help="so many runs, however long they take")
     parser.add_argument(

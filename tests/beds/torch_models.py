@@ -95,7 +95,7 @@ def row(model: str, precision: str, folder: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--only", choices=["fp32", "bf16"], help="one precision")
     given = parser.parse_args()

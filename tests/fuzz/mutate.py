@@ -352,11 +352,13 @@ def fuzz(
     Args:
         parse: takes the bytes; returns anything, or raises one of `allowed`.
         seeds: inputs that it accepts; this is checked.
-        structure, tokens: what is known of the format. first: number of the first input, a multiple
-        of BLOCK: so that processes can share out a count. each: seconds that one input may take
-        (processor time, so that a busy machine is no finding). growth_mb: how much resident memory
-        may grow. watch: is given each input before `parse`, for finding the one that ends the
-        process.
+        structure, tokens: what is known of the format.
+        first: number of the first input, a multiple of BLOCK: so that processes can share out a
+            count.
+        each: seconds that one input may take (processor time, so that a busy machine is no
+            finding).
+        growth_mb: how much resident memory may grow.
+        watch: is given each input before `parse`, for finding the one that ends the process.
 
     Raises:
         Finding: another exception, a slow input, or memory; with the input.

@@ -745,7 +745,7 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", help="only cases whose name contains one of these")
     parser.add_argument("--json", help="write all errors here")
     parser.add_argument("--shards", default="1,3,8", help="how many shards a launch has")

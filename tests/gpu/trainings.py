@@ -701,7 +701,7 @@ def refusals() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CHECKS)}; default all")
     parser.add_argument("--list", action="store_true", help="print the names")
     options = parser.parse_args()

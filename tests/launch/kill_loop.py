@@ -2,7 +2,8 @@
 itself with the same bytes.
 
     kill_loop.py [--runs 50] [--double 20] [--ranks 4] [--seed 0] [--whom rank] [OPTIONS OF odyssey
-    train ...] kill_loop.py [...] --uniform --program SCRIPT [ITS ARGUMENTS ...]
+        train ...]
+    kill_loop.py [...] --uniform --program SCRIPT [ITS ARGUMENTS ...]
 
 Each run gets one SIGKILL, on a random rank, at a random moment: while its ranks start (a fifth of
 the runs), or at a random step; each of the double faults a second one within a second and a half of
@@ -256,7 +257,7 @@ def loop(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--runs", type=int, default=50, help="with one kill each")
     parser.add_argument("--double", type=int, default=20, help="with two kills")
     parser.add_argument("--ranks", type=int, default=4)

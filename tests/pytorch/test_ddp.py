@@ -29,9 +29,7 @@ def test_a_gan_as_documented_has_the_same_bits_on_any_number_of_ranks(launch):
     """The block of docs/pytorch.md, two optimizers over one net, as it is written there."""
     text = (HERE.parents[1] / "docs" / "pytorch.md").read_text()
     (code,) = (
-        block
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        if "of_G = " in block
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "of_G = " in block
     )
     ends = (
         "\nimport hashlib\n"

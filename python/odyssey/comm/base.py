@@ -63,11 +63,14 @@ class Communicator:
     "shm" add along the fixed tree, "mpi" and "gloo" in the order of their library.
 
     Attributes:
-        rank, size: place in the group, ranks of the group. local_rank, local_size: the same among
-        those of the group that run on this machine. ranks: world ranks of the members. name: of the
-        backend. why: one line: which backend, and why this one. timeout: seconds that its calls
-        wait for other ranks; None: ODYSSEY_TIMEOUT. moved_by_calls: True if data move on only while
-        a rank is in one of its calls, which any thread may make.
+        rank, size: place in the group, ranks of the group.
+        local_rank, local_size: the same among those of the group that run on this machine.
+        ranks: world ranks of the members.
+        name: of the backend.
+        why: one line: which backend, and why this one.
+        timeout: seconds that its calls wait for other ranks; None: ODYSSEY_TIMEOUT.
+        moved_by_calls: True if data move on only while a rank is in one of its calls, which any
+            thread may make.
     """
 
     rank: int = 0

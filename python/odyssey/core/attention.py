@@ -71,10 +71,12 @@ def attention(
     Scores take no memory that grows with T S (mojo/kernels/attention.mojo).
 
     Args:
-        k, v: None if q is all three side by side, (N, T, 3 F). past: query i sees the keys up to i
-        + past; all if None. scale: 1 / sqrt(F / heads) unless given. dropout: softmax's results are
-        zeroed with this probability, the others divided by 1 - dropout: as `dropout` of
-            a token with heads times S features, S rounded up to a multiple of 4.
+        k, v: None if q is all three side by side, (N, T, 3 F).
+        past: query i sees the keys up to i + past; all if None.
+        scale: 1 / sqrt(F / heads) unless given.
+        dropout: softmax's results are zeroed with this probability, the others divided by 1 -
+            dropout: as `dropout` of a token with heads times S features, S rounded up to a multiple
+            of 4.
         mask: (N, heads, T, S), broadcast: True where a key is seen, or float32 that is added to
             scores (`added`); a key with -inf is not seen and changes no bit of what the others
             give. A query that sees none gets 0.

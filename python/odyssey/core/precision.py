@@ -74,8 +74,9 @@ class GradScaler:
 
     Args:
         init_scale, growth_factor, backoff_factor: powers of two; growth_factor above 1,
-        backoff_factor below. growth_interval: steps. enabled: False makes it do nothing: scale 1,
-        no step skipped.
+            backoff_factor below.
+        growth_interval: steps.
+        enabled: False makes it do nothing: scale 1, no step skipped.
     """
 
     def __init__(

@@ -29,14 +29,16 @@ class LaunchConfig:
 
     Args:
         nproc_per_node, nnodes: ranks of each machine, and machines; their product is the number of
-        ranks. max_restarts: restarts without progress in between after which the run is given up.
-        monitor_interval: seconds between two looks at the running ranks. start_timeout: seconds in
-        which all ranks must have been started. run_dir: the run's directory; default
-        ./runs/DATE-TIME-NAME. hosts: machines; default this one, or those of the SLURM allocation.
+            ranks.
+        max_restarts: restarts without progress in between after which the run is given up.
+        monitor_interval: seconds between two looks at the running ranks.
+        start_timeout: seconds in which all ranks must have been started.
+        run_dir: the run's directory; default ./runs/DATE-TIME-NAME.
+        hosts: machines; default this one, or those of the SLURM allocation.
         launcher: "mpirun", "srun", or "auto": srun inside a SLURM allocation, else the mpirun of
-        this environment. elastic: fewest and most ranks that the run may go on with when a host is
-        lost, a rank fails again and again, or
-            `odyssey scale` asks; None: always as many.
+            this environment.
+        elastic: fewest and most ranks that the run may go on with when a host is lost, a rank fails
+            again and again, or `odyssey scale` asks; None: always as many.
         backoff: seconds before the second restart without progress; doubled for each further one,
             at most 60.
         grace: seconds that ranks have to stop on request.

@@ -72,12 +72,11 @@ class DistributedTrainer(TrainerState):
         gather: for a loss that compares samples with each other (contrastive, ranking): it is given
             the outputs and targets of the whole batch, whose shards run twice: for their outputs,
             then for the gradients of these.
-        mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only. settings:
-        by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps,
-        zero (of
-            its parameters alone a rank keeps 1: the optimizer's state, 2: gradients too, 3: values
-            too), nonfinite, check_every, reduction, servers, ranks_per_node, compression,
-            compression_ratio, compression_warmup_steps, powersgd_rank.
+        mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
+        settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm,
+            accumulation_steps, zero (of its parameters alone a rank keeps 1: the optimizer's state,
+            2: gradients too, 3: values too), nonfinite, check_every, reduction, servers,
+            ranks_per_node, compression, compression_ratio, compression_warmup_steps, powersgd_rank.
 
     Raises ConfigError: something is not allowed, or cannot be held; the message names it. Or the
     ranks differ.

@@ -136,11 +136,13 @@ class DistributedTuner:
         search_space: {name: uniform(..), loguniform(..), randint(..), choice(..), an Optuna
             distribution, or a list of values}.
         num_gpus, trials_per_gpu: no more than num_gpus * trials_per_gpu ranks work at a time. None:
-        all there are. metric: name of the figure in what train_fn returns; not needed for a number,
-        or a dict of one. direction: "maximize" or "minimize". None: minimize where the metric's
-        name has "loss" or "error" in it. storage: where the study is kept: a file (*.db: SQLite,
-        else Optuna's journal), or a URL as Optuna has them.
-            None: in memory, or in a temporary file. A study that is there goes on.
+            all there are.
+        metric: name of the figure in what train_fn returns; not needed for a number, or a dict of
+            one.
+        direction: "maximize" or "minimize". None: minimize where the metric's name has "loss" or
+            "error" in it.
+        storage: where the study is kept: a file (*.db: SQLite, else Optuna's journal), or a URL as
+            Optuna has them. None: in memory, or in a temporary file. A study that is there goes on.
         study_name: several studies may share a storage.
         sampler: "tpe" (Optuna's default), "random", a class or function that takes seed=, or a
             sampler.
