@@ -182,7 +182,7 @@ def test_each_public_class_is_in_the_table():
 def test_each_public_class(name, way):
     old, inputs = build(name)
     check_alike(way(old), old, inputs)
-    if any(True for _ in old.parameters()):  # an optimizer takes it
+    if any(True for _ in old.parameters()):  # an optimizer needs parameters
         optimizer = optim.SGD(old.parameters(), lr=0.1)
         new = way(old)
         check_alike(new, old, inputs)

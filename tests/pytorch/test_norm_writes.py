@@ -39,8 +39,9 @@ def _as_a_trainer_sets_it():
 
 
 class Net(nn.Module):
-    """A module with normalisations of all kinds that keep statistics. frozen: these normalise
-    with the kept ones.
+    """A module with every kind of normalization that keeps running statistics.
+
+    If `frozen`, its layers normalize with the running statistics.
     """
 
     def __init__(self, momentum: float | None = 0.1, frozen: bool = False) -> None:

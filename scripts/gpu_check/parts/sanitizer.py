@@ -20,7 +20,7 @@ UNUSABLE = r"not supported|unable to (attach|inject|find)|LibraryNotLoaded"
 
 
 def run(c: Check) -> dict[str, Any]:
-    """Each kind on its own. A kind that does not end in time is no error."""
+    """Runs each tool of compute-sanitizer. A tool that runs out of time does not fail the part."""
     tool = shutil.which("compute-sanitizer")
     for pattern in PLACES:
         tool = tool or next((str(p) for p in Path("/").glob(f"{pattern}/compute-sanitizer")), None)
